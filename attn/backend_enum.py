@@ -107,10 +107,10 @@ class BackendEnumMeta(enum.EnumMeta):
     objects: dict[Any, type]
 
     def __getitem__(cls, name: str) -> Any:
-        found = cls._find(name)
-        if found is None:
+        member = cls._find(name)
+        if member is None:
             raise ValueError(unknown_name(cls.kind, name, cls.names()))
-        return found
+        return member
 
     def __contains__(cls, item: object) -> bool:
         """Test membership of members and names (an Enum of Python 3.11 raises TypeError for a string)."""

@@ -34,8 +34,8 @@ class MetadataError(AttnError):
     def __init__(self, field: str, index: int | tuple[int, ...] | None, value: object, bound: str) -> None:
         self.field, self.index, self.value, self.bound = field, index, value, bound
         where = ", ".join(map(str, index)) if isinstance(index, tuple) else index
-        place = field if index is None else f"{field}[{where}]"
-        super().__init__(f"{place} = {value}: must be {bound}")
+        element = field if index is None else f"{field}[{where}]"
+        super().__init__(f"{element} = {value}: must be {bound}")
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return type(self), (self.field, self.index, self.value, self.bound)

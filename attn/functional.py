@@ -146,10 +146,10 @@ def _reach(
         return None
     batch, n, m = q.shape[0], q.shape[1], k.shape[1]
     if spans is not None:
-        given = arrays.to_framework(spans, "numpy") if hasattr(spans, "dtype") else np.asarray(spans)
-        spans = given[None] if given.ndim == 2 else given
+        array = arrays.to_framework(spans, "numpy") if hasattr(spans, "dtype") else np.asarray(spans)
+        spans = array[None] if array.ndim == 2 else array
         if spans.shape != (batch, n, 2) or spans.dtype.kind not in "iu":
-            raise ShapeError(f"spans has shape {list(given.shape)}, dtype {given.dtype}: must be integers [{batch}, {n}, 2]")
+            raise ShapeError(f"spans has shape {list(array.shape)}, dtype {array.dtype}: must be integers [{batch}, {n}, 2]")
         first, last = spans[..., 0], spans[..., 1]
         bad = ((first < 0) | (last < first) | (last >= m)) & ((first != -1) | (last != -1))
         if bad.any():

@@ -229,15 +229,15 @@ def snapshot(layer: Any, arguments: Arguments) -> Snapshot:
     total = int(start[-1])
     cross, encoder = impl.attn_type == AttentionType.ENCODER_DECODER, impl.attn_type in ENCODER_TYPES
     # in cross attention the new rows are the encoder's: they are recorded as cached, which they are after the call
-    given = not cross and impl.kv_sharing_target_layer_name is None and arguments.key is not None
-    slots = slots[:total] if given and not encoder else np.full(total, -1, np.int64)
+    writes = not cross and impl.kv_sharing_target_layer_name is None and arguments.key is not None
+    slots = slots[:total] if writes and not encoder else np.full(total, -1, np.int64)
     heads = (impl.num_heads, impl.qk_head_dim) if latent else (impl.num_heads, impl.head_size)
     keep("query", rows_of(arguments.query, total, heads))
-    if given and latent:
+    if writes and latent:
         sizes = zip(arguments[1:3], (impl.kv_lora_rank, impl.qk_rope_head_dim), strict=True)
         new = [rows_of(x, total, (size,)) for x, size in sizes if size]
         keep("key", ops.concat(new, -1)[:, None])
-    elif given:
+    elif writes:
         for name in ("key", "value"):
             keep(name, rows_of(getattr(arguments, name), total, (impl.num_kv_heads, impl.head_size)))
     page = spec.block_size

@@ -488,7 +488,7 @@ def spans_of(groups: "Sequence[Sequence[int]] | Sequence[IntArray]", query_lens:
 
     if len(groups) != len(query_lens):
         raise ShapeError(f"groups has {len(groups)} entries: must be {len(query_lens)}, one per request")
-    found = [np.empty((0, 2), np.int32)]
+    spans = [np.empty((0, 2), np.int32)]
     for r, (own, n) in enumerate(zip(groups, query_lens, strict=True)):
         ids = np.asarray(own)
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
@@ -500,8 +500,8 @@ def spans_of(groups: "Sequence[Sequence[int]] | Sequence[IntArray]", query_lens:
         of = np.searchsorted(starts, np.arange(len(ids)), side="right") - 1
         pairs = np.stack([starts[of], ends[of]], 1) if len(ids) else np.empty((0, 2), np.int64)
         pairs[ids < 0] = -1
-        found.append(pairs[len(ids) - n :].astype(np.int32))
-    return np.concatenate(found)
+        spans.append(pairs[len(ids) - n :].astype(np.int32))
+    return np.concatenate(spans)
 
 
 def _table(rows: "Sequence[Sequence[int]] | Sequence[IntArray] | IntArray") -> "IntArray":

@@ -251,12 +251,12 @@ class AttnImpl(vllm_backend.AttentionImpl):
         self._seen: tuple[torch.Tensor, torch.Tensor] | None = None
         self._unscaled = needs_scales(kv_cache_dtype)
         config = get_current_vllm_config_or_none()
-        wanted = {
+        required = {
             Feature.NON_CAUSAL: getattr(getattr(config, "attention_config", None), "use_non_causal", False),
             Feature.SPANS: getattr(getattr(config, "model_config", None), "is_mm_prefix_lm", False)
             and self.attn_type not in ENCODER_TYPES,
         }
-        self.features = [feature for feature, needed in wanted.items() if needed]
+        self.features = [feature for feature, needed in required.items() if needed]
         for name, value in further.items():
             if value not in (None, False) and value != _OFF.get(name):
                 raise UnsupportedError(f"{self.name}: {name}={value!r} not supported: {_ELSEWHERE}")

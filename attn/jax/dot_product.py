@@ -158,10 +158,10 @@ def _of_jax(call: _Call, how: str) -> tuple[jax.Array, jax.Array]:
     (causal, window, *_), query, scale = call.visible, call.query, call.scale
     if how == "cudnn" and scale is not None:
         query, scale = fold_sign(query, scale), abs(scale)
-    given: dict[str, Any] = {"is_causal": causal, "local_window_size": None if window == (None, None) else window}
-    given |= zip(_LENGTHS, (call.query_lens, call.key_lens), strict=True)
+    rules: dict[str, Any] = {"is_causal": causal, "local_window_size": None if window == (None, None) else window}
+    rules |= zip(_LENGTHS, (call.query_lens, call.key_lens), strict=True)
     arrays = (query, call.key, call.value, call.bias, call.mask)
-    out, lse = jax_attention(*arrays, scale=scale, implementation=how, return_residual=True, **given)
+    out, lse = jax_attention(*arrays, scale=scale, implementation=how, return_residual=True, **rules)
     if call.mask is None and call.key_lens is None and window == (None, None):
         return out, lse
     seen = call.seen()
@@ -170,8 +170,8 @@ def _of_jax(call: _Call, how: str) -> tuple[jax.Array, jax.Array]:
 
 def _check(query: jax.Array, key: jax.Array, value: jax.Array, mask: Any) -> None:
     """Raise `ShapeError` and `DTypeError` for calls that `jax.nn` does not accept."""
-    given = (query, key, value)
-    shapes = ", ".join(str(list(x.shape)) for x in given)
+    arrays = (query, key, value)
+    shapes = ", ".join(str(list(x.shape)) for x in arrays)
     if query.ndim not in (3, 4) or key.ndim != query.ndim or value.ndim != query.ndim:
         raise ShapeError(f"query, key, value have shapes {shapes}: must be [B, T, heads, head_size], or all without B")
     if key.shape != value.shape or query.shape[:-3] != key.shape[:-3] or query.shape[-1] != key.shape[-1]:
@@ -191,10 +191,10 @@ def _of_scores(name: str, given: Any, query: jax.Array, key: jax.Array) -> jax.A
     """Return a bias or a mask with four dimensions. Raises `ShapeError` unless it broadcasts to the scores."""
     if given is None:
         return None
-    found = jnp.asarray(given)
+    array = jnp.asarray(given)
     full = (*(query.shape[:-3] or (1,)), query.shape[-2], query.shape[-3], key.shape[-3])
-    _check_broadcast(name, found, full)
-    return found.reshape((1,) * (4 - found.ndim) + found.shape)
+    _check_broadcast(name, array, full)
+    return array.reshape((1,) * (4 - array.ndim) + array.shape)
 
 
 def _check_broadcast(name: str, x: jax.Array, full: tuple[int, ...]) -> None:
@@ -206,12 +206,12 @@ def _check_broadcast(name: str, x: jax.Array, full: tuple[int, ...]) -> None:
 def _lengths(name: str, lengths: Any, query: jax.Array) -> jax.Array | None:
     if lengths is None:
         return None
-    found, batch = jnp.asarray(lengths), query.shape[0] if query.ndim == 4 else 1
-    if found.shape != (batch,):
-        raise ShapeError(f"{name} has shape {list(found.shape)}: must be [{batch}]")
-    if found.dtype != jnp.int32:
-        raise DTypeError(f"{name} has dtype {found.dtype}: must be int32")
-    return found
+    array, batch = jnp.asarray(lengths), query.shape[0] if query.ndim == 4 else 1
+    if array.shape != (batch,):
+        raise ShapeError(f"{name} has shape {list(array.shape)}: must be [{batch}]")
+    if array.dtype != jnp.int32:
+        raise DTypeError(f"{name} has dtype {array.dtype}: must be int32")
+    return array
 
 
 def _window(given: Any) -> Window:

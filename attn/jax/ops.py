@@ -160,7 +160,7 @@ def _kernel_supports(*arrays: Any) -> bool:
 def _by_kernel(rules: Any, q: jax.Array, k: jax.Array, v: jax.Array, extras: Any) -> tuple[jax.Array, jax.Array]:
     from attn.jax.kernels.tpu import flash_attention as kernel
 
-    given = {"causal": rules.causal, "sliding_window": rules.window, "scale": rules.scale, "logits_soft_cap": rules.cap}
+    options = {"causal": rules.causal, "sliding_window": rules.window, "scale": rules.scale, "logits_soft_cap": rules.cap}
     arrays = {"alibi_slopes": extras.slopes, "sinks": extras.sinks}
-    result: tuple[jax.Array, jax.Array] = kernel.flash_attention(q, k, v, return_lse=True, **given, **arrays)
+    result: tuple[jax.Array, jax.Array] = kernel.flash_attention(q, k, v, return_lse=True, **options, **arrays)
     return result

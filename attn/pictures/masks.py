@@ -163,12 +163,12 @@ def _layout(paths: list[tuple[int, ...]]) -> dict[tuple[int, ...], tuple[float, 
     """Return each node's position: leaves side by side, a parent above the middle of its children."""
     children = {path: [child for child in paths if child and child[:-1] == path] for path in paths}
     leaves = sorted(path for path in paths if not children[path])
-    place = {path: (float(x), -len(path)) for x, path in enumerate(leaves)}
+    positions = {path: (float(x), -len(path)) for x, path in enumerate(leaves)}
     for path in sorted(paths, key=len, reverse=True):
-        below = [place[child][0] for child in children[path]]
+        below = [positions[child][0] for child in children[path]]
         if below:
-            place[path] = (sum(below) / len(below), -len(path))
-    return place
+            positions[path] = (sum(below) / len(below), -len(path))
+    return positions
 
 
 def weights(

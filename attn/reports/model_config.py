@@ -60,7 +60,7 @@ class LayerKind:
     @property
     def features(self) -> frozenset[str]:
         """The features that the layer requires of a backend."""
-        wanted = {
+        required = {
             Feature.SLIDING_WINDOW: self.window,
             Feature.SOFT_CAP: self.soft_cap,
             Feature.SINKS: self.sinks,
@@ -69,7 +69,7 @@ class LayerKind:
             Feature.MLA: self.latent and not self.topk,
             Feature.CHUNK_SIZE: self.chunk,
         }
-        return frozenset(feature.value for feature, value in wanted.items() if value)
+        return frozenset(feature.value for feature, value in required.items() if value)
 
 
 @dataclass(frozen=True)

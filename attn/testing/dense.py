@@ -133,7 +133,7 @@ def dense_cases(backend: Any, device: Device | None = None, level: str = "quick"
     c = backend.capabilities
     size = next(s for s in (64, 128, 32, 192, 256) if supports_size(s, c.head_sizes))
     plain = DenseCase("self", head_size=size, dtype=next(d for d in ("bfloat16", "float32", "float16") if d in c.dtypes))
-    found = [
+    candidates = [
         plain,
         replace(plain, name="one row, one key", rows=1, keys=1),
         replace(plain, name="one row", rows=1, keys=77),
@@ -167,16 +167,16 @@ def dense_cases(backend: Any, device: Device | None = None, level: str = "quick"
     ]
     if level == "full":
         few = replace(plain, batch=1, num_heads=2, num_kv_heads=1)
-        found += [
+        candidates += [
             replace(few, name="4608 rows", rows=4608, keys=4608),
             replace(few, name="4608 rows with the joint stream's", rows=4096, keys=4096, joint=(512, 512)),
             *(_vast(plain) if device is not None and device.platform in ("cuda", "rocm") else ()),
         ]
     if Feature.MASK in c.features:
-        found += [replace(plain, name="mask", mask=True), replace(plain, name="mask, grouped", mask=True, num_kv_heads=2)]
+        candidates += [replace(plain, name="mask", mask=True), replace(plain, name="mask, grouped", mask=True, num_kv_heads=2)]
     runs_on = None if device is None or c.device_reasons(device) else device  # otherwise it is interpreted, or a stand-in
     cases: dict[str, DenseCase] = {}
-    for case in found:
+    for case in candidates:
         why = backend.why_not_call(**case.asked)
         if why:
             cases[f"refused: {case}"] = replace(case, name=f"refused: {case}", vast=False, refused=tuple(why))
@@ -221,10 +221,10 @@ def draw_dense(case: DenseCase) -> DenseCall:
     if case.inputs == "needle":
         scale = case.head_size**-0.5 if case.scale is None else case.scale
         target = rng.integers(0, case.keys, (case.batch, case.rows, case.num_heads))
-        found = k[
+        sought = k[
             np.arange(case.batch)[:, None, None], target, np.arange(case.num_heads) // (case.num_heads // case.num_kv_heads)
         ]
-        q = bits.drawn((8 / (scale * case.head_size) * found + 0.25 * q).astype(np.float32), case.dtype)  # scores of about 8
+        q = bits.drawn((8 / (scale * case.head_size) * sought + 0.25 * q).astype(np.float32), case.dtype)  # scores of about 8
     present = None
     if case.lens:
         present = np.arange(case.keys) < np.array(case.lens)[:, None]

@@ -72,10 +72,10 @@ def same(
     for name, a, b in pairs:
         differ = as_bytes(np.ascontiguousarray(a)) != as_bytes(np.ascontiguousarray(b))
         if differ.any():
-            place = tuple(int(i) for i in np.argwhere(differ)[0])
-            row = int(np.arange(len(one.output))[live][place[0]])
+            index = tuple(int(i) for i in np.argwhere(differ)[0])
+            row = int(np.arange(len(one.output))[live][index[0]])
             yield Violation(
-                rule, f"{name} bits changed: {what} ({int(differ.sum())} elements)", case, row, place[1], b[place], a[place]
+                rule, f"{name} bits changed: {what} ({int(differ.sum())} elements)", case, row, index[1], b[index], a[index]
             )
 
 

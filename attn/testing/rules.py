@@ -57,9 +57,9 @@ class Violation:
 
     def __str__(self) -> str:
         head = "" if self.head is None else f", head {self.head}"
-        place = "" if self.row is None else f" at {_place(self.case, self.row)}{head}"
+        where = "" if self.row is None else f" at {_place(self.case, self.row)}{head}"
         values = "" if self.got is None and self.want is None else f": got {_shown(self.got)}, want {_shown(self.want)}"
-        return f"rule {self.rule} [{self.case.name}]{place}: {self.what}{values}\n    {self.case.repro(self.backend)}"
+        return f"rule {self.rule} [{self.case.name}]{where}: {self.what}{values}\n    {self.case.repro(self.backend)}"
 
 
 @dataclass
@@ -175,8 +175,8 @@ def _at(
 ) -> Iterator[Violation]:
     """Yield one violation for all places that are `wrong` ([T, H] or [T, H, D]), at that of the largest `weight`."""
     if wrong.any():
-        place = tuple(int(i) for i in np.unravel_index((wrong if weight is None else weight * wrong).argmax(), wrong.shape))
-        yield Violation(rule, f"{what} ({int(wrong.sum())} places)", case, place[0], place[1], got[place], want[place])
+        index = tuple(int(i) for i in np.unravel_index((wrong if weight is None else weight * wrong).argmax(), wrong.shape))
+        yield Violation(rule, f"{what} ({int(wrong.sum())} places)", case, index[0], index[1], got[index], want[index])
 
 
 def check_cache(call: Call, result: Result) -> Iterator[Violation]:
@@ -193,8 +193,8 @@ def check_cache(call: Call, result: Result) -> Iterator[Violation]:
             is_mapped = slot in call.batch.slot_mapping
             what = "a written slot holds other bytes" if is_mapped else "a slot was written that is not in slot_mapping"
             got, right = (decode(x[slot, head], case.element)[min(d, case.head_size - 1)] for x in (stored, want))
-            place = f"{which} cache, slot {slot}, kv head {head}"
-            yield Violation("W", f"{place}: {what} ({int(wrong.sum())} elements)", case, got=got, want=right)
+            where = f"{which} cache, slot {slot}, kv head {head}"
+            yield Violation("W", f"{where}: {what} ({int(wrong.sum())} elements)", case, got=got, want=right)
 
 
 def _place(case: Case, row: int) -> str:

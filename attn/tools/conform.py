@@ -148,8 +148,8 @@ def _repro(args: argparse.Namespace) -> int:
     plugins.load()
     rows = []
     for name in args.backends:
-        case, found = _REPRO[args.registry](name, args.repro)
-        rows += [{"backend": name, **row} for row in found]
+        case, problems = _REPRO[args.registry](name, args.repro)
+        rows += [{"backend": name, **row} for row in problems]
     lines = [row["text"] if "rule" in row else f"{row['backend']}: {row['text']}" for row in rows]
     data = {"case": json.loads(case.json()), "violations": rows}
     return _done(not rows, data, "\n".join(lines) or "no violation", args.json)

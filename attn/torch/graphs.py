@@ -156,13 +156,13 @@ def _layer(
     """
     sinks, alibi_slopes, topk_indices = weights
     if layer.startswith(_LIVE):
-        found = _living(layer)
-        impl, spec = found.impl, found.kv_cache_spec
+        owner = _living(layer)
+        impl, spec = owner.impl, owner.kv_cache_spec
         if topk_indices is not None:  # the graph's own tensor: the indexer may store later ones elsewhere
             impl = impl.with_indices(topk_indices, query)
     else:
         impl, spec = _made(layer, lse)
-        found = _Scales(*scales)
+        owner = _Scales(*scales)
         if sinks is not None or alibi_slopes is not None:
             impl = copy.copy(impl)  # another layer with these arguments may run at the same time
             impl.sinks, impl.alibi_slopes = sinks, alibi_slopes
@@ -183,7 +183,7 @@ def _layer(
             causal=causal if is_causal is None else is_causal.cpu().numpy(),
         )
         metadata = impl.backend.get_builder_cls()(spec, device=query.device).build(0, common, fast_build=True)
-    result = impl.forward(found, query, key, value, kv_cache, metadata)
+    result = impl.forward(owner, query, key, value, kv_cache, metadata)
     if isinstance(result, tuple) is not lse:
         raise UnsupportedError(f"{layer.removeprefix(_LIVE)}: this graph was compiled for a layer that returns lse={lse}")
     return result if lse else (result, query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32)))

@@ -101,8 +101,8 @@ class Ops:
     def pages(layer: Any, kv_cache: torch.Tensor, ids: Array) -> list[Array]:
         """Return the stored keys and values [n, P, K, D] of blocks `ids` [n]."""
         at, impl = torch.from_numpy(ids).to(kv_cache.device), layer.impl
-        found = parts_of(layer.backend, kv_cache, impl.kv_cache_dtype, impl.head_size)
-        return [stored_bits(tuple(raw(x)[at].view(x.dtype) for x in part)) for part in found]
+        parts = parts_of(layer.backend, kv_cache, impl.kv_cache_dtype, impl.head_size)
+        return [stored_bits(tuple(raw(x)[at].view(x.dtype) for x in part)) for part in parts]
 
     @staticmethod
     def keys(layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:

@@ -188,11 +188,11 @@ def _restricted(call: Call, kwargs: dict[str, Any], graph: bool) -> tuple[torch.
     if kwargs.get("indices") is not None:
         call = selected(call, kwargs["indices"])
     if any(kwargs.get(name) is not None for name in BOUNDARIES):
-        found = sequences(call, kwargs, not (wants_weights or call.dropout or call.bias is not None))
-        if isinstance(found, torch.Tensor):
-            return found, None
-        call = found
+        result = sequences(call, kwargs, not (wants_weights or call.dropout or call.bias is not None))
+        if isinstance(result, torch.Tensor):
+            return result, None
+        call = result
     if wants_weights and (graph or call.bias is not None or call.dropout):
         raise call.refusal("output_attentions in a graph, or with position_bias or dropout", "use eager")
-    wanted = weights(call) if wants_weights else None
-    return attend(call, graph), wanted
+    requested_weights = weights(call) if wants_weights else None
+    return attend(call, graph), requested_weights

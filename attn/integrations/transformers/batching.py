@@ -264,6 +264,6 @@ def _is_captured(layer: Attention) -> bool:
 
 def _size_of_gathered(backend: str | None) -> int:
     """Return the tokens per page of gathered keys: each request begins on a new page, and kernels read whole tiles of keys."""
-    found: Any = None if backend is None else AttentionBackendEnum[backend].get_class()
-    fits = found is None or supports_size(_GATHERED, found.get_supported_kernel_block_size())
+    cls: Any = None if backend is None else AttentionBackendEnum[backend].get_class()
+    fits = cls is None or supports_size(_GATHERED, cls.get_supported_kernel_block_size())
     return _GATHERED if fits else size_for(backend)

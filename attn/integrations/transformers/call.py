@@ -64,8 +64,8 @@ def request(backend: str | None, causal: bool, window: int | None) -> tuple[Visi
     seen = visible(causal, window)
     if backend is not None:
         return seen, Asked(backend, f'attn_implementation="{NAME}:{backend}"')
-    found = _of_kind(causal, window is not None)
-    return seen, Asked(found.partition("=")[2], found) if found else Asked()
+    requested_by = _of_kind(causal, window is not None)
+    return seen, Asked(requested_by.partition("=")[2], requested_by) if requested_by else Asked()
 
 
 @torch.compiler.assume_constant_result
@@ -148,8 +148,8 @@ class Call:
 
     def by_name(self, what: str, feature: Feature) -> UnsupportedError:
         """Return the error for a backend requested by name when no paged one has `feature`; it lists the dense ones."""
-        found = having(DiffusionAttentionBackendEnum, {feature})
-        return self.refusal(what, f'attn_implementation="{NAME}" uses {found}, or the formula')
+        able = having(DiffusionAttentionBackendEnum, {feature})
+        return self.refusal(what, f'attn_implementation="{NAME}" uses {able}, or the formula')
 
 
 @dataclass(frozen=True, eq=False)

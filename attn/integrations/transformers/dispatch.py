@@ -273,8 +273,8 @@ def weights(call: Call) -> torch.Tensor:
     call = drawn(call)
     query, key, _ = rows_first(call)
     rules = Rules(causal=False, scale=call.scale, window=(None, None), cap=call.soft_cap)
-    found = dense(query, key, rules, Extras(None, call.sinks, call.mask))
-    return F.pad(found, (0, keys - found.shape[-1])).to(call.query.dtype)
+    probabilities = dense(query, key, rules, Extras(None, call.sinks, call.mask))
+    return F.pad(probabilities, (0, keys - probabilities.shape[-1])).to(call.query.dtype)
 
 
 def _as_row(call: Call) -> torch.Tensor | None:

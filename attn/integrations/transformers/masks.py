@@ -111,9 +111,9 @@ def mask(
         )
     mask_function = causal_mask_function if mask_function is None else mask_function  # torch 2.11 traces no truth of functions
     make: Any = sdpa_mask
-    given: Any = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
+    arguments: Any = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
     options = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, "use_vmap": use_vmap, "device": device}
-    draw = functools.partial(make, *given, **options)
+    draw = functools.partial(make, *arguments, **options)
     if isinstance(q_offset, torch.Tensor) or torch.compiler.is_compiling():
         return draw()  # type: ignore[no-any-return]
     pattern, end = translated(mask_function), q_offset + q_length - kv_offset  # keys up to the last row's
@@ -123,20 +123,21 @@ def mask(
     end = end if causal else kv_length
     present, whole = _valid(attention_mask, batch_size, end, kv_length, kv_offset, device)
     left = pattern.layer.window[0]
-    found = Described(visible(causal, None if left is None or left + 1 >= end else left + 1), present, q_length, whole)
+    described = Described(visible(causal, None if left is None or left + 1 >= end else left + 1), present, q_length, whole)
     if pattern.reaches:
-        if not _reached(found, pattern, q_offset, kv_offset):
+        if not _reached(described, pattern, q_offset, kv_offset):
             return draw()  # type: ignore[no-any-return]
-        found.draw, given = draw, found.present.new_empty(batch_size, 1, 0, end)
+        result: Any = described.present.new_empty(batch_size, 1, 0, end)
+        described.draw = draw
     else:
         skip = allow_is_causal_skip if causal else allow_is_bidirectional_skip
         placed = not causal or q_length in (1, kv_length)  # else None would leave the rows' positions open
-        hides = not found.whole or found.seen.layer.window[0] is not None or found.end < kv_length
+        hides = not described.whole or described.seen.layer.window[0] is not None or described.end < kv_length
         if skip and placed and not hides:
             return None
-        given = found.present if skip and not kv_offset else draw()
-    given.attn_described, found.shared = found, True
-    return given  # type: ignore[no-any-return]
+        result = described.present if skip and not kv_offset else draw()
+    result.attn_described, described.shared = described, True
+    return result  # type: ignore[no-any-return]
 
 
 class Pattern(NamedTuple):
@@ -156,8 +157,8 @@ def translated(function: Any) -> Pattern | None:
     """Translate a mask function of transformers; None unless each part and their order are known."""
     from transformers.masking_utils import bidirectional_mask_function
 
-    found = _composed(function)
-    return found if function is bidirectional_mask_function or (found is not None and found.layer.causal) else None
+    pattern = _composed(function)
+    return pattern if function is bidirectional_mask_function or (pattern is not None and pattern.layer.causal) else None
 
 
 def _composed(function: Any) -> Pattern | None:
@@ -247,14 +248,14 @@ def _reached(found: Described, pattern: Pattern, q_offset: int, kv_offset: int) 
         return False
     spans = np.full((len(valid), rows, 2), -1, np.int32)
     for b, keep in enumerate(valid):
-        own = blocks[b][keep]
-        runs = own[np.flatnonzero(np.diff(own, prepend=-2))]
+        ids = blocks[b][keep]
+        runs = ids[np.flatnonzero(np.diff(ids, prepend=-2))]
         runs = runs[runs >= 0]
         if len(np.unique(runs)) != len(runs):
             return False  # tokens of one block with others between them are not a span
         mine = keep[-rows:]
-        own = np.where(own < 0, -1, own)
-        spans[b, mine] = spans_of([own], [int(mine.sum())])
+        ids = np.where(ids < 0, -1, ids)
+        spans[b, mine] = spans_of([ids], [int(mine.sum())])
     if (spans >= 0).any():
         cuts = pattern.layer.span_window if windowed else None
         found.seen = Visibility(layer._replace(span_window=cuts), BatchMask(spans=spans))
@@ -277,16 +278,16 @@ def read(call: Call, draw: bool = False) -> None:
     keys = call.key.shape[2]
     start, end, valid = 0, keys, None
     if call.mask is not None:
-        found = None if torch.compiler.is_compiling() else getattr(call.mask, "attn_described", None)
-        if found is None:
-            found = _recognised(call, draw)
-        if isinstance(found, Described) and found.draw is not None and (draw or call.wants_grad or call.wide):
-            found = found.draw()
-        if not isinstance(found, Described):
-            call.mask, call.seen = found[..., :keys], EVERYTHING
+        described = None if torch.compiler.is_compiling() else getattr(call.mask, "attn_described", None)
+        if described is None:
+            described = _recognised(call, draw)
+        if isinstance(described, Described) and described.draw is not None and (draw or call.wants_grad or call.wide):
+            described = described.draw()
+        if not isinstance(described, Described):
+            call.mask, call.seen = described[..., :keys], EVERYTHING
             return
-        seen, end = found.seen, found.end
-        valid = None if found.whole else found
+        seen, end = described.seen, described.end
+        valid = None if described.whole else described
     elif rows != keys and rows > 1 and seen.layer.causal:
         raise call.refusal(
             f"{rows} causal rows over {keys} keys without a mask",
@@ -318,22 +319,22 @@ def drawn(call: Call) -> Call:
 
 def _recognised(call: Call, draw: bool) -> Described | torch.Tensor:
     """Return what describes a mask of the caller's own, or the mask as bool if it is no pattern or is to be drawn."""
-    given: Any = call.mask
-    if not isinstance(given, torch.Tensor):
-        raise call.refusal(f"a mask of type {type(given).__name__}", "must be a tensor or None")
-    if given.ndim == 2:
-        if given.dtype != torch.bool:
-            is_padding = (given == 0) | (given == 1)
-            require(call, is_padding, f"a mask [B, T] of {given.dtype} with values other than 0 and 1", "pass a bool mask")
-        return Described(call.seen, given.bool(), call.query.shape[2])
-    if given.ndim == 4 and not given.shape[2]:
+    tensor: Any = call.mask
+    if not isinstance(tensor, torch.Tensor):
+        raise call.refusal(f"a mask of type {type(tensor).__name__}", "must be a tensor or None")
+    if tensor.ndim == 2:
+        if tensor.dtype != torch.bool:
+            is_padding = (tensor == 0) | (tensor == 1)
+            require(call, is_padding, f"a mask [B, T] of {tensor.dtype} with values other than 0 and 1", "pass a bool mask")
+        return Described(call.seen, tensor.bool(), call.query.shape[2])
+    if tensor.ndim == 4 and not tensor.shape[2]:
         raise call.refusal(
             "a copy of a mask of chunks or spans",
             'a copy (to another device, for example) has no description: use one device, or attn_implementation="sdpa"',
         )
-    mask = as_bool(call, given)
-    found = None if draw or (call.plain and call.backend is None) else recognised(call, mask)
-    return mask if found is None else found
+    mask = as_bool(call, tensor)
+    described = None if draw or (call.plain and call.backend is None) else recognised(call, mask)
+    return mask if described is None else described
 
 
 def as_bool(call: Call, given: torch.Tensor) -> torch.Tensor:
@@ -376,11 +377,11 @@ def recognised(call: Call, drawn: torch.Tensor) -> Described | None:
     present, drawn = visible[:, :end], drawn[..., :end]
     if left is not None:  # keys before the first row's window are seen by no row, and may be valid
         present = present | (torch.arange(end, device=present.device) < end - rows - left)
-    found = Described(call.seen, present.clone(), call.query.shape[2], bool(present.all()), all_rows=not causal)
-    expected = as_drawn(replaced(call, key=call.key[:, :, :end], valid=found))[:, 0].expand(drawn.shape)
+    described = Described(call.seen, present.clone(), call.query.shape[2], bool(present.all()), all_rows=not causal)
+    expected = as_drawn(replaced(call, key=call.key[:, :, :end], valid=described))[:, 0].expand(drawn.shape)
     if causal:  # a padding row sees nothing; a row that sees a key is valid, even if no row sees its own key
         expected = expected & present[:, -rows:, None]
-    return found if torch.equal(expected, drawn) else None
+    return described if torch.equal(expected, drawn) else None
 
 
 #: Types of models in which some layers call the implementation and those that take this mask do not.
@@ -397,10 +398,10 @@ def _computes_itself(config_class: Any) -> str | None:
     from transformers import MODEL_MAPPING
 
     try:
-        found = MODEL_MAPPING[config_class]
+        models = MODEL_MAPPING[config_class]
     except KeyError:
         return None
-    model: Any = found[0] if isinstance(found, tuple) else found
+    model: Any = models[0] if isinstance(models, tuple) else models
     source = inspect.getsource(sys.modules[model.__module__])
     if getattr(config_class, "model_type", None) in _PARTLY:
         return str(model.__name__)

@@ -69,8 +69,8 @@ def size_for(backend: str | None) -> int:
     """Return the first block size that a backend supports, or the first of all if `backend` is None."""
     if backend is None:
         return _BLOCK_SIZES[0]
-    found: Any = AttentionBackendEnum[backend].get_class()
-    allowed = found.get_supported_kernel_block_size()
+    cls: Any = AttentionBackendEnum[backend].get_class()
+    allowed = cls.get_supported_kernel_block_size()
     return next((size for size in _BLOCK_SIZES if supports_size(size, allowed)), _BLOCK_SIZES[0])
 
 

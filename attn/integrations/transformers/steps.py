@@ -167,9 +167,9 @@ def _made_on_device(pages: Pages, layer: Attention, rows: int, gathered: bool) -
         first, pages_at_most = ends - used, (len(where) + requests * (size - 1)) // size
         page = torch.arange(pages_at_most, device=device)
         request = torch.searchsorted(ends, page, right=True).clamp_(max=requests - 1)
-        place = ((page - first[request]) * size)[:, None] + torch.arange(size, device=device)
-        there = (place < lens[request, None]).flatten()
-        taken = (starts[request, None] + place).flatten() * there
+        position = ((page - first[request]) * size)[:, None] + torch.arange(size, device=device)
+        there = (position < lens[request, None]).flatten()
+        taken = (starts[request, None] + position).flatten() * there
         # an index that is not of a new key, which transformers would place there
         slots = where[taken] * there
         table = first[:, None] + torch.arange(columns, device=device)

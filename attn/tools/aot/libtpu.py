@@ -122,8 +122,8 @@ def _mesh(chip: str) -> Any:
 
 
 def _on(chip: str, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    place = jax.sharding.NamedSharding(_mesh(chip), jax.sharding.PartitionSpec())
-    return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in arrays]
+    sharding = jax.sharding.NamedSharding(_mesh(chip), jax.sharding.PartitionSpec())
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in arrays]
 
 
 def _compile(chip: str, call: Callable[..., Any], arrays: Sequence[Any], donated: tuple[int, ...]) -> tuple[str, Any]:
@@ -342,26 +342,26 @@ _ALLOCATION = re.compile(r"#(allocation\w+) \[shape = '[^']*', space=(\w+), size
 
 def _dumped(dump: str) -> list[tuple[str, dict[str, str]]]:
     """(operation, {pass: text}) of every dumped operation, oldest first. Each is returned once, and its files are removed."""
-    found: dict[tuple[str, str], dict[str, str]] = {}
+    dumps: dict[tuple[str, str], dict[str, str]] = {}
     for path in sorted((Path(dump) / "llo").iterdir()):
         if match := re.fullmatch(r"(\d+)-(.+)-\d+-(post-ra|" + _UTILISATION + r")\.txt", path.name):
             stamp, op, label = match.groups()
-            found.setdefault((stamp, op), {})[label] = path.read_text()
+            dumps.setdefault((stamp, op), {})[label] = path.read_text()
         path.unlink()
-    return [(op, files) for (_, op), files in found.items() if len(files) == 2]
+    return [(op, files) for (_, op), files in dumps.items() if len(files) == 2]
 
 
 def _profiled(dump: str) -> list[tuple[str, int]]:
     """(operation, estimated cycles) of every profile written since the last call."""
-    found = []
+    profiles = []
     for path in sorted((Path(dump) / "profile").iterdir()):
         if path.name.endswith("profile.textproto"):
             text = path.read_text()
             op, cycles = re.search(r'hlo_op_name: "([^"]+)"', text), re.search(r"estimated_cycles: (\d+)", text)
             if op and cycles:
-                found.append((op[1], int(cycles[1])))
+                profiles.append((op[1], int(cycles[1])))
         path.unlink()
-    return found
+    return profiles
 
 
 def static_figures(files: dict[str, str]) -> dict[str, Any]:

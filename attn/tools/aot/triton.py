@@ -134,8 +134,8 @@ def _amd(assembly: str) -> dict[str, Any]:
     text = Path(assembly).read_text()
 
     def field(name: str) -> int:
-        found = re.findall(rf"\.{name}:\s+(\d+)", text)
-        return int(found[-1]) if found else 0
+        values = re.findall(rf"\.{name}:\s+(\d+)", text)
+        return int(values[-1]) if values else 0
 
     names = {"registers": "vgpr_count", "spills": "vgpr_spill_count", "stack": "private_segment_fixed_size"}
     return {**{figure: field(name) for figure, name in names.items()}, "code_kib": len(text) / 1024}

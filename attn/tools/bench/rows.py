@@ -229,14 +229,14 @@ def plan(
             elif not selection.winner:
                 reasons[name] = "; ".join(map(str, selection.trace))
         return [Entry(case, name, framework, reasons[name], peer=name in peers, must=must) for name in named]
-    choice, found = entrants(case, framework, peers)
+    choice, refusals = entrants(case, framework, peers)
     known = {*AttentionBackendEnum.names(), *peers, *others}
-    left_out = asked_for(found, without, known)
-    names = [name for name in asked_for(found, asked, known) if name not in left_out]
+    left_out = asked_for(refusals, without, known)
+    names = [name for name in asked_for(refusals, asked, known) if name not in left_out]
     if choice is None and not asked:
         select(case.request(), framework=framework, measured=False).require()
     names = [choice, *names] if choice and choice not in names else names
-    return [Entry(case, name, framework, found[name], name == choice, name in peers) for name in names]
+    return [Entry(case, name, framework, refusals[name], name == choice, name in peers) for name in names]
 
 
 def measured(entries: Sequence[Entry], benches: dict[str, Bench], limit: float = 0.0) -> Iterator[BenchRow | Refusal]:

@@ -193,13 +193,13 @@ class BaseBench:
         that is not timed."""
         if warm:
             self._wait(call())
-        found = []
+        milliseconds = []
         for _ in range(count):
             flush()
             begin = time.perf_counter()
             self._wait(call())
-            found.append(1e3 * (time.perf_counter() - begin))
-        return sorted(found)
+            milliseconds.append(1e3 * (time.perf_counter() - begin))
+        return sorted(milliseconds)
 
     def _affordable(self, call: Callable[[], Any], count: int) -> int:
         """`count` calls, or for a slow call as many as fit in `_PATIENCE`, at least 5."""
@@ -210,11 +210,11 @@ class BaseBench:
 
     def _host_us(self, call: Callable[[], Any], count: int) -> float:
         """Microseconds until `call` returns, starting from an idle device: the median of several."""
-        found = []
+        microseconds = []
         for _ in range(count):
             self._wait(None)
             begin = time.perf_counter()
             result = call()
-            found.append(1e6 * (time.perf_counter() - begin))
+            microseconds.append(1e6 * (time.perf_counter() - begin))
             self._wait(result)
-        return statistics.median(found)
+        return statistics.median(microseconds)

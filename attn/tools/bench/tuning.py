@@ -70,13 +70,13 @@ def run(args: argparse.Namespace) -> int:
 def kept_of(rows: Sequence[BenchRow | Refusal]) -> list[preferences.Entry]:
     """Return the rows' times, an entry per layer; a backend that is wrong in a batch is left out of its layer."""
     wrong = {(layer(row.case), row.backend) for row in rows if not row.right}
-    found: dict[Request, dict[tuple[str, str], dict[str, preferences.Time]]] = {}
+    by_layer: dict[Request, dict[tuple[str, str], dict[str, preferences.Time]]] = {}
     for row in rows:
         if isinstance(row, BenchRow) and (layer(row.case), row.backend) not in wrong:
             t, path = row.timing, AttentionBackendEnum[row.backend].get_path()
-            times = found.setdefault(row.case.request(), {}).setdefault((row.backend, path), {})
+            times = by_layer.setdefault(row.case.request(), {}).setdefault((row.backend, path), {})
             times[row.case.batch] = preferences.Time(t.ms, t.ms_p20, t.ms_p80)
-    return [preferences.Entry(request, times) for request, times in found.items()]
+    return [preferences.Entry(request, times) for request, times in by_layer.items()]
 
 
 def layer(case: BenchCase) -> BenchCase:

@@ -100,14 +100,14 @@ def _steps(starts: list[int]) -> list[int]:
 
 def _values(name: str, inputs: dict[str, Any], root: Path) -> list[int]:
     """Read an input's values."""
-    given = inputs[name]
-    if given["type"] == "values":
-        return [int(value) for value in given["values"]]
-    if given["type"] != "safetensors":
-        raise ValueError(f"{name} has type {given['type']!r} (supports values, safetensors)")
+    entry = inputs[name]
+    if entry["type"] == "values":
+        return [int(value) for value in entry["values"]]
+    if entry["type"] != "safetensors":
+        raise ValueError(f"{name} has type {entry['type']!r} (supports values, safetensors)")
     from safetensors.numpy import load_file
 
-    file = root / given["path"]
+    file = root / entry["path"]
     if not file.is_file():
         raise ValueError(f"{name}: {file} does not exist")
-    return [int(value) for value in load_file(file)[given["tensor_key"]]]
+    return [int(value) for value in load_file(file)[entry["tensor_key"]]]

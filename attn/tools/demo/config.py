@@ -114,13 +114,13 @@ def load_config(directory: str | Path) -> ModelConfig:
 def checkpoint_directory(directory: str | Path) -> Path:
     """Return `directory` as a path. Raises `CheckpointError` unless it is a directory with a `config.json`."""
     root = Path(directory)
-    wanted = "expected a local directory with config.json, model.safetensors and tokenizer.json"
+    expected = "expected a local directory with config.json, model.safetensors and tokenizer.json"
     if not root.exists():
-        raise CheckpointError(f"{str(directory)!r} does not exist: {wanted}")
+        raise CheckpointError(f"{str(directory)!r} does not exist: {expected}")
     if not root.is_dir():
-        raise CheckpointError(f"{str(directory)!r} is not a directory: {wanted}")
+        raise CheckpointError(f"{str(directory)!r} is not a directory: {expected}")
     if not (root / CONFIG_FILE).is_file():
-        raise CheckpointError(f"{str(directory)!r} has no {CONFIG_FILE}: {wanted}")
+        raise CheckpointError(f"{str(directory)!r} has no {CONFIG_FILE}: {expected}")
     return root
 
 

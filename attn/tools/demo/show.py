@@ -223,7 +223,7 @@ def _one_line(text: str) -> str:
 
 def _judged(forward: Dense, index: int, served: Sequence[Served]) -> list[Divergence]:
     """Return where the texts of one request differ from dense decoding, at most one position per framework."""
-    found = []
+    divergences = []
     verdicts: dict[tuple[int, ...], tuple[int, int, float] | None] = {}
     for one in served:
         request = one.requests[index]
@@ -238,8 +238,8 @@ def _judged(forward: Dense, index: int, served: Sequence[Served]) -> list[Diverg
                 verdicts[output] = at, int(best[at]), float(logits[at, best[at]] - logits[at, output[at]])
         if (verdict := verdicts[output]) is not None:
             at, dense_token, gap = verdict
-            found.append(Divergence(index, one.runner.framework, at, output[at], dense_token, gap))
-    return found
+            divergences.append(Divergence(index, one.runner.framework, at, output[at], dense_token, gap))
+    return divergences
 
 
 def _report(served: Sequence[Served], judge: str, dense_seconds: float, agreeing: int, tokenizer: "Tokenizer") -> None:

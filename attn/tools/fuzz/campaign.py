@@ -320,13 +320,13 @@ def _memory() -> int:
 
 def _place(error: Exception) -> str:
     """Return the innermost frame of an error within this package, such as `torch/backends/sdpa.py _sdpa`."""
-    place, trace = "?", error.__traceback__
+    frame, trace = "?", error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
         if "/attn/" in code.co_filename:
-            place = f"{code.co_filename.rpartition('/attn/')[2]} {code.co_name}"
+            frame = f"{code.co_filename.rpartition('/attn/')[2]} {code.co_name}"
         trace = trace.tb_next
-    return place
+    return frame
 
 
 class _Examiner:

@@ -129,7 +129,7 @@ def _layer_call(layer: Any, case: LayerCase, inputs: tuple[str, ...], metadata: 
     """Return the output of 5 tokens, with the query, keys, values and the cache on `inputs`."""
     shapes = [(4, 24), (32,), (8,)] if case.kind == "mla" else [(4, 16), (2, 16), (2, 16)]
     numbers = [np.random.default_rng(i).standard_normal((5, *shape), np.float32) for i, shape in enumerate(shapes)]
-    given = [torch.from_numpy(x).to(device) for x, device in zip(numbers, inputs, strict=False)]
+    tensors = [torch.from_numpy(x).to(device) for x, device in zip(numbers, inputs, strict=False)]
     with torch.no_grad():
-        out: torch.Tensor = layer(*given, layer.new_kv_cache(2, inputs[3]), metadata)
+        out: torch.Tensor = layer(*tensors, layer.new_kv_cache(2, inputs[3]), metadata)
     return out

@@ -101,12 +101,12 @@ def lacking(package: str, module: Any, needs: Sequence[tuple[str, Sequence[str]]
     """
     why = []
     for name, arguments in needs:
-        found = module
+        member = module
         for part in name.split("."):
-            found = getattr(found, part, None)
-        if found is None:
+            member = getattr(member, part, None)
+        if member is None:
             why.append(f"{package} has no {name}")
             continue
-        taken = inspect.signature(found).parameters
+        taken = inspect.signature(member).parameters
         why += [f"{package}.{name} has no {argument}" for argument in arguments if argument not in taken]
     return tuple(why)

@@ -67,15 +67,15 @@ def vast(backend: Any, case: DenseCase) -> Iterator[Sampled]:
     meta = DiffusionAttentionMetadata(joint_strategy="rear" if case.rear else "front", kv_lens=case.lens or None)
     for b, length in enumerate(case.lens):
         key[b, length:] = value[b, length:] = torch.nan
-    given = [query, key, value]
+    tensors = [query, key, value]
     if case.joint[1]:
         assert not case.rear  # the joint stream's rows come first
         split = case.joint + case.joint[1:]
-        meta.joint_query, meta.joint_key, meta.joint_value = (x[:, :n] for x, n in zip(given, split, strict=True))
-        given = [x[:, n:] for x, n in zip(given, split, strict=True)]
+        meta.joint_query, meta.joint_key, meta.joint_value = (x[:, :n] for x, n in zip(tensors, split, strict=True))
+        tensors = [x[:, n:] for x, n in zip(tensors, split, strict=True)]
     impl = backend.get_impl_cls()(case.num_heads, case.head_size, case.scale, case.causal, case.num_kv_heads)
     with torch.no_grad():
-        out: torch.Tensor = impl.forward(*given, meta)
+        out: torch.Tensor = impl.forward(*tensors, meta)
     assert out.shape == query.shape and out.dtype == dtype
     finite = all(bool(torch.isfinite(part).all()) for part in out.flatten(0, 1).split(_AT_ONCE))
     for b, h, length, pairs in places:
