@@ -11,9 +11,9 @@ form, absorbed or expanded, and how many of them would be absorbed.
 The second table is about the other requests, on 132 multiprocessors of which each runs one program of 64 rows at a time. Times
 are in tiles of 64 keys. "least" is the sum of all tiles by the multiprocessors: no plan ends sooner. "equal parts" is the plan
 of paged attention: requests are cut into parts of at most one size, each a program, started in the plan's order as
-multiprocessors become free; a program takes START tiles more than it has. "equal shares" is what runs (`plan.shares`): all
-requests in a line are cut into a share for each program; a program takes START tiles more, and STARTED for each piece after its
-first. Megabytes are of the states of merged parts, written and read. START is the launch rule's estimate (`mla_split`).
+multiprocessors become free. "equal shares" is what runs (`plan.shares`): all requests in a line are cut into a share for each
+program. The time of a program is its tiles and STARTED more for each of its pieces. Megabytes are of the states of parts that
+are merged, written and read.
 """
 
 import argparse
@@ -63,7 +63,6 @@ DECODES = (
 )
 MULTIPROCESSORS = 132
 TILE = 64  #: rows, and keys
-START = 3  #: tiles that a program's start and end take
 _PAGE = 1 << 20  # one page per request: a plan depends on lengths only
 
 
@@ -115,7 +114,7 @@ def decoded(case: BenchCase) -> dict[str, Any]:
         "keys": int(lens[:, 1].sum()),
         "row_tiles": row_tiles,
         "least": int(tiles.sum()) * row_tiles / MULTIPROCESSORS,
-        "parts_time": makespan([size + START for size in sizes for _ in range(row_tiles)]),
+        "parts_time": makespan([size + STARTED for size in sizes for _ in range(row_tiles)]),
         "parts": len(sizes) * row_tiles,
         "parts_mb": merged * row_tiles * state,
         "shares_time": time,
@@ -154,10 +153,16 @@ def equal_shares(tiles: "IntArray", row_tiles: int) -> tuple[int, int, int]:
     assert plan is not None
     work = np.repeat(tiles.clip(min=1), -(-row_tiles // plan.span))
     ends = np.cumsum(work + STARTED)
-    share = max(-(-int(ends[-1]) // plan.groups), LEAST + STARTED)
+    share = max(-(-int(ends[-1]) // plan.groups), LEAST)
     begins = ends - work - STARTED
-    counts = (begins + work - 1) // share - begins // share + 1
-    return share + START - STARTED, plan.span * int(counts.sum()), plan.span * int(counts[counts > 1].sum())
+    first, last = begins // share, (begins + work - 1) // share  # the group of each block's first and last tile
+    time = np.zeros(plan.groups, int)
+    for i in range(len(work)):
+        groups = np.arange(first[i], last[i] + 1)
+        low, high = np.maximum(groups * share, begins[i]), np.minimum((groups + 1) * share, begins[i] + work[i])
+        time[groups] += high - low + STARTED
+    counts = last - first + 1
+    return int(time.max()), plan.span * int(counts.sum()), plan.span * int(counts[counts > 1].sum())
 
 
 def main() -> None:

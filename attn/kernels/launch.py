@@ -203,7 +203,9 @@ def block_of(num_reqs: int) -> int:
 
 
 LEAST = 2  #: tiles of keys below which a part costs more than it saves
-STARTED = 2  #: tiles of keys that it costs a program to begin and end a block of rows, in equal shares (an estimate)
+#: Tiles of keys that beginning and ending a block of rows takes as long as, in equal shares: eight batches on an H200 took
+#: 1.8 us a tile and 11.5 us an item of the program with most of both, to 2 %.
+STARTED = 6
 
 
 @functools.lru_cache(maxsize=4096)

@@ -9,7 +9,7 @@ leave a fourth of the device idle (`benchmarks.mla_plan`).
 import triton
 import triton.language as tl
 
-FIELDS = 6  #: of an item of the table that `shares` fills
+FIELDS = 8  #: of an item of the table that `shares` fills
 
 
 @triton.jit
@@ -86,12 +86,13 @@ def shares(  # type: ignore[no-untyped-def]
     n = tl.arange(0, BLOCK_R)
     begin = tl.load(query_start_loc + n, mask=n < num_reqs, other=0)
     q_len = tl.load(query_start_loc + n + 1, mask=n < num_reqs, other=0) - begin
+    seq_len = tl.load(seq_lens + n, mask=n < num_reqs, other=0)
     blocks = tl.cdiv(q_len * H, rows)
-    work = tl.maximum(tl.cdiv(tl.load(seq_lens + n, mask=n < num_reqs, other=0), BLOCK_N), 1).to(tl.int64)
+    work = tl.maximum(tl.cdiv(seq_len, BLOCK_N), 1)
     cost = work + STARTED
     count = tl.sum(blocks, 0)
     total = tl.sum(blocks * cost, 0)
-    share = tl.maximum(tl.cdiv(total, groups), SHORTEST + STARTED)
+    share = tl.maximum(tl.cdiv(total, groups), SHORTEST)
     longest = tl.max(tl.where(blocks > 0, cost, 0), 0)
     if (count <= groups) & (5 * count >= 4 * groups) & (4 * longest * count <= 5 * total):
         cost = cost * 0 + longest  # blocks of about equal length nearly fill the device: one each
@@ -107,14 +108,13 @@ def shares(  # type: ignore[no-untyped-def]
     for i in tl.range(0, tl.max(last - first, 0), num_stages=1):
         block = first + i
         start = begins + block * cost
-        begin_tile = tl.maximum(low - start, 0)
-        head = start // share
-        parts = (start + work - 1) // share - head + 1
         item = rest + block * FIELDS
         own = block < last
         tl.store(item, n, mask=own)
-        tl.store(item + 1, block, mask=own)
-        tl.store(item + 2, begin_tile * BLOCK_N, mask=own)
-        tl.store(item + 3, tl.minimum(high - start, work) * BLOCK_N, mask=own)
-        tl.store(item + 4, tl.where(parts > 1, tl.where(begin_tile > 0, g, groups + g), -1), mask=own)
-        tl.store(item + 5, parts, mask=own)
+        tl.store(item + 1, begin, mask=own)
+        tl.store(item + 2, q_len, mask=own)
+        tl.store(item + 3, seq_len, mask=own)
+        tl.store(item + 4, block, mask=own)
+        tl.store(item + 5, tl.maximum(low - start, 0) * BLOCK_N, mask=own)
+        tl.store(item + 6, tl.minimum(high - start, work) * BLOCK_N, mask=own)
+        tl.store(item + 7, (start + work - 1) // share - start // share + 1, mask=own)

@@ -73,17 +73,22 @@ def _part(  # type: ignore[no-untyped-def]
 
     The state is -1 for an item that is all keys of its rows. Without work there are no tokens.
     """
-    r = gl.program_id(0) // row_tiles
+    group = gl.program_id(0) // row_tiles
     tile = gl.program_id(0) % row_tiles
-    first_row = tile * 64
     own = items
     if PLANNED:
-        own = items + gl.num_programs(0) // row_tiles * 2 + item * 6  # plan.FIELDS
+        own = items + gl.num_programs(0) // row_tiles * 2 + item * 8  # plan.FIELDS
         r = gl.load(own)
-        first_row += gl.load(own + 1) * row_tiles * 64
-    begin = gl.load(query_start_loc + r)
-    q_len = gl.load(query_start_loc + r + 1) - begin
-    seq_len = gl.load(seq_lens + r)
+        begin = gl.load(own + 1)
+        q_len = gl.load(own + 2)
+        seq_len = gl.load(own + 3)
+        first_row = (gl.load(own + 4) * row_tiles + tile) * 64
+    else:
+        r = group
+        begin = gl.load(query_start_loc + r)
+        q_len = gl.load(query_start_loc + r + 1) - begin
+        seq_len = gl.load(seq_lens + r)
+        first_row = tile * 64
     first = first_row // H
     last = gl.minimum((first_row + 63) // H, q_len - 1)
     low = seq_len - q_len + first + 1
@@ -99,10 +104,10 @@ def _part(  # type: ignore[no-untyped-def]
     if SPARSE:
         high = topk
     if PLANNED:
-        begins = gl.load(own + 2)
-        stop = gl.load(own + 3)
-        state = gl.load(own + 4)
-        state = gl.where(state < 0, -1, state * row_tiles + tile)
+        begins = gl.load(own + 5)
+        stop = gl.load(own + 6)
+        place = (2 * group + gl.where(begins == 0, 1, 0)) * row_tiles + tile
+        state = gl.where(gl.load(own + 7) > 1, place, -1)
     else:
         begins = gl.program_id(1) * split
         stop = begins + split

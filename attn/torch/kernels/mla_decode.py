@@ -184,19 +184,19 @@ def _store(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rows(  # type: ignore[no-untyped-def]
-    out, lse, partial, partial_lse, query, cache, query_start_loc, seq_lens, limits, block_table, indices, k_scale,
-    r, tile, begins, stop, slot, factor, v_factor, splits, split, lse_h, table_r, topk, indices_t, o_t, o_h, q_t, q_h, c_block,
-    c_slot,
+    out, lse, partial, partial_lse, query, cache, limits, block_table, indices, k_scale,
+    r, begin, q_len, seq_len, tile, begins, stop, state, factor, v_factor, splits, split, lse_h, table_r, topk, indices_t,
+    o_t, o_h, q_t, q_h, c_block, c_slot,
     H: tl.constexpr, L: tl.constexpr, DR: tl.constexpr, P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, TILES: tl.constexpr,
     SEVERAL: tl.constexpr, SPARSE: tl.constexpr, HAS_SPLITS: tl.constexpr, HAS_LIMITS: tl.constexpr, HAS_LSE: tl.constexpr,
     HAS_K_SCALE: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, BYTES: tl.constexpr,
     PLANNED: tl.constexpr,
 ):  # fmt: skip
-    """Compute one row tile of a request over a part of its keys: the program's split, or keys begins..stop of an item, whose
-    state is at `slot`."""
-    begin = tl.load(query_start_loc + r)
-    q_len = tl.load(query_start_loc + r + 1) - begin
+    """Compute one row tile of a request over a part of its keys: the program's split, or keys begins..stop of an item.
+
+    state: the first of the item's rows among all states, -1 if the item is all keys of its rows.
+    """
     row = tl.arange(0, BLOCK_M)
     if SPARSE:  # a tile is BLOCK_M heads of one token
         heads: tl.constexpr = (H + BLOCK_M - 1) // BLOCK_M
@@ -207,7 +207,6 @@ def _rows(  # type: ignore[no-untyped-def]
         token = (tile * BLOCK_M + row) // H
         head = (tile * BLOCK_M + row) % H
         first = tile * BLOCK_M // H
-    seq_len = tl.load(seq_lens + r)
     live = (token < q_len) & (head < H)
     at = (begin + token).to(tl.int64)
     chosen = indices
@@ -224,17 +223,17 @@ def _rows(  # type: ignore[no-untyped-def]
         low = tl.min(tl.where(live, seen, high), 0)  # keys that every live row sees
     has_work = first < q_len
     is_part = False
-    state = at * 0
+    place = at * 0
     if PLANNED:
         stop = tl.minimum(high, stop)
-        is_part = slot >= 0
-        state = (slot * TILES + tile % TILES).to(tl.int64) * BLOCK_M + row
+        is_part = state >= 0
+        place = state.to(tl.int64) + row
     elif HAS_SPLITS:
         s = tl.program_id(1)
         count = tl.cdiv(high, split)
         has_work = has_work & (s < tl.maximum(count, 1))
         is_part = count > 1
-        state = (at * H + head) * splits + s
+        place = (at * H + head) * splits + s
         begins = s * split
         stop = tl.minimum(high, begins + split)
     else:
@@ -269,10 +268,10 @@ def _rows(  # type: ignore[no-untyped-def]
                     a0, a1, a2, a3, norm, top, q0, q1, q2, q3, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot,
                     seq_len, factor, SPARSE, P, BLOCK_R, BLOCK_N, WIDE, PRECISION, BYTES,
                 )  # fmt: skip
-            _store(out, partial, a0, norm, v_factor, at, head, live, 0, o_t, o_h, state, L, 128, is_part)
-            _store(out, partial, a1, norm, v_factor, at, head, live, 128, o_t, o_h, state, L, 128, is_part)
-            _store(out, partial, a2, norm, v_factor, at, head, live, 256, o_t, o_h, state, L, 128, is_part)
-            _store(out, partial, a3, norm, v_factor, at, head, live, 384, o_t, o_h, state, L, 128, is_part)
+            _store(out, partial, a0, norm, v_factor, at, head, live, 0, o_t, o_h, place, L, 128, is_part)
+            _store(out, partial, a1, norm, v_factor, at, head, live, 128, o_t, o_h, place, L, 128, is_part)
+            _store(out, partial, a2, norm, v_factor, at, head, live, 256, o_t, o_h, place, L, 128, is_part)
+            _store(out, partial, a3, norm, v_factor, at, head, live, 384, o_t, o_h, place, L, 128, is_part)
         else:
             q = tl.load(q_at + d[None, :], mask=live[:, None] & (d < L)[None, :], other=0.0)
             acc = tl.zeros((BLOCK_M, BLOCK_L), tl.float32)
@@ -295,11 +294,11 @@ def _rows(  # type: ignore[no-untyped-def]
                         acc, norm, top, q, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len, factor,
                         True, False, True, P, L, DR, BLOCK_L, BLOCK_R, BLOCK_N, WIDE, PRECISION,
                     )  # fmt: skip
-            _store(out, partial, acc, norm, v_factor, at, head, live, 0, o_t, o_h, state, L, BLOCK_L, is_part)
+            _store(out, partial, acc, norm, v_factor, at, head, live, 0, o_t, o_h, place, L, BLOCK_L, is_part)
 
         log = tl.where(norm == 0, float("-inf"), top + tl.log2(norm))
         if is_part:
-            tl.store(partial_lse + state, log, mask=live)
+            tl.store(partial_lse + place, log, mask=live)
         elif HAS_LSE:
             tl.store(lse + head * lse_h + at, log * 0.6931471805599453, mask=live)
 
@@ -323,18 +322,22 @@ def _attend(  # type: ignore[no-untyped-def]
         rest = items + 2 * (tl.num_programs(0) // TILES)
         for i in tl.range(tl.load(items + 2 * group), tl.load(items + 2 * group + 1), num_stages=1):
             item = rest + i * FIELDS
+            begins = tl.load(item + 5)
+            state = ((2 * group + (begins == 0)) * TILES + tile) * BLOCK_M
             _rows(
-                out, lse, partial, partial_lse, query, cache, query_start_loc, seq_lens, limits, block_table, indices, k_scale,
-                tl.load(item), tl.load(item + 1) * TILES + tile, tl.load(item + 2), tl.load(item + 3), tl.load(item + 4),
+                out, lse, partial, partial_lse, query, cache, limits, block_table, indices, k_scale,
+                tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4) * TILES + tile,
+                begins, tl.load(item + 6), tl.where(tl.load(item + 7) > 1, state, -1),
                 factor, v_factor, splits, split, lse_h, table_r, topk, indices_t, o_t, o_h, q_t, q_h, c_block, c_slot,
                 H, L, DR, P, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R, TILES, SEVERAL, SPARSE, HAS_SPLITS, HAS_LIMITS, HAS_LSE,
                 HAS_K_SCALE, PACKED, WIDE, PRECISION, BYTES, PLANNED,
             )  # fmt: skip
     else:
+        begin = tl.load(query_start_loc + group)
         _rows(
-            out, lse, partial, partial_lse, query, cache, query_start_loc, seq_lens, limits, block_table, indices, k_scale,
-            group, tile, 0, 0, -1, factor, v_factor, splits, split, lse_h, table_r, topk, indices_t, o_t, o_h, q_t, q_h,
-            c_block, c_slot,
+            out, lse, partial, partial_lse, query, cache, limits, block_table, indices, k_scale,
+            group, begin, tl.load(query_start_loc + group + 1) - begin, tl.load(seq_lens + group), tile, 0, 0, -1,
+            factor, v_factor, splits, split, lse_h, table_r, topk, indices_t, o_t, o_h, q_t, q_h, c_block, c_slot,
             H, L, DR, P, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R, TILES, SEVERAL, SPARSE, HAS_SPLITS, HAS_LIMITS, HAS_LSE,
             HAS_K_SCALE, PACKED, WIDE, PRECISION, BYTES, PLANNED,
         )  # fmt: skip
@@ -358,18 +361,21 @@ def _merge(  # type: ignore[no-untyped-def]
         if end == tl.load(items + 2 * group):
             return
         item = items + 2 * groups + (end - 1) * FIELDS
-        if tl.load(item + 4) != groups + group:
+        count = tl.load(item + 7)
+        if (count == 1) | (tl.load(item + 5) > 0):
             return
         r = tl.load(item)
-        row = tl.load(item + 1) * ROWS + tl.program_id(1)
+        begin = tl.load(item + 1)
+        q_len = tl.load(item + 2)
+        row = tl.load(item + 4) * ROWS + tl.program_id(1)
         token = row // H
         head = row % H
     else:
         r = tl.program_id(0) // max_query
         token = tl.program_id(0) % max_query
         head = tl.program_id(1)
-    begin = tl.load(query_start_loc + r)
-    q_len = tl.load(query_start_loc + r + 1) - begin
+        begin = tl.load(query_start_loc + r)
+        q_len = tl.load(query_start_loc + r + 1) - begin
     if token >= q_len:
         return
     at = (begin + token).to(tl.int64)
@@ -389,7 +395,6 @@ def _merge(  # type: ignore[no-untyped-def]
                 high = tl.maximum(high, tl.load(limits + begin + i))
         high = tl.minimum(tl.maximum(high, 0), seq_len)
     if PLANNED:
-        count = tl.load(item + 5)
         state = tl.program_id(1).to(tl.int64)
     else:
         count = tl.cdiv(high, split)
@@ -404,7 +409,7 @@ def _merge(  # type: ignore[no-untyped-def]
     for s in tl.range(0, count, BLOCK_S, num_stages=1):
         at_state = state + s + part
         if PLANNED:
-            at_state = state + tl.where(s + part == 0, groups + group, group + s + part).to(tl.int64) * ROWS
+            at_state = state + (2 * (group + s + part) + (s + part == 0)).to(tl.int64) * ROWS
         logs = tl.load(partial_lse + at_state, mask=s + part < count, other=float("-inf"))
         top = tl.maximum(top, tl.max(logs, 0))
     guard = tl.where(top == float("-inf"), 0.0, top)
@@ -413,7 +418,7 @@ def _merge(  # type: ignore[no-untyped-def]
     for s in tl.range(0, count, BLOCK_S, num_stages=1):
         at_state = state + s + part
         if PLANNED:
-            at_state = state + tl.where(s + part == 0, groups + group, group + s + part).to(tl.int64) * ROWS
+            at_state = state + (2 * (group + s + part) + (s + part == 0)).to(tl.int64) * ROWS
         logs = tl.load(partial_lse + at_state, mask=s + part < count, other=float("-inf"))
         full = logs != float("-inf")
         weight = tl.exp2(logs - guard)

@@ -75,7 +75,7 @@ def _splits(units: int, tiles: int, multiprocessors: int, most: int = 64) -> tup
 
     def cost(splits: int) -> float:
         waves = -(-units * splits // multiprocessors)
-        return waves * (-(-tiles // splits) + 3) + (0.0 if splits == 1 else 4 + splits / 8)
+        return waves * (-(-tiles // splits) + STARTED) + (0.0 if splits == 1 else 4 + splits / 8)
 
     return min((cost(splits), splits) for splits in range(1, min(tiles, most) + 1))
 

@@ -21,9 +21,11 @@ def shares(
 
     query_start_loc: [R + 1], seq_lens: [R], int32. Requests without tokens have no item; those without keys have one, without
     keys. Returns [2 groups + FIELDS items]: the first item of each group and the one after its last; then for each item its
-    request, block, first key, end of its keys, where its state is among 2 x groups (-1: it is its whole block), and the parts
-    of its block. The first part's state is at groups + g, those of the following parts at g + 1, g + 2, ..., where g is the
-    first part's group, of which it is the last item. items: at least groups + all blocks of requests.
+    request, the request's first token, tokens and keys (so that a program waits for one load), its block, its
+    first key, the end of its keys, and the parts of its block. items: at least groups + all blocks of requests.
+
+    A group has at most two items that are parts: the last part of a block or one in the middle, whose state is the group's
+    first, and a block's first part, its last item, whose state is the group's second.
     """
     num_reqs = seq_lens.shape[0]
     table = seq_lens.new_empty(2 * groups + plan.FIELDS * items)
@@ -36,4 +38,5 @@ def shares(
 @functools.lru_cache(maxsize=256)
 def _prepared(kind: Kind, heads: int, block_n: int, block_r: int) -> Prepared:
     sizes = {"STARTED": STARTED, "SHORTEST": LEAST, "FIELDS": plan.FIELDS}
-    return Prepared(plan.shares, H=heads, BLOCK_N=block_n, BLOCK_R=block_r, **sizes, num_warps=1, **FUSED)
+    warps = max(1, min(8, block_r // 64))
+    return Prepared(plan.shares, H=heads, BLOCK_N=block_n, BLOCK_R=block_r, **sizes, num_warps=warps, **FUSED)

@@ -39,12 +39,10 @@ def test_shares_are_every_tile_of_every_block_once(seed: int) -> None:
     found = planned(q_lens.tolist(), seq_lens.tolist(), heads, rows, groups)
     parts: dict[tuple[int, int], list[tuple[int, ...]]] = {}
     for g, items in enumerate(found):
-        for i, (r, block, begin, end, slot, number) in enumerate(items):
-            assert (slot == -1) == (number == 1)
-            if slot == groups + g:
-                assert begin == 0 and i == len(items) - 1
-            elif slot != -1:
-                assert slot == g and begin > 0 and i == 0
+        for i, (r, start, q_len, seq_len, block, begin, end, number) in enumerate(items):
+            assert (start, q_len, seq_len) == (q_lens[:r].sum(), q_lens[r], seq_lens[r])
+            if number > 1:  # only these have states: one that begins a block, and one that does not
+                assert i == (len(items) - 1 if begin == 0 else 0)
             parts.setdefault((r, block), []).append((begin, end, number, g))
     blocks = [(r, b) for r in range(count) for b in range(-(-int(q_lens[r]) * heads // rows))]
     assert sorted(parts) == blocks
@@ -60,7 +58,7 @@ def test_shares_are_equal() -> None:
     """54 decodes of 64 to 65k keys on 132 programs: parts of equal size took half as long again as the mean."""
     lens = (2 ** np.random.default_rng(0).uniform(6, 16, 54)).astype(int)
     found = planned([1] * 54, lens.tolist(), 64, 64, 132)
-    tiles = [sum((end - begin) // BLOCK_N for _, _, begin, end, *_ in items) for items in found]
+    tiles = [sum((end - begin) // BLOCK_N for *_, begin, end, _ in items) for items in found]
     started = [len(items) for items in found]
     assert max(tiles) <= -(-(sum(tiles) + STARTED * 54) // 132)
     assert max(n + STARTED * k for n, k in zip(tiles, started, strict=True)) <= 1.1 * np.mean(tiles) + 3 * STARTED
