@@ -4,6 +4,7 @@ python docs/demo_picture.py          writes docs/assets/demo.svg
 """
 
 import fcntl
+import html
 import io
 import os
 import pty
@@ -16,6 +17,7 @@ from pathlib import Path
 
 TARGET = Path(__file__).parent / "assets" / "demo.svg"
 COLUMNS = 112
+SPACE = "\xa0"
 
 
 def run(command: list[str], columns: int = COLUMNS) -> str:
@@ -67,7 +69,24 @@ def picture(lines: list[str], title: str, columns: int = COLUMNS) -> str:
     for line in lines:
         console.print(Text.from_ansi(line), soft_wrap=False)
     drawn = console.export_svg(title=title, unique_id="demo")
-    return re.sub(r"@font-face\s*\{.*?\}\s*", "", drawn, flags=re.DOTALL)
+    return _TEXT.sub(_placed, re.sub(r"@font-face\s*\{.*?\}\s*", "", drawn, flags=re.DOTALL))
+
+
+#: A text of a line: attributes, place, length, more attributes, and what it says.
+_TEXT = re.compile(r'<text ([^>]*)x="([\d.]+)" ([^>]*)textLength="([\d.]+)" ([^>]*)>(.*?)</text>')
+
+
+def _placed(match: re.Match[str]) -> str:
+    """Return a text as one text for each part between two spaces or more, each at its own place: columns stay below one another
+    where a renderer has another font and ignores `textLength`."""
+    first, x, middle, length, last, content = match.groups()
+    said = html.unescape(content)
+    step = float(length) / len(said)
+    return "".join(
+        f'<text {first}x="{float(x) + step * part.start():.1f}" {middle}textLength="{step * len(part[0]):.1f}" {last}>'
+        f"{html.escape(part[0]).replace(SPACE, '&#160;')}</text>"
+        for part in re.finditer(rf"[^{SPACE}]+(?:{SPACE}[^{SPACE}]+)*", said)
+    )
 
 
 def main() -> None:

@@ -223,6 +223,10 @@ def test_the_picture_of_a_terminal_has_what_it_shows_in_the_end() -> None:
         and "@font-face" not in drawn
         and "http" not in re.sub(r'xmlns="[^"]*"|<!--.*?-->', "", drawn)
     )
+    columns = demo.picture(["torch   CPU_ATTN      10", "jax     XLA_ATTN  1 < 2"], "attn demo")
+    of = {text: float(place) for place, text in re.findall(r'x="([\d.]+)" y="[\d.]+" textLength[^>]*>([^<]*)<', columns)}
+    assert of["torch"] == of["jax"] == 0 and of["CPU_ATTN"] == of["XLA_ATTN"] > 90, "a column is where its text begins"
+    assert of["10"] > of["1&#160;&lt;&#160;2"]
     with pytest.raises(subprocess.CalledProcessError):
         demo.run([sys.executable, "-c", "raise SystemExit(3)"])
 
