@@ -168,9 +168,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
             max_query_len=size(batch.max_query_len),
             max_seq_len=size(batch.max_seq_len),
             causal=batch.all_causal,
-            block_size=spec.block_size,
-            num_blocks=spec.num_blocks,
-            num_layers=spec.num_layers,
+            **{name: getattr(spec, name) for name in ("block_size", "num_blocks", "num_layers")},
         )
 
 

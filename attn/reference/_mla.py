@@ -46,14 +46,8 @@ def mla_unabsorbed(
     with np.errstate(all="ignore"):
         key_nope, value = np.tensordot(latent, up_k, axes=1), np.tensordot(latent, up_v, axes=1)
     shared_rope = np.broadcast_to(key_rope[:, None, :], (*key_nope.shape[:2], key_rope.shape[1]))
-    return attention(
-        np.concatenate([nope, rope], axis=2),
-        np.concatenate([key_nope, shared_rope], axis=2),
-        value,
-        scale=scale,
-        causal=causal,
-        **further,
-    )
+    query, key = np.concatenate([nope, rope], axis=2), np.concatenate([key_nope, shared_rope], axis=2)
+    return attention(query, key, value, scale=scale, causal=causal, **further)
 
 
 def mla_absorbed(
@@ -76,14 +70,8 @@ def mla_absorbed(
     nope, rope, latent, key_rope, up_k, up_v = _checked(q_nope, q_pe, kv_c, k_pe, w_uk, w_uv)
     with np.errstate(all="ignore"):
         absorbed = (nope.transpose(1, 0, 2) @ up_k.transpose(1, 2, 0)).transpose(1, 0, 2)
-    latent_out, lse = attention(
-        np.concatenate([absorbed, rope], axis=2),
-        np.concatenate([latent, key_rope], axis=1)[:, None],
-        latent[:, None],
-        scale=scale,
-        causal=causal,
-        **further,
-    )
+    query, key = np.concatenate([absorbed, rope], axis=2), np.concatenate([latent, key_rope], axis=1)[:, None]
+    latent_out, lse = attention(query, key, latent[:, None], scale=scale, causal=causal, **further)
     with np.errstate(all="ignore"):
         return (latent_out.transpose(1, 0, 2) @ up_v.transpose(1, 0, 2)).transpose(1, 0, 2), lse
 

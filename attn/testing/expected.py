@@ -160,20 +160,10 @@ def _latent(call: Call, cache: Array, attend: Callable[..., tuple[Array, Array]]
     return out, lse
 
 
-def _eager_latent(
-    q_nope: Array,
-    q_pe: Array,
-    kv_c: Array,
-    k_pe: Array,
-    w_uk: Array,
-    w_uv: Array,
-    *,
-    scale: float,
-    causal: bool,
-    mask: Array | None,
-    dtype: str,
-) -> tuple[Array, Array]:
-    """Compute `mla_absorbed` as a 16-bit program does: each product rounded to the dtype, the softmax in float32."""
+def _eager_latent(*arrays: Array, scale: float, causal: bool, mask: Array | None, dtype: str) -> tuple[Array, Array]:
+    """Compute `mla_absorbed`, whose arrays these are, as a 16-bit program does: each product rounded to the dtype, the softmax
+    in float32."""
+    q_nope, q_pe, kv_c, k_pe, w_uk, w_uv = arrays
     n, m = len(q_nope), len(kv_c)
     latent, rope = rounded(kv_c, dtype), rounded(k_pe, dtype)
     absorbed = rounded(np.einsum("nhd,lhd->nhl", q_nope, w_uk), dtype)

@@ -5,7 +5,6 @@ step is a pure function, jitted with its caches donated. `attn.tools.demo.torch_
 and methods have the same names.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -189,10 +188,7 @@ class LlamaRunner:
         self.selection: Selection = attentions[0].selection
         self.kv_caches = [attention.new_kv_cache(num_blocks) for attention in attentions]
         self.kinds = [(attention.backend, attention.kv_cache_spec) for attention in attentions]
-        self.builders = {
-            (backend, spec): backend.get_builder_cls()(dataclasses.replace(spec, num_blocks=num_blocks))
-            for backend, spec in self.kinds
-        }
+        self.builders = {kind: layer.builder() for kind, layer in zip(self.kinds, attentions, strict=True)}
         graph, self.state = nnx.split(model)
 
         def step(state: Any, kv_caches: list[jax.Array], *batch: Any) -> tuple[jax.Array, list[jax.Array]]:

@@ -4,7 +4,6 @@ The batch is packed: T tokens of several requests in rows, no padding between th
 `attn.tools.demo.jax_llama` is the same model under JAX; classes and methods have the same names.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -159,10 +158,7 @@ class LlamaRunner:
         self.selection: Selection = attentions[0].selection
         self.kv_caches = [attention.new_kv_cache(num_blocks, self.device) for attention in attentions]
         self.kinds = [(attention.backend, attention.kv_cache_spec) for attention in attentions]
-        self.builders = {
-            (backend, spec): backend.get_builder_cls()(dataclasses.replace(spec, num_blocks=num_blocks), device=self.device)
-            for backend, spec in self.kinds
-        }
+        self.builders = {kind: layer.builder(self.device) for kind, layer in zip(self.kinds, attentions, strict=True)}
 
     @torch.inference_mode()
     def run(self, step: Step) -> npt.NDArray[np.float32]:

@@ -25,15 +25,6 @@ class TritonPrefillBackend(MLAPrefillBackend):
         q, meta = call.q, call.meta
         out = q.new_empty(*q.shape[:2], call.v.shape[2])
         lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device) if call.return_lse else None
-        mla_prefill(
-            out,
-            lse,
-            q,
-            call.k,
-            call.v,
-            query_start_loc=meta.query_start_loc,
-            key_start_loc=call.key_start_loc,
-            scale=self.scale,
-            causal=call.causal,
-        )
+        starts = {"query_start_loc": meta.query_start_loc, "key_start_loc": call.key_start_loc}
+        mla_prefill(out, lse, q, call.k, call.v, **starts, scale=self.scale, causal=call.causal)
         return out, lse
