@@ -43,7 +43,10 @@ class Step:
         return reference.paged_attention(np.asarray(q[:4]), *written, **requests)
 
 
-@pytest.fixture(scope="module", params=["XLA_ATTN", "PALLAS"])
+ON_GPU = jax.default_backend() == "gpu"
+
+
+@pytest.fixture(scope="module", params=["XLA_ATTN", "TRITON_ATTN_JAX" if ON_GPU else "PALLAS"])
 def step(request: pytest.FixtureRequest) -> Step:
     return Step(request.param)
 
@@ -83,7 +86,7 @@ def test_layers_in_a_scan(step: Step) -> None:
         return jax.lax.scan(one, (q, caches), jnp.arange(2))
 
     out, (caches, lse) = stacked(step.q, jnp.stack([step.cache] * 2))
-    axis = 1 if step.layer.backend.get_name() == "XLA_ATTN" else 0  # which one is N
+    axis = 0 if step.layer.backend.get_name() == "PALLAS" else 1  # which one is N
     whole = step.layer.new_kv_cache(N, layers=2)
     assert whole.shape == jnp.concatenate([step.cache] * 2, axis).shape
     (again, line), line_lse = carried(step.q, whole)

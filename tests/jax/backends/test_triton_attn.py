@@ -64,6 +64,7 @@ def test_an_unknown_gpu_is_refused() -> None:
 LOWERED = """
 import functools, re
 import jax, jax.numpy as jnp, numpy as np
+from jax import export
 from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec as Spec
 from attn.backends.abstract import KVCacheSpec
 from attn.backends.metadata import CommonAttentionMetadata
@@ -122,6 +123,19 @@ specs = dict(in_specs=(heads, heads, heads, cached), out_specs=(heads, cached))
 step = jax.shard_map(lambda *x: half.apply(*x, meta), mesh=mesh, **specs, check_vma=False)
 text = lowered(step, *given, cache)
 assert text.count(CALL) == 2 and "tensor<2x12x16x1x64xbf16>" in text
+# an exported step: the custom call is private to jaxlib, so its caller says that the same jaxlib will run it
+impl, meta, given, cache = case([1, 1], [20, 9])
+allowed = [export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")]
+step = jax.jit(lambda *x: impl.apply(*x, meta))
+with compiling_for("sm_90"):
+    try:
+        export.export(step, platforms=("cuda",))(*given, cache)
+        raise SystemExit("exported without a word")
+    except ValueError as error:
+        assert "triton_kernel_call_ffi" in str(error)
+    made = export.export(step, platforms=("cuda",), disabled_checks=allowed)(*given, cache)
+again = export.deserialize(made.serialize())
+assert again.platforms == ("cuda",) and [x.shape for x in again.out_avals] == [(2, H, D), cache.shape]
 print("lowered")
 """
 
