@@ -170,6 +170,14 @@ def _product(name: str) -> str | None:
     return max(found, key=len, default=None)
 
 
+def product_of(name: str) -> str:
+    """Return the name in the tables of this module of a device as its driver prints it; other names as they are."""
+    try:
+        return device_named(name).name
+    except ValueError:
+        return name
+
+
 def check_arch(platform: str, arch: str) -> str:
     """Return `arch` if the platform has it. Raises ValueError with the known ones otherwise."""
     known = [a for places, archs in _PRODUCTS.items() if platform in places[:2] for a in archs if a]

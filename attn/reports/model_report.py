@@ -16,7 +16,7 @@ from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import ENCODER_TYPES, AttentionType, Device
 from attn.dtypes import dtype_name
 from attn.reports import machines
-from attn.reports.machines import ATTAINED, CEILINGS, Attained, Ceilings, pairs
+from attn.reports.machines import ATTAINED, CEILINGS, Attained, Ceilings, pairs, product_of
 from attn.reports.model_config import LayerKind, ModelLayers, read_layers
 from attn.reports.report import assumed_machine, explain
 from attn.selection.platforms import default_framework, platform_for
@@ -101,7 +101,7 @@ class ModelReport:
         kind = row.kind
         plain = self.dtype == "bfloat16" and self.kv_cache_dtype == "auto" and not (kind.features or kind.latent)
         plain = plain and self.block_size == 16
-        return ATTAINED.get((self.device.name, row.backend or "", kind.head_size or 0)) if plain else None
+        return ATTAINED.get((product_of(self.device.name), row.backend or "", kind.head_size or 0)) if plain else None
 
     def _measured(self, row: KindReport) -> str:
         """Describe `measured` in a sentence; nothing without it."""
@@ -293,7 +293,7 @@ def explain_model(
         block_size=block_size,
         context=context,
         requests=requests,
-        ceilings=CEILINGS.get(target.name),
+        ceilings=CEILINGS.get(product_of(target.name)),
     )
 
 

@@ -244,11 +244,16 @@ def assumed_machine(
     """
     target = machines.device_named(device, framework) if isinstance(device, str) else device
     named = list_of_names("assume", () if assume is None else assume)
-    elsewhere = target is not None and target != platform_for(target.framework, target.platform).device()
+    here = platform_for(target.framework, target.platform).device() if target else None
+    elsewhere = target is not None and here is not None and _by_product(target) != _by_product(here)
     brought = machines.BROUGHT.get((target.framework, target.platform), ()) if target and elsewhere else ()
     taken = list(dict.fromkeys([*brought, *named]))
     with imports.assuming(machines.modules_of(taken), beside=not elsewhere):
         yield target, elsewhere, taken
+
+
+def _by_product(device: Device) -> Device:
+    return replace(device, name=machines.product_of(device.name))
 
 
 #: Suffix of the note on the default assumption.

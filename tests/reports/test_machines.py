@@ -1,6 +1,7 @@
 """Other machines: their names and generations, the assumptions about them, and hints (about 2 s)."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,7 +9,7 @@ import attn
 from attn import imports
 from attn.capabilities import Device, arch_matches
 from attn.imports import assumed, assuming, installed
-from attn.reports import machines
+from attn.reports import machines, report
 from attn.reports.machines import PACKAGES, check_arch, device_named, modules_of
 from attn.reports.report import REGISTRIES
 from attn.tools.aot import command as aot
@@ -70,6 +71,18 @@ def test_a_device_by_the_name_that_people_use(name, framework, device):
 def test_a_name_of_no_device(name, framework, words):
     with pytest.raises(ValueError, match=words.replace("?", r"\?")):
         device_named(name, framework)
+
+
+def test_a_device_is_itself_by_its_product_and_by_its_drivers_name(monkeypatch):
+    here = Device("torch", "cuda", "NVIDIA H100 80GB HBM3", "sm_90")
+    monkeypatch.setattr(report, "platform_for", lambda *_: SimpleNamespace(device=lambda: here))
+    for name, elsewhere in (("H100", False), ("NVIDIA H100 80GB HBM3", False), ("H200", True), ("A100", True)):
+        with report.assumed_machine(name, "torch", None) as (_, other, taken):
+            assert other == elsewhere and taken == ["triton"] * elsewhere
+    model = {"model_type": "llama", "hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 1}
+    times = [attn.explain_model(model, device=device).ceilings for device in (here, "H100")]
+    assert times[0] == times[1] == machines.CEILINGS["NVIDIA H100"]
+    assert machines.product_of("x86_64 CPU") == "x86_64 CPU"
 
 
 def test_jaxs_names_of_tpus_are_known():
