@@ -97,7 +97,7 @@ def compile_kernel(kernel: Any, arch: str, arguments: Mapping[str, Any], options
     return made._replace(parameters=given.parameters)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=512)  # of up to half a megabyte
 def _compiled(
     kernel: Any,
     arch: str,

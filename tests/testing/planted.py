@@ -830,6 +830,47 @@ DEFECTS = (
         INTERPRETED,
         "There are too few work items for requests that are not a multiple of a part.",
     ),
+    # jax: Triton's kernels
+    Defect(
+        "compiled_all_numbers_known",
+        "kernels/compiled.py",
+        "special = not parameter.do_not_specialize",
+        "special = True",
+        ("kernels/test_compiled.py",),
+        "A kernel is compiled for numbers that change from batch to batch.",
+    ),
+    Defect(
+        "gpu_values_of_keys",
+        "jax/kernels/gpu/paged_attention.py",
+        '{"values_at": blocks * self.numbers["k_block"]}',
+        '{"values_at": 0}',
+        ("jax/kernels/gpu/test_paged_attention.py",),
+        "Keys are read as values.",
+    ),
+    Defect(
+        "gpu_kernels_of_one_name",
+        "jax/kernels/gpu/launch.py",
+        "key = hashlib.sha256(program.image).hexdigest().encode()",
+        "key = name",
+        ("jax/kernels/gpu/test_launch.py",),
+        "Two kernels of one name run the same code.",
+    ),
+    Defect(
+        "gpu_alias_of_another_array",
+        "jax/kernels/gpu/launch.py",
+        "{places.index(name): nth for",
+        "{nth: nth for",
+        ("jax/backends/test_triton_attn.py", "jax/kernels/gpu/test_paged_attention.py"),
+        "An array that a kernel reads is taken for the one that it writes.",
+    ),
+    Defect(
+        "gpu_any_jaxlib",
+        "jax/kernels/gpu/launch.py",
+        "if SINCE <= numbers < BEFORE:",
+        "if SINCE <= numbers:",
+        ("jax/kernels/gpu/test_launch.py",),
+        "A jaxlib that was never tried is taken.",
+    ),
     # torch: latents
     Defect(
         "mla_scale_of_tile",
