@@ -74,6 +74,7 @@ def notebook(path: Path) -> dict[str, str | bytes]:
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
+            source = source.replace(".ipynb)", ".md)")  # another notebook is a page of the site too
             # a formula is shown as its text: to draw it, the page would need a script from elsewhere
             parts.append(re.sub(r"\$\$(.*?)\$\$", r"```text\n\1\n```", source, flags=re.DOTALL))
             continue
@@ -226,13 +227,18 @@ def _signature(name: str, thing: Any) -> str:
         return head
     parameters = [parameter for parameter in signature.parameters.values() if parameter.name not in ("self", "cls")]
     returned = signature.empty if is_class else signature.return_annotation
-    text = str(signature.replace(parameters=parameters, return_annotation=returned))
+    text = _short(str(signature.replace(parameters=parameters, return_annotation=returned)))
     if len(head + text) <= 100 or not parameters:
         return head + text
     keyword = next((p.name for p in parameters if p.kind is p.KEYWORD_ONLY), "")
     starred = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    lines = [f"    *,\n    {p}," if p.name == keyword and not starred else f"    {p}," for p in parameters]
+    lines = [_short(f"    *,\n    {p}," if p.name == keyword and not starred else f"    {p},") for p in parameters]
     return f"{head}(\n" + "\n".join(lines) + "\n)" + text[text.rindex(")") + 1 :]
+
+
+def _short(signature: str) -> str:
+    """Return a signature whose types of the standard library have no module before them."""
+    return re.sub(r"\b(collections\.abc|typing|pathlib)\.(?=[A-Z])", "", signature)
 
 
 def _first_paragraph(module: Any) -> str:
