@@ -38,6 +38,8 @@ GPU_TESTS := tests/torch/kernels tests/torch/backends/test_triton_attn.py tests/
 # without torch.
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
+# The first jaxlib that launches Triton's kernels (attn/jax/kernels/gpu/launch.py): make test-newest compiles for it too.
+LAUNCHES_SINCE := 0.11.1
 ENDS_JAX := tests/jax/test_layer.py tests/jax/test_dot_product.py tests/jax/test_kv_cache.py tests/jax/test_platforms.py \
 	tests/jax/test_testing.py tests/jax/test_serving.py tests/jax/kernels/gpu tests/integrations/test_flax.py
 ENDS_TORCH := tests/torch/test_layer.py tests/torch/test_dot_product.py tests/torch/test_kv_cache.py tests/torch/test_platforms.py \
@@ -159,6 +161,12 @@ endif
 		jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version || echo "steps are not compiled for GPUs: no plugin" >&2
 	$(NEWEST)/bin/python -m attn env
 	$(SINGLE) $(ON_CPU) $(NEWEST)/bin/python -m pytest -q -n 2 $(BALANCED) $(or $(TESTS),$(ENDS_JAX) $(if $(filter no,$(TORCH)),,$(filter-out $(ENDS_JAX),$(ENDS_TORCH))))
+	if $(NEWEST)/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 12))' && [ -d $(NEWEST)/gpu/triton ]; then \
+		set -e; rm -rf $(NEWEST)/gpu-oldest; \
+		$(BIN)/pip --python $(NEWEST)/bin/python install --quiet --no-deps --target $(NEWEST)/gpu-oldest \
+		$(foreach package,jax jaxlib jax-cuda13-plugin jax-cuda13-pjrt,$(package)==$(LAUNCHES_SINCE)); \
+		JAX_PLATFORMS=cpu PYTHONPATH=$(NEWEST)/gpu-oldest:. $(NEWEST)/bin/python -m pytest -q --noconftest -c /dev/null \
+		--rootdir . -p no:cacheprovider tests/jax/kernels/gpu; fi
 
 lint: venv
 	$(BIN)/ruff check .
