@@ -1,5 +1,7 @@
 """Arguments and backend choice of the diffusion layers of both frameworks; the choice is made once, in the constructor."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from attn.arguments import check_heads
@@ -57,11 +59,16 @@ class BaseDiffusionAttention:
             causal=causal,
             key_mask=key_mask,
         )
-        self.selection = select_diffusion(
-            request, role=role, category=category, config=config, backend=backend, framework=self.framework
-        )
-        self.backend = self.selection.require()
-        self.impl = self.backend.get_impl_cls()(num_heads, head_size, softmax_scale, causal, num_kv_heads, prefix)
+        named: dict[str, Any] = {"role": role, "category": category, "config": config, "backend": backend}
+        self._select: Callable[[Any], Selection] = functools.partial(select_diffusion, framework=self.framework, **named)
+        self._shape = (num_heads, head_size, softmax_scale, causal, num_kv_heads, prefix)
+        self._choose(request)
+
+    def _choose(self, request: Any) -> None:
+        """Select the backend for a request, and make its implementation."""
+        selection = self._select(request)
+        self.backend, self.selection = selection.require(), selection
+        self.impl = self.backend.get_impl_cls()(*self._shape)
 
     @staticmethod
     def _default_dtype() -> Any:

@@ -21,10 +21,10 @@ from torch import nn
 
 from attn import recording
 from attn.capabilities import Request
-from attn.dtypes import dtype_name
 from attn.errors import UnsupportedError
 from attn.layer import BaseAttention, BaseLayer, BaseMLAAttention
 from attn.torch import graphs
+from attn.torch.ops import cast_by
 
 if TYPE_CHECKING:  # loaded with the backends that are chosen
     from attn.torch.backends._paged import PagedAttentionImpl
@@ -72,8 +72,7 @@ class _Module(BaseLayer, nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move scales and sinks with the module without casting them, and select a backend for a new dtype of activations."""
-        probe = torch.empty(0, dtype=getattr(torch, self.selection.request.dtype), device=self._q_scale.device)
-        dtype = dtype_name(fn(probe).dtype)
+        dtype = cast_by(fn, self.selection.request.dtype, self._q_scale.device)
         if dtype != self.selection.request.dtype:
             self._cast(dtype)
         kept = {name: values for name, values in self._buffers.items() if name in _KEPT and values is not None}

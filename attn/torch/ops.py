@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attn.dtypes import PER_TOKEN_HEAD
+from attn.dtypes import PER_TOKEN_HEAD, dtype_name
 from attn.torch import kv_cache as caches
 from attn.torch.arrays import bits_of, raw
 
@@ -15,6 +15,11 @@ Array = npt.NDArray[Any]
 Part = tuple[torch.Tensor, ...]
 
 _SCORES_AT_ONCE = 1 << 25  # elements: 128 MiB of float32 scores
+
+
+def cast_by(fn: Callable[[torch.Tensor], torch.Tensor], dtype: str, device: Any = "cpu") -> str:
+    """Return the dtype of activations after a conversion of their module: `fn` is what `nn.Module._apply` passes on."""
+    return dtype_name(fn(torch.empty(0, dtype=getattr(torch, dtype), device=device)).dtype)
 
 
 class Ops:

@@ -16,7 +16,7 @@ from flax import nnx
 from attn import reference
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.errors import DTypeError, MetadataError, ShapeError, UnsupportedError
-from attn.jax import Attention
+from attn.jax import Attention, DiffusionAttention
 from attn.visibility import BatchMask
 
 H, K, D, P, N = 4, 2, 16, 8, 40
@@ -353,3 +353,5 @@ def test_a_layer_is_shown_in_one_line_by_itself_and_within_a_model() -> None:
 
     line = "Attention(XLA_ATTN, head_size=64 dtype=float32 block_size=16 num_heads=8 num_kv_heads=2)"
     assert repr(Model().attend) == line and f"attend={line}" in repr(Model())
+    assert repr(DiffusionAttention(4, 64)).startswith("DiffusionAttention(XLA_ATTN, head_size=64 dtype=float32")
+    assert "\n" not in repr(DiffusionAttention(4, 64))

@@ -1,10 +1,12 @@
 """`attn.jax.DiffusionAttention`: dense attention as an nnx module, whose backend is chosen once, on construction."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx import reprlib
 
 from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
 from attn.diffusion.layer import BaseDiffusionAttention
@@ -18,6 +20,10 @@ class DiffusionAttention(BaseDiffusionAttention, nnx.Module):
     @staticmethod
     def _default_dtype() -> Any:
         return jnp.float32
+
+    def __nnx_repr__(self) -> Iterator[reprlib.Object]:
+        """Show the module in one line, by itself and within a model, as under torch."""
+        yield reprlib.Object(type=type(self), empty_repr=f"{self.selection.name}, {self.selection.request}")
 
     def __call__(
         self, query: jax.Array, key: jax.Array, value: jax.Array, attn_metadata: DiffusionAttentionMetadata | None = None

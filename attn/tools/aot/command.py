@@ -36,7 +36,7 @@ from attn.capabilities import AttentionType, Feature, Request
 from attn.errors import BackendLoadError
 from attn.imports import resolve_obj_by_qualname
 from attn.progress import Quiet, display
-from attn.tables import Column, block, cells
+from attn.tables import Column, block, cells, folded
 from attn.testing.processes import Ended, Lost, Worker, one_line
 
 #: Tested compiler versions, by the module whose presence shows that the compiler is installed.
@@ -452,7 +452,7 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         shown = [asdict(case) for case in chosen]
         lines = [case.label + (f"  (refused: {case.refused})" if case.refused else "") for case in chosen]
-        print(json.dumps({"target": args.target, "cases": shown}, indent=2) if args.json else "\n".join(lines))
+        print(json.dumps({"target": args.target, "cases": shown}, indent=2) if args.json else folded("\n".join(lines)))
         return 0
     begin = time.monotonic()
     with _progress(sum(not case.refused for case in chosen) * len(_steps(args.target, args.compile_only))) as report:
@@ -467,7 +467,7 @@ def run(args: argparse.Namespace) -> int:
     }
     if args.out:
         args.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(data, indent=2) if args.json else table(args.target, rows))
+    print(json.dumps(data, indent=2) if args.json else folded(table(args.target, rows)))
     return int(not ok)
 
 

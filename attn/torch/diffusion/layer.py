@@ -1,10 +1,14 @@
-"""`attn.torch.DiffusionAttention`: dense attention as an `nn.Module`, whose backend is chosen once, on construction."""
+"""`attn.torch.DiffusionAttention`: dense attention as an `nn.Module`, which follows the dtype of its model."""
+
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
 from attn.diffusion.layer import BaseDiffusionAttention
+from attn.torch.ops import cast_by
 
 
 class DiffusionAttention(BaseDiffusionAttention, nn.Module):
@@ -15,6 +19,13 @@ class DiffusionAttention(BaseDiffusionAttention, nn.Module):
     @staticmethod
     def _default_dtype() -> torch.dtype:
         return torch.get_default_dtype()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Select a backend for a new dtype of activations. Raises `UnsupportedError` if none serves them."""
+        dtype = cast_by(fn, self.selection.request.dtype)
+        if dtype != self.selection.request.dtype:
+            self._choose(replace(self.selection.request, dtype=dtype))
+        return super()._apply(fn, recurse)
 
     def forward(
         self,

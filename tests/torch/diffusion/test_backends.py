@@ -216,3 +216,19 @@ def test_what_a_kernel_raises_is_its_cases_outcome(monkeypatch: pytest.MonkeyPat
     assert (row.level, len(row.failures)) == ("dense, full", 1) and "illegal memory access" in str(row.failures[0])
     with pytest.raises(ValueError, match=r"level='huge' \(supports smoke, quick, full\)"):
         run_dense(["TORCH_SDPA"], level="huge")
+
+
+def test_a_layer_follows_the_dtype_of_its_model() -> None:
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 4), DiffusionAttention(4, 64, num_kv_heads=2, role="cross", dtype=torch.float32)
+    )
+    layer = model[1]
+    before = layer.impl
+    assert model.to("cpu")[1].impl is before, "nothing changed"
+    for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float64, "float64")):
+        assert model.to(dtype)[1].selection.request.dtype == name and name in repr(model)
+        query, key = torch.randn(1, 3, 4, 64, dtype=dtype), torch.randn(1, 5, 2, 64, dtype=dtype)
+        assert layer(query, key, key).dtype == dtype
+    with pytest.raises(UnsupportedError, match="dtype=float8_e4m3fn"):
+        layer.to(torch.float8_e4m3fn)
+    assert layer.selection.request.dtype == "float64"
