@@ -152,6 +152,13 @@ class _Call:
         if split_kv is None:
             self._attend(num_reqs * rules.kv_heads, rules.decode(0))
             return
+        if split_kv.max_splits and num_reqs >= split_kv.whole_from:
+            # Requests of about equal length are best left whole, by another launch than their parts would have. Which it is the
+            # lengths say, on the device: the launch that is not for them finds requests without tokens.
+            starts, even = self.given["query_start_loc"], self._are_even(split_kv.whole_from)
+            self.given["query_start_loc"] = jnp.where(even, starts, 0)
+            self._attend(num_reqs * rules.kv_heads, rules.decode(0))
+            self.given["query_start_loc"] = jnp.where(even, 0, starts)
         states, floats = rules.states(num_reqs, split_kv)
         self.numbers |= {"states": states, "scratch": jnp.empty(floats, jnp.float32)}
         self.numbers |= {name: getattr(split_kv, name) for name in ("split_tiles", "max_splits", "whole_from")}
@@ -159,6 +166,16 @@ class _Call:
         of_merge = {name: self.given[name] for name in ARRAYS[:OF_MERGE]}
         numbers = {name: self.numbers[name] for name in ("scratch", "v_factor", "states", "lse_h", "o_t", "o_h")}
         self._launch(merge, num_reqs * rules.rows, of_merge | numbers | rules.merge, {})
+
+    def _are_even(self, whole_from: int) -> jax.Array:
+        """Whether the plan of the batch (`plan.item_of`) would cut no decode for the sake of the others."""
+        rules, starts, lens = self.rules, self.given["query_start_loc"], self.given["seq_lens"]
+        rows = jnp.diff(starts)
+        left = rules.layer.left
+        keys = lens if left is None or rules.free else jnp.minimum(lens, left + rows)
+        tiles = jnp.where((rows > 0) & (rows <= rules.tokens), -(-keys // rules.keys_per_tile), 0)
+        live = (tiles > 0).sum()
+        return (live >= whole_from) & (4 * tiles.max() * live <= 5 * tiles.sum())
 
     def _attend(self, programs: int, constants: dict[str, Any]) -> None:
         self._launch(attention, programs, self.given | self.numbers | constants | self.values_at, self.read)
