@@ -31,7 +31,8 @@ from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuil
 #: What XLA_ATTN and PALLAS both support.
 FEATURES = frozenset(
     [Feature.NON_CAUSAL, Feature.SLIDING_WINDOW, Feature.TWO_SIDED_WINDOW, Feature.SOFT_CAP, Feature.ALIBI, Feature.SINKS]
-    + [Feature.TREE_MASK, Feature.KV_SHARING, Feature.PER_HEAD_SCALES, Feature.NAN_SAFE]
+    + [Feature.TREE_MASK, Feature.SPANS, Feature.MIXED_CAUSAL, Feature.CHUNK_SIZE]
+    + [Feature.KV_SHARING, Feature.PER_HEAD_SCALES, Feature.NAN_SAFE]
 )
 
 

@@ -16,7 +16,7 @@ from attn import envs
 from attn.backends.abstract import AttentionType, MultipleOf
 from attn.backends.metadata import PAD_SLOT_ID, CommonAttentionMetadata
 from attn.backends.paged import PagedCall
-from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, Request
+from attn.capabilities import ATTN_TYPES, Capabilities, Device, Request
 from attn.errors import MetadataError, ShapeError
 from attn.jax import kv_cache as caches
 from attn.jax.backends._paged import FEATURES, PagedAttentionBackend, PagedAttentionImpl
@@ -59,7 +59,7 @@ class PallasAttentionBackend(PagedAttentionBackend):
         head_sizes=(MultipleOf(16, 64, 256),),
         kv_cache_dtypes=("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"),
         attn_types=ATTN_TYPES,
-        features=FEATURES | {Feature.CHUNK_SIZE},
+        features=FEATURES,
         archs=(("tpu", ("v5e", "v5p", "v6e", "v7x")),),
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from attn.backends.paged import PagedCall
-from attn.capabilities import ATTN_TYPES, Capabilities, Feature
+from attn.capabilities import ATTN_TYPES, Capabilities
 from attn.jax.backends._paged import FEATURES, PagedAttentionBackend, PagedAttentionImpl
 from attn.jax.kernels import xla
 
@@ -24,7 +24,7 @@ class XLAAttentionBackend(PagedAttentionBackend):
         dtypes=("float32", "bfloat16", "float16"),
         kv_cache_dtypes=("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"),
         attn_types=ATTN_TYPES,
-        features=FEATURES | {Feature.SPANS, Feature.MIXED_CAUSAL, Feature.CHUNK_SIZE},
+        features=FEATURES,
     )
 
 

@@ -241,6 +241,17 @@ def test_floors_are_those_of_the_peers_table():
     assert prefill.floors("v6e")["mxu_us"] == pytest.approx(262, abs=1)
 
 
+@pytest.mark.parametrize(("simulated", "at_hbm"), [(0.5, True), (2.0, False)])
+def test_no_estimate_is_below_the_time_of_its_bytes(monkeypatch, simulated, at_hbm):
+    case = next(case for case in subset("tpu-v6e", "ragged_paged_attention") if case.choice["batch"] == "decode")
+    floor = jax_aot.KERNELS[case.kernel].make(dict(case.choice), "v6e").floors("v6e")["hbm_us"]
+    part = {"name": "it", "cycles": 7, "us": simulated * floor}
+    monkeypatch.setattr(_libtpu, "estimate_program", lambda *args: [part])
+    made = jax_aot.measure(case, "tpu-v6e", "estimate", "")
+    assert made["parts"][0]["us"] == pytest.approx(max(simulated, 1) * floor, rel=1e-2)
+    assert (made["notes"], made["ratio"]) == ([jax_aot.AT_HBM] * at_hbm, pytest.approx(max(simulated, 1), abs=0.05))
+
+
 @pytest.mark.parametrize(
     ("arguments", "scores", "rows"),
     [

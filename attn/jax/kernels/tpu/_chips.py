@@ -102,7 +102,7 @@ def blocks_for(name: str, shape: PagedShape) -> Blocks:
         large *= 2
     whole = kv_block = max(chip.keys if max_query_len == 1 else 1024, 2048 // cache_itemsize, page)
     most, (left, _), chunk = shape.columns * page, shape.mask.window, shape.mask.chunk_size
-    if shape.mask.causal and (left is not None or chunk is not None):
+    if shape.mask.causal and not shape.ranges and (left is not None or chunk is not None):
         reach = min(x for x in (left, chunk and chunk - 1) if x is not None)
         most = min(most, page + reach + max(large, 1))
     while kv_block > max(page, sublanes(cache_itemsize)) and kv_block >= 2 * most:

@@ -39,12 +39,16 @@ def _singles(cfg: Config, refs: Refs) -> _pages.ItemOps:
 
     def attend(item: Item, begin: jax.Array, slot: jax.Array) -> None:
         whole = (begin >= item.low) & (begin + cfg.kv_block <= item.high)
+        for low, high in item.gaps:
+            whole &= (begin + cfg.kv_block <= low) | (begin >= high)
         pl.when(whole)(lambda: _single.attend(cfg, refs, item, slot, begin, False))
         pl.when(jnp.logical_not(whole))(lambda: masked(item, begin, slot))
 
     def masked(item: Item, begin: jax.Array, slot: jax.Array, exact: bool = False) -> None:
         low, high, step = item.low - begin, item.high - begin, _single.keys_of_step(cfg)
         _pages.clean(cfg, refs, slot, low, high, None if step == cfg.kv_block else _single.steps_of(cfg, high) * step)
+        for first, stop in item.gaps:
+            _pages.drop(cfg, refs, slot, first - begin, stop - begin)
         _single.attend(cfg, refs, item, slot, begin, True, exact)
 
     exact = (lambda: _single.failed(cfg, refs)), functools.partial(masked, exact=True)
@@ -60,7 +64,8 @@ def _longs(cfg: Config, refs: Refs) -> _pages.ItemOps:
     def queries(i: jax.Array) -> list[Any]:
         slot = lax.rem(i, 2)
         copies = [copy(refs.query.at[:, rows(i), :], refs.q.at[slot], refs.q_sem.at[slot])]
-        return copies + ([copy(refs.tree.at[rows(i), :], refs.edges.at[slot], refs.q_sem.at[slot])] if cfg.tree else [])
+        copies += [copy(refs.tree.at[rows(i), :], refs.edges.at[slot], refs.q_sem.at[slot])] if cfg.tree else []
+        return copies + ([copy(refs.ranges.at[i], refs.seen.at[slot], refs.q_sem.at[slot])] if cfg.ranges else [])
 
     def outputs(i: jax.Array) -> list[Any]:
         copies = [copy(refs.o, refs.out.at[:, rows(i), :], refs.o_sem)]
@@ -75,7 +80,7 @@ def _longs(cfg: Config, refs: Refs) -> _pages.ItemOps:
 
             @pl.when(clear)
             def _() -> None:
-                _long.attend(cfg, refs, item, step(first, cfg.chunk), False)
+                _long.attend(cfg, refs, item, step(first, cfg.chunk), 0)
                 _long.recompute(cfg, refs, item, step(first, cfg.chunk))
 
             pl.when(jnp.logical_not(clear))(lambda: edge(first))
@@ -91,9 +96,16 @@ def _longs(cfg: Config, refs: Refs) -> _pages.ItemOps:
 
             def one(n: jax.Array, _: None) -> None:
                 at = pl.multiple_of(first + n * cfg.key_tile, cfg.key_tile)
+                item.where_seen(lambda: begin + at, cfg.key_tile, lambda: small(at))
+
+            def small(at: jax.Array) -> None:
                 clear = _long.is_clear(cfg, item, begin + at, begin + at + cfg.key_tile)
-                pl.when(clear)(lambda: _long.attend(cfg, refs, item, step(at, cfg.key_tile), False))
-                pl.when(jnp.logical_not(clear))(lambda: _long.attend(cfg, refs, item, step(at, cfg.key_tile), True))
+                pl.when(clear)(lambda: _long.attend(cfg, refs, item, step(at, cfg.key_tile), 0))
+                one = jnp.logical_not(clear)
+                if item.more is not None and cfg.ranges > 1:
+                    pl.when(one & (item.more > 0))(lambda: _long.attend(cfg, refs, item, step(at, cfg.key_tile), cfg.ranges))
+                    one &= item.more == 0
+                pl.when(one)(lambda: _long.attend(cfg, refs, item, step(at, cfg.key_tile), 1))
                 _long.recompute(cfg, refs, item, step(at, cfg.key_tile))
 
             lax.fori_loop(0, lax.div(jnp.maximum(stop, 0) + (cfg.key_tile - 1), cfg.key_tile), one, None)

@@ -10,6 +10,7 @@ overflow nor vanish. While it stays fixed, no sum is rescaled and no maximum is 
 """
 
 import functools
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -65,6 +66,8 @@ def reset(cfg: Config, refs: Refs) -> None:
 
 def is_clear(cfg: Config, item: Item, first: jax.Array, stop: jax.Array) -> jax.Array:
     """Whether every row of the item sees every key in [first, stop)."""
+    if cfg.ranges:
+        return (first >= item.clear[0]) & (stop <= item.clear[1])
     (left, right), chunk = cfg.mask.window, cfg.mask.chunk_size
     clear = (stop <= item.high) & (first >= item.low)
     if cfg.mask.causal:
@@ -81,8 +84,11 @@ def is_clear(cfg: Config, item: Item, first: jax.Array, stop: jax.Array) -> jax.
     return clear
 
 
-def attend(cfg: Config, refs: Refs, item: Item, step: Step, masked: bool) -> None:
-    """Process the keys of a step for all heads; `recompute` must follow."""
+def attend(cfg: Config, refs: Refs, item: Item, step: Step, masked: int) -> None:
+    """Process the keys of a step for all heads; `recompute` must follow.
+
+    masked: how many ranges of each row are compared with the keys; 0 if every row sees every key.
+    """
     before = refs.turn[0]
     after = 1 - before
     refs.turn[0] = after
@@ -111,7 +117,7 @@ def recompute(cfg: Config, refs: Refs, item: Item, step: Step) -> None:
 
 
 def _streamed(
-    cfg: Config, refs: Refs, item: Item, step: Step, masked: bool, heads: list[jax.Array], before: jax.Array, after: jax.Array
+    cfg: Config, refs: Refs, item: Item, step: Step, masked: int, heads: list[jax.Array], before: jax.Array, after: jax.Array
 ) -> None:
     """One pass over the scores, with the current m.
 
@@ -143,7 +149,7 @@ def _streamed(
             refs.l[after, k, :, at] = total
             fine = (total >= 2.0**-_ROOM) & (total <= 2.0**_ROOM)
             if masked:
-                fine |= (total == 0) & _blind(cfg, item, step.first + offset, s, top)
+                fine |= (total == 0) & _blind(cfg, refs, item, step.first + offset, s, top, masked)
             if offset + cfg.key_tile == step.size:
                 refs.recompute[:, at] |= jnp.where(fine, 0, 1)
             waiting.append(functools.partial(add_values, k, at, keys_at, p.astype(refs.q.dtype), source))
@@ -175,7 +181,7 @@ def _exact(cfg: Config, refs: Refs, item: Item, step: Step, k: jax.Array, before
         has_strange = jnp.max(jnp.where(finite, 0, 1)) > 0
         for top in range(0, cfg.rows, cfg.row_tile):
             at = slice(top, top + cfg.row_tile)
-            s = _scores(cfg, refs, item, step.first + offset, keys, k, top, True)
+            s = _scores(cfg, refs, item, step.first + offset, keys, k, top, max(cfg.ranges, 1))
             m, total = refs.m[k, :, at], refs.l[source, k, :, at]
             so_far = jnp.where(total == 0, -jnp.inf, m + jnp.log2(total))
             new = jnp.maximum(so_far, jnp.max(s, axis=0, keepdims=True))
@@ -201,7 +207,7 @@ def _exact(cfg: Config, refs: Refs, item: Item, step: Step, k: jax.Array, before
 
 
 def _scores(
-    cfg: Config, refs: Refs, item: Item, first: jax.Array, keys: jax.Array, k: jax.Array, top: int, masked: bool
+    cfg: Config, refs: Refs, item: Item, first: jax.Array, keys: jax.Array, k: jax.Array, top: int, masked: int
 ) -> jax.Array:
     """[keys, rows] of one tile, in units of log2; `first` is the position of its first key, `top` its first row."""
     at = slice(top, top + cfg.row_tile)
@@ -214,13 +220,13 @@ def _scores(
     position = _positions(cfg, item, top)
     if cfg.alibi:
         away = (key + (first - position)).astype(jnp.float32)
-        s += refs.rules[SLOPE, k, :, at] * (away if cfg.mask.causal and not cfg.tree else -jnp.abs(away))
+        s += refs.rules[SLOPE, k, :, at] * (away if cfg.mask.causal and not (cfg.tree or cfg.ranges) else -jnp.abs(away))
     if not masked:
         return s
-    low, high = _seen_by_order(cfg, item, position)
-    seen = key < high - first
-    if low is not None:
-        seen &= key >= low - first
+    seen, *others = [
+        key < high - first if low is None else (key < high - first) & (key >= low - first)
+        for low, high in _ranges(cfg, refs, item, position, at, masked)
+    ]
     if cfg.mask.causal and cfg.tree:
         # row w of a one-hot matrix is new key w: a product scatters the tree's edges to the keys
         shape = (cfg.key_tile, LANES)
@@ -228,8 +234,10 @@ def _scores(
         one_hot = jnp.where(node == lax.broadcasted_iota(jnp.int32, shape, 1), 1.0, 0.0).astype(refs.edges.dtype)
         edge = dot(one_hot, refs.edges[item.q_slot, at, :], 1, 1) > 0.5
         is_tree = item.context != NO_TREE
-        ordered = key <= position - first
+        ordered = key <= (jnp.int32(NO_TREE) if cfg.ranges else position) - first
         seen &= (ordered & jnp.logical_not(is_tree)) | ((key < item.context - first) & is_tree) | edge
+    for other in others:
+        seen |= other
     return jnp.where(seen, s, -jnp.inf)
 
 
@@ -240,6 +248,20 @@ def _positions(cfg: Config, item: Item, top: int) -> jax.Array:
 
 def _chunk_start(position: jax.Array, chunk: int) -> jax.Array:
     return lax.div(position, chunk) * chunk
+
+
+def _ranges(
+    cfg: Config, refs: Refs, item: Item, position: jax.Array, at: slice, count: int
+) -> list[tuple[jax.Array | None, jax.Array]]:
+    """The first `count` ranges of keys that rows `at` see, except what a tree hides of the first: see `_seen_by_order`."""
+    if not cfg.ranges:
+        return [_seen_by_order(cfg, item, position)]
+
+    def bound(column: int) -> jax.Array:
+        return refs.seen[item.q_slot, column : column + 1, at]  # type: ignore[no-any-return]
+
+    from_start = cfg.mask.window[0] is None and cfg.mask.chunk_size is None
+    return [(None if from_start and k == 0 else bound(2 * k), bound(2 * k + 1)) for k in range(count)]
 
 
 def _seen_by_order(cfg: Config, item: Item, position: jax.Array) -> tuple[jax.Array | None, jax.Array]:
@@ -256,13 +278,15 @@ def _seen_by_order(cfg: Config, item: Item, position: jax.Array) -> tuple[jax.Ar
     return low, high
 
 
-def _blind(cfg: Config, item: Item, first: jax.Array, s: jax.Array, top: int) -> jax.Array:
+def _blind(cfg: Config, refs: Refs, item: Item, first: jax.Array, s: jax.Array, top: int, masked: int) -> jax.Array:
     """[1, rows]: whether a row sees no key of the tile with scores `s`, the first of which is at position `first`."""
     if cfg.tree:
         return jnp.max(s, axis=0, keepdims=True) == -jnp.inf
-    low, high = _seen_by_order(cfg, item, _positions(cfg, item, top))
-    blind = high <= first
-    return blind if low is None else blind | (low >= jnp.minimum(high, first + cfg.key_tile))
+    blinds = []
+    for low, high in _ranges(cfg, refs, item, _positions(cfg, item, top), slice(top, top + cfg.row_tile), masked):
+        blind = high <= first
+        blinds.append(blind if low is None else blind | (low >= jnp.minimum(high, first + cfg.key_tile)))
+    return functools.reduce(operator.and_, blinds)
 
 
 def finish(cfg: Config, refs: Refs) -> None:

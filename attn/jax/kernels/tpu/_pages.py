@@ -27,13 +27,29 @@ _PAGES_AT_ONCE = 16
 
 
 class Item(NamedTuple):
-    """The scalars of an item, and which half of the double buffers holds its queries."""
+    """The scalars of an item, and which half of the double buffers holds its queries.
+
+    With the plan's ranges also the keys that all of its rows see, [clear[0], clear[1]), whether a row has more than one
+    (above 0), and the keys of `gaps`, which no row sees.
+    """
 
     q_slot: jax.Array
     position: jax.Array
     low: jax.Array
     high: jax.Array
     context: jax.Array
+    clear: tuple[jax.Array, ...] = ()
+    more: jax.Array | None = None
+    gaps: tuple[tuple[jax.Array, jax.Array], ...] = ()
+
+    def where_seen(self, first: Callable[[], jax.Array], size: int, do: Callable[[], None]) -> None:
+        """Call do(), at run time unless the `size` keys from first() on are all in one gap."""
+        if not self.gaps:
+            return do()
+        start, found = first(), jnp.bool_(True)
+        for low, high in self.gaps:
+            found &= (start < low) | (start + size > high)
+        pl.when(found)(do)
 
 
 class ItemOps(NamedTuple):
@@ -146,6 +162,19 @@ class _Loads:
     def field(self, column: int, i: jax.Array) -> jax.Array:
         return self.refs.items[column * self.cfg.num_items + i]  # type: ignore[no-any-return]
 
+    def item(self, i: jax.Array) -> Item:
+        slot = lax.rem(i, 2)
+        position, low, high, context = (self.field(at, i) for at in (_plan.POSITION, _plan.LOW, _plan.HIGH, _plan.CONTEXT))
+        if not self.cfg.ranges:
+            return Item(slot, position, low, high, context)
+        clear = self.field(_plan.CLEAR, i), self.field(_plan.CLEAR + 1, i)
+        return Item(slot, position, low, high, context, clear, self.field(_plan.MORE, i), self.gaps(i))
+
+    def gaps(self, i: jax.Array) -> tuple[tuple[jax.Array, jax.Array], ...]:
+        return tuple(
+            (self.field(at, i), self.field(at + 1, i)) for at in range(_plan.GAPS, _plan.GAPS + 2 * self.cfg.ranges - 2, 2)
+        )
+
     def first_page(self, i: jax.Array) -> jax.Array:
         return lax.div(self.field(_plan.LOW, i), self.cfg.page)
 
@@ -162,7 +191,11 @@ class _Loads:
             rows = pl.ds(pl.multiple_of(n * cfg.page, cfg.page), cfg.page)
             return copy(refs.cache.at[refs.table[base + n]], refs.kv.at[slot, :, :, rows, :], refs.kv_sem.at[slot])
 
-        return jnp.clip(stop - begin, 0, per_block), nth
+        number = jnp.clip(stop - begin, 0, per_block)
+        for low, high in self.gaps(i):
+            first = begin * cfg.page
+            number = jnp.where((first >= low) & (first + cfg.kv_block <= high), 0, number)
+        return number, nth
 
     def start(self, i: jax.Array, b: jax.Array, slot: jax.Array, there: jax.Array | bool = True) -> None:
         number, nth = self.pages(i, b, slot)
@@ -218,7 +251,7 @@ def attend(cfg: PagedConfig, refs: PagedRefs, single: ItemOps, long: ItemOps | N
 
     def item(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         blocks = loads.field(_plan.BLOCKS, i)
-        scalars = Item(lax.rem(i, 2), *(loads.field(at, i) for at in (_plan.POSITION, _plan.LOW, _plan.HIGH, _plan.CONTEXT)))
+        scalars = loads.item(i)
 
         def begin(b: jax.Array) -> jax.Array:
             return loads.first_page(i) * cfg.page + b * cfg.kv_block
@@ -235,7 +268,9 @@ def attend(cfg: PagedConfig, refs: PagedRefs, single: ItemOps, long: ItemOps | N
             slot, *ahead = state
             then = loads.start_next(*ahead)
             loads.wait(i, b, slot)
-            by_kind(i, lambda ops: ops.attend(scalars, begin(b), slot))
+            scalars.where_seen(
+                lambda: begin(b), cfg.kv_block, lambda: by_kind(i, lambda ops: ops.attend(scalars, begin(b), slot))
+            )
             return loads.after(slot), *then
 
         def recompute(ops: ItemOps, spent: jax.Array) -> None:
@@ -274,6 +309,19 @@ def attend(cfg: PagedConfig, refs: PagedRefs, single: ItemOps, long: ItemOps | N
     @pl.when(count > 0)
     def _() -> None:
         by_kind(count - 1, lambda ops: _wait(ops.outputs(count - 1)))
+
+
+def drop(cfg: PagedConfig, refs: PagedRefs, slot: jax.Array, first: jax.Array, stop: jax.Array) -> None:
+    """Zero the values in rows [first, stop) of the block."""
+
+    def tile(t: jax.Array, _: None) -> None:
+        start = pl.multiple_of(t * cfg.tile, cfg.tile)
+        at = (slot, cfg.planes - 1, slice(None), t if cfg.narrow else pl.ds(start, cfg.tile), slice(None))
+        rows = refs.kv[at]
+        refs.kv[at] = rows_between(jnp.zeros_like(rows), rows, first - start, stop - start)
+
+    first, stop = jnp.clip(first, 0, cfg.kv_block), jnp.clip(stop, 0, cfg.kv_block)
+    lax.fori_loop(lax.div(first, cfg.tile), lax.div(jnp.maximum(stop, first) + (cfg.tile - 1), cfg.tile), tile, None)
 
 
 def clean(

@@ -13,16 +13,21 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from attn.jax.kernels.tpu._refs import PagedConfig, PagedShape
 from attn.visibility import BatchMask, LayerMask, Visibility
 
-#: The columns of an item. ROW is the request of a single, and otherwise the item's first row in the query buffer.
-TABLE, ROW, POSITION, LOW, HIGH, BLOCKS, SINGLE, CONTEXT = range(8)
+#: The columns of an item. ROW is the request of a single, and otherwise the item's first row in the query buffer. If the plan
+#: lists ranges, every row sees the keys from CLEAR to the next column, none those between a pair of columns from GAPS on, and
+#: MORE is whether any row has more ranges than the first.
+TABLE, ROW, POSITION, LOW, HIGH, BLOCKS, SINGLE, CONTEXT, CLEAR, _, MORE, GAPS = range(12)
 #: The columns of a tile.
 PAGE, OFFSET, SOURCE, FIRST, STOP = range(5)
 #: CONTEXT of an item without a tree: no key is at or past it.
 NO_TREE = 2**31 - 1
+#: The first key and the stop of a range without keys.
+EMPTY = 2**31 - 1, -1
 
 
 class Batch(NamedTuple):
@@ -69,12 +74,13 @@ class Rows(NamedTuple):
 class Plan(NamedTuple):
     """The lists, and the places of each token."""
 
-    items: jax.Array  # [8 * I]: column c of item i at c * I + i
+    items: jax.Array  # [columns * I]: column c of item i at c * I + i
     tiles: jax.Array  # [5 * X]
     counts: jax.Array  # [2]: how many of each are real
     table: jax.Array  # [R * B plus the pages of a block]: entries may be read before it is known whether they are used
     rows: Rows
     token_of_slot: jax.Array  # [X * tile] which token each row of new keys and values holds (0 for none)
+    ranges: jax.Array | None  # [I, 8, large]: of each row of an item, first key and stop of each of its ranges
 
 
 def shape_of(
@@ -84,7 +90,11 @@ def shape_of(
     (num_requests, columns), (_, planes, num_kv_heads, page, lanes) = batch.block_table.shape, cache.shape
     of_heads = planes, num_kv_heads, page, lanes, query.shape[1] // num_kv_heads
     of_elements = query.dtype.itemsize, cache.dtype.itemsize
-    return PagedShape(query.shape[0], num_requests, columns, max_query_len, *of_heads, *of_elements, mask, lse, write)
+    described = batch.mask._replace(tree=None)
+    # without a window a row's first range begins where its prefix does, so that one is both
+    apart = described.prefix is not None and (mask.window[0] is not None or batch.mask.tree is not None)
+    ranges = 0 if described.is_plain else 1 + (described.spans is not None) + apart
+    return PagedShape(query.shape[0], num_requests, columns, max_query_len, *of_heads, *of_elements, mask, lse, write, ranges)
 
 
 def fresh_tiles(cfg: PagedConfig, plan: Plan, rows: jax.Array) -> jax.Array:
@@ -98,10 +108,10 @@ def fresh_tiles(cfg: PagedConfig, plan: Plan, rows: jax.Array) -> jax.Array:
 def make(cfg: PagedConfig, batch: Batch) -> Plan:
     """Make the plan of a batch. Requests of more than one row are cut into items of `cfg.large` rows."""
     rows, region = _rows(cfg, batch)
-    items, num_items = _items(cfg, batch, region)
+    items, num_items, ranges = _items(cfg, batch, rows, region)
     tiles, num_tiles, token_of_slot = _tiles(cfg, batch, rows)
     table = jnp.pad(batch.block_table.reshape(-1), (0, cfg.kv_block // cfg.page))
-    return Plan(items.reshape(-1), tiles.reshape(-1), jnp.stack([num_items, num_tiles]), table, rows, token_of_slot)
+    return Plan(items.reshape(-1), tiles.reshape(-1), jnp.stack([num_items, num_tiles]), table, rows, token_of_slot, ranges)
 
 
 def _rows(cfg: PagedConfig, batch: Batch) -> tuple[Rows, jax.Array]:
@@ -121,8 +131,8 @@ def _rows(cfg: PagedConfig, batch: Batch) -> tuple[Rows, jax.Array]:
     return Rows(row_of, live, single, request, token_of_row, request_of_row), region
 
 
-def _items(cfg: PagedConfig, batch: Batch, region: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """([8, I], the number of real ones). region: [R], the first row of each request in the query buffer."""
+def _items(cfg: PagedConfig, batch: Batch, rows: Rows, region: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """([columns, I], the number of real ones, `Plan.ranges`). region: [R], each request's first row in the query buffer."""
     q_lens, context, large, tree = batch.query_lens, batch.context, max(cfg.large, 1), batch.mask.tree
     is_single = q_lens == 1
     is_tree = jnp.zeros_like(is_single) if tree is None else q_lens <= tree.shape[1]
@@ -133,16 +143,79 @@ def _items(cfg: PagedConfig, batch: Batch, region: jax.Array) -> tuple[jax.Array
     offset = (item - (ends - per_request)[r]) * large
     position = context[r] + offset
     last = position + jnp.minimum(q_lens[r] - offset, large) - 1
-    low, high = Visibility(cfg.mask).bounds(position, last, batch.seq_lens[r], ordered=cfg.mask.causal & ~is_tree[r], xp=jnp)
-    if cfg.mask.causal and tree is not None:  # a single has no mask except LOW and HIGH
-        high -= (is_single & ~tree[:, 0, 0])[r]
+    of_tree = jnp.where(is_tree[r], context[r], NO_TREE)
+    more: list[jax.Array] = []
+    ranges = None
+    if cfg.ranges:
+        within = offset[:, None] + jnp.arange(large, dtype=jnp.int32)
+        token = jnp.where(within < q_lens[r][:, None], batch.start[r][:, None] + within, cfg.num_tokens)
+        (low, high), more, ranges = _seen_by_items(_ranges(cfg, batch, rows, is_tree), token, of_tree)
+    else:
+        low, high = Visibility(cfg.mask).bounds(
+            position, last, batch.seq_lens[r], ordered=cfg.mask.causal & ~is_tree[r], xp=jnp
+        )
+        if cfg.mask.causal and tree is not None:  # a single has no mask except LOW and HIGH
+            high -= (is_single & ~tree[:, 0, 0])[r]
     high = jnp.maximum(high, 0)
     low = jnp.minimum(low, high)
     blocks = jnp.maximum(-(-(high - low // cfg.page * cfg.page) // cfg.kv_block), 1)
     row = jnp.where(is_single, jnp.arange(cfg.num_requests), region)[r] + offset
-    of_tree = jnp.where(is_tree[r], context[r], NO_TREE)
-    columns = [r * cfg.columns, row, position, low, high, blocks, is_single[r].astype(jnp.int32), of_tree]
-    return jnp.stack(columns), ends[-1]
+    columns = [r * cfg.columns, row, position, low, high, blocks, is_single[r].astype(jnp.int32), of_tree, *more]
+    return jnp.stack(columns), ends[-1], ranges
+
+
+def _ranges(cfg: PagedConfig, batch: Batch, rows: Rows, is_tree: jax.Array) -> jax.Array:
+    """[n, 2, T]: the first key and the stop of each range that each token's row sees, the tree's edges apart.
+
+    The first is that of causality and the window, and includes every other that it meets. One without keys is `EMPTY`.
+    """
+    request, mask, layer = rows.request, batch.mask, cfg.mask
+    position = (batch.context - batch.start)[request] + jnp.arange(cfg.num_tokens, dtype=jnp.int32)
+
+    def bounds(layer: LayerMask, ordered: jax.Array | bool = False) -> tuple[jax.Array, jax.Array]:
+        return Visibility(layer).bounds(position, position, batch.seq_lens[request], ordered=ordered, xp=jnp)
+
+    ordered = layer.causal & ~is_tree[request] if mask.is_causal is None else mask.is_causal[request]
+    found = [bounds(layer, ordered)]
+    if layer.causal and mask.tree is not None:  # a single has no mask except its ranges
+        low, high = found[0]
+        found = [(low, high - (rows.single & ~mask.tree[request, 0, 0]))]
+    if mask.spans is not None:
+        left, right = layer.window if layer.span_window else (None, None)
+        low, high = bounds(layer._replace(window=(left, right or None)))  # a right bound of 0 is causality
+        found.append((jnp.maximum(low, mask.spans[:, 0]), jnp.minimum(high, mask.spans[:, 1] + 1)))
+    if mask.prefix is not None:
+        low, high = bounds(layer._replace(window=(None, None)))
+        found.append((low, jnp.minimum(high, mask.prefix[request])))
+    found = [(jnp.where(low < high, low, EMPTY[0]), jnp.where(low < high, high, EMPTY[1])) for low, high in found]
+    for k in range(1, len(found)) if len(found) < 3 else (1, 2, 1):  # the second may meet the first only after the third
+        (low, high), (other_low, other_high) = found[0], found[k]
+        meets = (other_low < other_high) & ((high < 0) | ((other_low <= high) & (low <= other_high))) & ~is_tree[request]
+        found[0] = jnp.where(meets, jnp.minimum(low, other_low), low), jnp.where(meets, jnp.maximum(high, other_high), high)
+        found[k] = jnp.where(meets, EMPTY[0], other_low), jnp.where(meets, EMPTY[1], other_high)
+    return jnp.stack([jnp.stack(pair) for pair in found[: cfg.ranges]])
+
+
+def _seen_by_items(
+    ranges: jax.Array, token: jax.Array, of_tree: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], list[jax.Array], jax.Array]:
+    """(LOW and HIGH, the columns from CLEAR on, `Plan.ranges`) of items, by the ranges of tokens, `_ranges`.
+
+    token: [I, large], which token is in each row of each item, T for none; of_tree: CONTEXT.
+    """
+    none = jnp.broadcast_to(jnp.array(EMPTY, jnp.int32)[:, None], (*ranges.shape[:2], 1))
+    of_rows = jnp.concatenate([ranges, none], axis=2)[:, :, token]  # [n, 2, I, large]
+    real = token < ranges.shape[2]
+    clear_low = jnp.max(jnp.where(real, of_rows[0, 0], -1), axis=1)
+    clear_high = jnp.min(jnp.where(real, of_rows[0, 1], EMPTY[0]), axis=1)
+    # the keys between the least and the greatest of each range, in order, and what is between those
+    low, high = lax.sort((of_rows[:, 0].min(axis=2), of_rows[:, 1].max(axis=2)), dimension=0, num_keys=1)
+    high = lax.cummax(high, axis=0)
+    gaps = [(high[k], jnp.where(low[k + 1] == EMPTY[0], 0, low[k + 1])) for k in range(len(ranges) - 1)]
+    rows = of_rows.reshape(-1, *token.shape).transpose(1, 0, 2)
+    rows = jnp.pad(rows, ((0, 0), (0, 8 - rows.shape[1]), (0, 0)))
+    more = (of_rows[1:, 1] >= 0).any(axis=(0, 2)).astype(jnp.int32)
+    return (low[0], high[-1]), [clear_low, jnp.minimum(clear_high, of_tree), more, *(x for gap in gaps for x in gap)], rows
 
 
 def _tiles(cfg: PagedConfig, batch: Batch, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -42,6 +42,7 @@ class PagedShape:
     mask: LayerMask = LayerMask()
     lse: bool = False
     write: bool = True
+    ranges: int = 0  # of keys that a row sees, listed by the plan; 0: one, which follows from its position
 
     @property
     def native(self) -> int:
@@ -170,6 +171,7 @@ class Refs(PagedRefs):
     out: Ref = None
     lse: Ref = None  # [K, rows of all, 128]
     tree: Ref = None  # [rows of all, 128]
+    ranges: Ref = None  # [I, 8, M] int32: of each row of an item, first key and stop of each of its ranges
     rules: Ref = None  # [4, K, 1, M] float32 in VMEM
     q: Ref = None  # [2, K, M, lanes] in VMEM
     o: Ref = None
@@ -180,6 +182,7 @@ class Refs(PagedRefs):
     recompute: Ref = None  # [8, M] int32, above 0 for rows whose step must be repeated
     lse_rows: Ref = None
     edges: Ref = None  # [2, M, 128]
+    seen: Ref = None  # [2, 8, M]
 
 
 def sublanes(itemsize: int) -> int:

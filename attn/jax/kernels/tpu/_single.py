@@ -91,7 +91,12 @@ def attend(cfg: Config, refs: Refs, item: Item, slot: jax.Array, begin: jax.Arra
         if cfg.alibi:
             away = (j - item.position).astype(jnp.float32)
             s += widen(refs.rules1[SLOPE, n], keys_at_once) * (away if cfg.mask.causal else -jnp.abs(away))
-        return jnp.where((j >= item.low) & (j < item.high), s, -jnp.inf) if masked else s
+        if not masked:
+            return s
+        seen = (j >= item.low) & (j < item.high)
+        for low, high in item.gaps:
+            seen &= (j < low) | (j >= high)
+        return jnp.where(seen, s, -jnp.inf)
 
     def add(n: jax.Array, first: int, s: jax.Array) -> None:
         m = refs.m1[n]

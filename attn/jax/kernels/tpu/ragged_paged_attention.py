@@ -135,6 +135,8 @@ def _arrays(cfg: Config, plan: _plan.Plan, batch: _plan.Batch, query: jax.Array,
         token, request = plan.rows.token_of_row, plan.rows.request_of_row
         arrays["query"] = _by_kv_head(cfg, padded[token])
         arrays["rules"] = jnp.tile(rules[:, :, None], (1, 1, 1, cfg.large))
+        if plan.ranges is not None:
+            arrays["ranges"] = jnp.repeat(plan.ranges, cfg.group, axis=2)
         if cfg.tree:
             width = batch.mask.tree.shape[1]
             node = jnp.clip(token - batch.query_start_loc[request], 0, width - 1)
@@ -207,4 +209,6 @@ def _buffers(cfg: Config, arrays: dict[str, jax.Array], stored: Any) -> _launch.
             scratch["lse_rows"] = pltpu.VMEM((heads, rows, LANES), jnp.float32)
         if cfg.tree:
             scratch["edges"] = pltpu.VMEM((2, rows, LANES), dtype)
+        if cfg.ranges:
+            scratch["seen"] = pltpu.VMEM((2, 8, rows), jnp.int32)
     return _launch.Buffers(scratch | _launch.write_buffers(cfg, stored), made, {"rules1": pltpu.VMEM, "rules": pltpu.VMEM})

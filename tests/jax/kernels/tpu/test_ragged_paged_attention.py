@@ -42,6 +42,7 @@ class Launch:
     lse: Any
     before: tuple[Any, Any]
     after: tuple[Any, Any]
+    seen: dict[str, Any]  # what rows see, with those of padding, as the oracle takes it
 
 
 def launch(
@@ -108,8 +109,15 @@ def launch(
     arrays = {"query": query, "key": key if write else None, "value": value if write else None, "kv_cache": flat}
     arrays |= {"query_start_loc": starts, "seq_lens": seq_lens, "block_table": table, "slot_mapping": slots}
     rules = {"scale": head_size**-0.5, "return_lse": True, **rules}
-    of_layer = LayerMask(**{name: rules.pop(name) for name in ("causal", "window", "chunk_size") if name in rules})
-    of_batch = BatchMask(tree=rules.pop("tree_mask", None))
+    by_request = {name: rules.pop(name) for name in ("causal", "prefix") if isinstance(rules.get(name), jax.Array)}
+    seen = {name: jnp.pad(x, (0, padding)) for name, x in by_request.items()}
+    if "spans" in rules:
+        spans = rules.pop("spans")[:rows]
+        seen["spans"] = jnp.pad(spans, ((0, rows - len(spans)), (0, 0)), constant_values=-1)
+    causal = "causal" not in seen and rules.pop("causal", True)
+    names = ("window", "chunk_size", "span_window")
+    of_layer = LayerMask(causal, **{name: rules.pop(name) for name in names if name in rules})
+    of_batch = BatchMask(rules.pop("tree_mask", None), *(seen.get(name) for name in ("spans", "prefix", "causal")))
     interpret = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode=mode)
     step = functools.partial(
         kernel.ragged_paged_attention,
@@ -125,7 +133,7 @@ def launch(
         out, lse, cache = jax.jit(lambda arrays: step(**arrays))(arrays)
     assert not interpret_pallas_call.races.races_found
     views = (tuple(as_float(x)[..., :head_size] for x in kernel.keys_and_values(c)) for c in (flat, cache))
-    return Launch(arrays, as_float(out), None if lse is None else np.asarray(lse), *views)
+    return Launch(arrays, as_float(out), None if lse is None else np.asarray(lse), *views, seen)
 
 
 def as_float(x: jax.Array) -> Any:
@@ -146,6 +154,7 @@ def check(got: Launch, **rules: Any) -> None:
     for cache, want in zip(got.after, written, strict=True):
         np.testing.assert_array_equal(cache, want)
     rules.pop("return_lse", None)
+    rules |= {name: np.asarray(x) for name, x in got.seen.items()}
     out, lse = reference.paged_attention(as_float(arrays["query"]), *got.after, **requests(got), **rules)
     rows = int(arrays["query_start_loc"][-1])
     error = np.sqrt(np.mean((got.out[:rows] - out[:rows]) ** 2, axis=-1))
@@ -160,6 +169,11 @@ def check(got: Launch, **rules: Any) -> None:
 
 SLOPES = reference.alibi_slopes(8).astype(np.float32)
 SINKS = np.linspace(-2, 6, 8, dtype=np.float32)
+MIXED, PREFIX = np.array([True, False, True, False, False]), np.array([40, 3, 70, 30, 9], np.int32)
+#: Of the rows of QUERY_LENS, and of a single more: two of a request's images meet, and rows between see nothing of the last.
+SPANS = np.full((48, 2), -1, np.int32)
+SPANS[0], SPANS[2:5], SPANS[8:20], SPANS[20:22], SPANS[30:46] = (41, 50), (29, 32), (62, 73), (74, 75), (84, 99)
+SPANS[46:48] = (3, 9), (0, 15)
 CASES: dict[str, dict[str, Any]] = {
     "leaping": {"mode": "eager", "gain": 60.0, "blocks": BLOCKS._replace(chunk=64)},
     "float32": {"dtype": "float32", "alibi_slopes": SLOPES, "sinks": SINKS},
@@ -183,6 +197,18 @@ CASES: dict[str, dict[str, Any]] = {
     "chunks": {"chunk_size": 64, "alibi_slopes": SLOPES},
     "chunks_of_a_window": {"chunk_size": 100, "window": (90, None), "lens": ((1, 64), (70, 130)), "mode": "eager"},
     "chunks_both_ways": {"chunk_size": 48, "causal": False, "blocks": BLOCKS._replace(chunk=64)},
+    "mixed_causality": {"causal": MIXED, "window": (20, 4), "alibi_slopes": SLOPES},
+    # singles with three ranges, two of which meet only through the third; between the others are whole blocks, steps and pages
+    "spans": {
+        "spans": SPANS,
+        "prefix": PREFIX,
+        "window": (5, None),
+        "alibi_slopes": SLOPES,
+        "lens": ((1, 5, 40, 1, 1), (170, 33, 260, 300, 16)),
+        "blocks": BLOCKS._replace(large=32),
+    },
+    "spans_of_a_window": {"spans": SPANS, "window": (30, 7), "span_window": True, "causal": MIXED, "mode": "eager"},
+    "spans_in_chunks": {"spans": SPANS, "prefix": PREFIX, "chunk_size": 24, "blocks": BLOCKS._replace(large=32, chunk=16)},
     "shared": {"write": False, "heads": (2, 1, 256), "alibi_slopes": SLOPES[:2], "causal": False},
     "held_back": {"hold_back": 5, "heads": (8, 1, 192), "page": 64, "sinks": SINKS},
     "fp8": {
@@ -205,7 +231,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 #: Each alone notices a defect of `tests.testing.planted`.
-KEPT = ("window", "bidirectional", "leaping", "fp8_by_hand", "int8", "chunks_of_a_window")
+KEPT = ("window", "bidirectional", "leaping", "fp8_by_hand", "int8", "chunks_of_a_window", "spans", "spans_of_a_window")
 
 
 @pytest.mark.parametrize("name", sampled(list(CASES), 1, "ragged paged attention", lambda name: name in KEPT))
@@ -249,15 +275,23 @@ STRANGE: dict[str, dict[str, Any]] = {
         "strange": ((0, 0, 3, np.nan), (1, 4, 2, np.nan), (1, 2, 75, np.nan)),
         "blocks": BLOCKS._replace(key_tile=32),
     },
+    # in keys between a row's ranges: within a block that it sees a part of, and in one that is not loaded
+    "gaps": {
+        "lens": ((1, 1, 20), (170, 33, 90)),
+        "strange": ((1, 0, 43, np.nan), (0, 0, 100, np.nan), (1, 1, 20, np.inf), (1, 2, 15, np.nan), (1, 2, 75, -np.inf)),
+        "prefix": np.array([40, 21, 9], np.int32),
+        "window": (5, None),
+    },
 }
 
 
-@pytest.mark.parametrize("name", sampled(list(STRANGE), 1, "numbers that are not finite"))
+@pytest.mark.parametrize("name", sampled(list(STRANGE), 1, "numbers that are not finite", lambda name: name == "gaps"))
 def test_nonfinite_values_reach_only_the_rows_that_attend_to_them(name: str) -> None:
     """NaN and infinity reach exactly the rows and heads that see them; the others are as accurate as ever."""
-    got = launch(**STRANGE[name], write=False, scale=0.1)
-    arrays = got.arrays
-    out, lse = reference.paged_attention(as_float(arrays["query"]), *got.after, **requests(got), scale=0.1)
+    case = {k: jnp.asarray(v) if isinstance(v, np.ndarray) else v for k, v in STRANGE[name].items()}
+    got = launch(**case, write=False, scale=0.1)
+    arrays, rules = got.arrays, {"window": case.get("window", (None, None)), **{k: np.asarray(x) for k, x in got.seen.items()}}
+    out, lse = reference.paged_attention(as_float(arrays["query"]), *got.after, **requests(got), **rules, scale=0.1)
     rows = int(arrays["query_start_loc"][-1])
     fine = np.isfinite(out[:rows]).all(axis=-1)
     assert not fine.all()
@@ -274,6 +308,17 @@ def test_trees() -> None:
     tree = np.tril(rng.random((7, 5, 5)) < 0.5) | np.eye(5, dtype=bool)
     tree[3, 0, 0] = False
     check(launch(lens=lens, tree_mask=jnp.asarray(tree)), tree_mask=tree)
+
+
+def test_trees_with_spans() -> None:
+    """A span adds keys to those of the tree, and the tree's edges stay in force outside of it."""
+    tree = np.broadcast_to(np.eye(5, dtype=bool) | (np.arange(5) == 0), (7, 5, 5)).copy()
+    tree[3, 0, 0] = False
+    spans = np.full((37, 2), -1, np.int32)
+    spans[1], spans[2], spans[5], spans[10:20], spans[36] = (37, 39), (3, 4), (2, 8), (4, 13), (19, 19)
+    lens, prefix = ((5, 1, 30, 1), (40, 33, 30, 20)), np.array([3, 0, 2, 0], np.int32)
+    rules = {"tree_mask": tree, "spans": spans, "prefix": prefix, "window": (9, None)}
+    check(launch(lens=lens, **{k: v if k == "window" else jnp.asarray(v) for k, v in rules.items()}), **rules)
 
 
 def test_every_e4m3_code_is_widened() -> None:
