@@ -86,8 +86,8 @@ def both(lens, tokens, dtype="bfloat16", stored=None, heads=(8, 2), size=64, pag
     cache = torch.zeros(2, 40, page, heads[1], size, dtype=DTYPE[stored])
     for whole in ways:
         of_torch.paged_attention(
-            torch.empty_like(query), torch.empty(heads[0], T) if lse else None, query, cache[0], cache[1], t(starts), t(lengths),
-            t(table), max(tokens), max(lens), scale, left=left, right=right, tree_right=right, soft_cap=cap,
+            torch.empty_like(query), torch.empty(heads[0], T) if lse else None, query, cache[0], cache[1], t(starts),
+            t(lengths), t(table), max(tokens), max(lens), scale, left=left, right=right, tree_right=right, soft_cap=cap,
             slopes=t(flat) if slopes else None, sinks=t(flat) if sinks else None, chunk_size=chunk,
             k_scale=torch.ones(()) if scales else None, v_scale=t(by_head) if scales else None,
             whole=whole, **{name: t(value) for name, value in mask.items()})
@@ -120,7 +120,8 @@ def tokens_of_launches(lens, tokens, **rules):
     starts, table = np.cumsum([0, *tokens]).astype(np.int32), np.zeros((len(lens), -(-max(lens) // 16)), np.int32)
     layer = Layer(0.3, 0.0, rules.get("left"), 0, 0, None, False, rules.get("fixed_split", 0), None)
     keys = ours.Keys(jnp.zeros((2, 40, 16, 2, 64), jnp.bfloat16), np.asarray(lens, np.int32), table)
-    ours.paged_attention(jnp.zeros((sum(tokens), 8, 64), jnp.bfloat16), starts, keys, layer, ours.Extents(max(tokens), max(lens)))
+    query, extents = jnp.zeros((sum(tokens), 8, 64), jnp.bfloat16), ours.Extents(max(tokens), max(lens))
+    ours.paged_attention(query, starts, keys, layer, extents)
     found_ = [(name, given.get("BLOCK_R", 0) > 0, int(given["query_start_loc"][-1])) for name, _, given in found["jax"]]
     found["jax"].clear()
     return found_
