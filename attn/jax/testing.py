@@ -28,7 +28,7 @@ from jax.experimental.pallas import tpu as pltpu
 from attn.capabilities import AttentionType, Device, Feature
 from attn.jax.ops import bits_of
 from attn.testing import Call, Result, bits, cache_spec
-from attn.testing.prefill import PrefillCall, results
+from attn.testing.prefill import PrefillArrays, results
 from attn.testing.runner import BaseRunner
 
 Array = npt.NDArray[Any]
@@ -278,7 +278,7 @@ class Runner(BaseRunner):
         return self._places[shape]
 
 
-def prefill(backend: Any, call: PrefillCall) -> tuple[Array, list[tuple[Array, Array]]]:
+def prefill(backend: Any, call: PrefillArrays) -> tuple[Array, list[tuple[Array, Array]]]:
     """Run an MLA prefill backend by `attn.testing.prefill.results`."""
 
     def rows(values: Array) -> jax.Array:

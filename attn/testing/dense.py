@@ -93,7 +93,7 @@ class DenseCase(Recipe):
 
 
 @dataclass
-class DenseCall:
+class DenseArrays:
     """A case's arrays: float32 values representable in the case's dtype. See `DiffusionAttentionMetadata`."""
 
     case: DenseCase
@@ -110,7 +110,7 @@ class DenseCall:
         return self.present if self.mask is None else self.mask
 
 
-def attend(impl: Any, call: DenseCall, qkv: Sequence[Any], mask: Any, joint: Sequence[Any] | None) -> Any:
+def attend(impl: Any, call: DenseArrays, qkv: Sequence[Any], mask: Any, joint: Sequence[Any] | None) -> Any:
     """Run an implementation on a call's arrays of its framework; `mask` is None, or that of keys or of rows and keys."""
     meta = DiffusionAttentionMetadata(joint_strategy="rear" if call.case.rear else "front")
     if call.case.lens:
@@ -208,7 +208,7 @@ def _vast(plain: DenseCase) -> list[DenseCase]:
     ]
 
 
-def draw_dense(case: DenseCase) -> DenseCall:
+def draw_dense(case: DenseCase) -> DenseArrays:
     """Return the arrays of a case, deterministically; keys and values that a key mask excludes are NaN."""
     seeds = (case.seed,) if case.seed else ()
     rng = np.random.default_rng((case.rows, case.keys, case.head_size, case.num_heads, *seeds))
@@ -237,10 +237,10 @@ def draw_dense(case: DenseCase) -> DenseCall:
         mask[0, 0, min(3, case.rows - 1)] = False  # a row without keys
     rows, keys = case.joint
     joint = (normal(rows, case.num_heads), normal(keys, case.num_kv_heads), normal(keys, case.num_kv_heads)) if keys else None
-    return DenseCall(case, q, k, v, present, mask, joint)
+    return DenseArrays(case, q, k, v, present, mask, joint)
 
 
-def expected_dense(call: DenseCall) -> Array:
+def expected_dense(call: DenseArrays) -> Array:
     """Return the oracle's result [B, S (+ J), H, D] in float64."""
     case = call.case
     q, k, v, present = call.query, call.key, call.value, call.present
@@ -267,7 +267,7 @@ def check_dense(backend: Any, case: DenseCase) -> None:
     if case.vast:
         return _check_vast(backend, case, resolve_obj_by_qualname(f"{driver}.vast"))
     call = draw_dense(case)
-    run: Callable[[Any, DenseCall], Array] = resolve_obj_by_qualname(f"{driver}.dense")
+    run: Callable[[Any, DenseArrays], Array] = resolve_obj_by_qualname(f"{driver}.dense")
     if case.refused:
         try:
             run(backend, call)

@@ -52,7 +52,7 @@ class PrefillCase:
 
 
 @dataclass
-class PrefillCall:
+class PrefillArrays:
     """A case's arrays: float32 values representable in the case's dtype.
 
     query: [T, H, D].
@@ -97,7 +97,7 @@ def _request(case: PrefillCase) -> Any:
     return make_mla_prefill_request(*case.sizes, case.dtype, num_heads=case.num_heads)
 
 
-def draw_prefill(case: PrefillCase) -> PrefillCall:
+def draw_prefill(case: PrefillCase) -> PrefillArrays:
     """Return the arrays of a case, deterministically."""
     rng = np.random.default_rng((11, *case.query_lens, *case.sizes, case.num_heads))
 
@@ -110,12 +110,12 @@ def draw_prefill(case: PrefillCase) -> PrefillCall:
     size, value_size = case.sizes
     query = normal(sum(case.query_lens), size)
     parts = [(normal(sum(n), size), normal(sum(n), value_size), starts(n)) for n in (case.query_lens, *case.chunks)]
-    return PrefillCall(case, size**-0.5 if case.scale is None else case.scale, query, starts(case.query_lens), parts)
+    return PrefillArrays(case, size**-0.5 if case.scale is None else case.scale, query, starts(case.query_lens), parts)
 
 
 def results(
     backend: Any,
-    call: PrefillCall,
+    call: PrefillArrays,
     put: Callable[[Array], Any],
     rows: Callable[[Array], Any],
     pair: Callable[[Array, Array], tuple[Any, Any]],
@@ -142,7 +142,7 @@ def results(
     return numbers(alone), [(numbers(out), numbers(lse)) for out, lse in states]
 
 
-def _expected(call: PrefillCall, parts: Sequence[int], causal: bool) -> State:
+def _expected(call: PrefillArrays, parts: Sequence[int], causal: bool) -> State:
     """Return the oracle's result over some parts of the keys; `causal` masks the last part."""
     out = np.zeros((len(call.query), call.case.num_heads, call.case.sizes[1]))
     lse = np.full((call.case.num_heads, len(call.query)), -np.inf)
@@ -161,7 +161,7 @@ def check_prefill(backend: Any, case: PrefillCase) -> None:
     Raises AssertionError with all broken rules.
     """
     call = draw_prefill(case)
-    run: Callable[[Any, PrefillCall], tuple[Array, list[State]]] = resolve_obj_by_qualname(
+    run: Callable[[Any, PrefillArrays], tuple[Array, list[State]]] = resolve_obj_by_qualname(
         f"attn.{backend.capabilities.framework}.testing.prefill"
     )
     alone, states = run(backend, call)

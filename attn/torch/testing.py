@@ -15,7 +15,7 @@ import torch
 
 from attn.capabilities import Device
 from attn.testing import Call, Result, bits, cache_spec
-from attn.testing.prefill import PrefillCall, results
+from attn.testing.prefill import PrefillArrays, results
 from attn.testing.runner import BaseRunner
 from attn.torch import kv_cache as caches
 from attn.torch.arrays import bits_of, raw
@@ -183,7 +183,7 @@ def _layer(call: Call, device: torch.device) -> SimpleNamespace:
     return SimpleNamespace(**{name: scale.to(device) for name, scale in scales.items()}, **floats)
 
 
-def prefill(backend: Any, call: PrefillCall) -> tuple[Array, list[tuple[Array, Array]]]:
+def prefill(backend: Any, call: PrefillArrays) -> tuple[Array, list[tuple[Array, Array]]]:
     """Run an MLA prefill backend by `attn.testing.prefill.results`; values are a view next to their keys, as the template's."""
     on_gpu = torch.cuda.is_available() and {"cuda", "rocm"} & set(backend.capabilities.platforms)
     device = torch.device("cuda" if on_gpu else "cpu")

@@ -37,7 +37,7 @@ def visible(causal: bool, window: int | None) -> Visibility:
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class Requested:
     """The backend requested by name, and by what; None for the fastest.
 
     A new object wherever selection may choose another, so a key of what was chosen.
@@ -48,24 +48,24 @@ class Asked:
 
 
 @functools.lru_cache(256)
-def asked(state: Any, backend: str | None, by: str) -> Asked:
+def asked(state: Any, backend: str | None, by: str) -> Requested:
     """Return the one request of these. state: of `selection_state`."""
-    return Asked(backend, by)
+    return Requested(backend, by)
 
 
 @functools.lru_cache(256)
-def requested(state: Any, backend: str | None, causal: bool, window: int | None) -> tuple[Visibility, Asked]:
+def requested(state: Any, backend: str | None, causal: bool, window: int | None) -> tuple[Visibility, Requested]:
     """Return `request` of these, made once. state: of `selection_state`."""
     return request(backend, causal, window)
 
 
-def request(backend: str | None, causal: bool, window: int | None) -> tuple[Visibility, Asked]:
+def request(backend: str | None, causal: bool, window: int | None) -> tuple[Visibility, Requested]:
     """Return what rows of a layer see, and what is requested for it: `backend`, else that of the layer's kind."""
     seen = visible(causal, window)
     if backend is not None:
-        return seen, Asked(backend, f'attn_implementation="{NAME}:{backend}"')
+        return seen, Requested(backend, f'attn_implementation="{NAME}:{backend}"')
     requested_by = _of_kind(causal, window is not None)
-    return seen, Asked(requested_by.partition("=")[2], requested_by) if requested_by else Asked()
+    return seen, Requested(requested_by.partition("=")[2], requested_by) if requested_by else Requested()
 
 
 @torch.compiler.assume_constant_result
@@ -97,7 +97,7 @@ class Call:
     sinks: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     dropout: float = 0.0
-    asked: Asked = Asked()
+    asked: Requested = Requested()
     valid: "Described | None" = None
 
     @property

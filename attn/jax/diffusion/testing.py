@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from attn.testing.dense import DenseCall, attend
+from attn.testing.dense import DenseArrays, attend
 
 Array = npt.NDArray[Any]
 
 
-def dense(backend: Any, call: DenseCall) -> Array:
+def dense(backend: Any, call: DenseArrays) -> Array:
     """Run a diffusion backend on a call of the dense suite. Returns [B, S, H, D] in float64."""
     case = call.case
     impl = backend.get_impl_cls()(case.num_heads, case.head_size, case.scale, case.causal, case.num_kv_heads)

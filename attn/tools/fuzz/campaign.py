@@ -69,7 +69,7 @@ class Find:
     times: int = 1
 
 
-class Family(NamedTuple):
+class Source(NamedTuple):
     """How to draw a family's cases (as `fuzz_cases.program`), the plain values of fields, and the steps to simplify a case."""
 
     program: Callable[..., list[Any]]
@@ -77,13 +77,13 @@ class Family(NamedTuple):
     simpler: Callable[[Any], Iterator[Any]] | None = None
 
 
-PAGED = Family(fuzz_cases.program, shrink.PLAIN)
-DENSE = Family(fuzz_dense.program, fuzz_dense.PLAIN, fuzz_dense.simpler)
+PAGED = Source(fuzz_cases.program, shrink.PLAIN)
+DENSE = Source(fuzz_dense.program, fuzz_dense.PLAIN, fuzz_dense.simpler)
 
 
-def _family_of(subject: Any) -> Family:
+def _family_of(subject: Any) -> Source:
     if isinstance(subject, EntrySubject):
-        return Family(fuzz_entries.program, subject.plain, subject.simpler)
+        return Source(fuzz_entries.program, subject.plain, subject.simpler)
     return DENSE if isinstance(subject, DenseSubject) else PAGED
 
 
@@ -203,7 +203,7 @@ def _within(examine: Examine, case: Recipe, until: float) -> CaseOutcome | None:
 
 
 def _add(
-    subject: Any, family: Family, examine: Examine, case: Any, outcome: CaseOutcome, report: FuzzReport, lock: Any, until: float
+    subject: Any, family: Source, examine: Examine, case: Any, outcome: CaseOutcome, report: FuzzReport, lock: Any, until: float
 ) -> None:
     """Count a known failure, or minimise a new one and add it to the report."""
 

@@ -10,7 +10,7 @@
 | PyTorch | `torch.nn.attention.varlen` (since 2.12) | multiple of 256 | yes | no | no |
 
 Each is a `Provider`: a capability record, the arguments that its functions must have (a version without one of them is
-rejected with that reason), and the call itself, which takes a `Call` in this library's conventions. Providers return the
+rejected with that reason), and the call itself, which takes a `VarlenCall` in this library's conventions. Providers return the
 log-sum-exp of rows without a key as +inf or -inf, and define sinks differently (FlashAttention 4 includes them in the
 log-sum-exp, in bfloat16). So sinks are never passed to a provider: the backend applies them, from the log-sum-exp.
 Signatures are those of the Dao-AILab/flash-attention repository at 0251105a, of vLLM 0.24 to 0.33 and of torch 2.13.
@@ -35,7 +35,7 @@ from attn.torch.backends._vendor import lacking
 _FEATURES = WINDOW_FEATURES | {Feature.SOFT_CAP, Feature.SINKS, Feature.LSE, Feature.KV_SHARING}
 
 
-class Call(NamedTuple):
+class VarlenCall(NamedTuple):
     """Attention over a batch, in this library's conventions: a `PagedCall` with the layer's settings.
 
     query: [T, H, D]; key, value: a cache [N, P, K, D] with block_table [R, B] and lens [R], int32, or the batch's own rows
@@ -88,7 +88,7 @@ class Call(NamedTuple):
 State = tuple[torch.Tensor, torch.Tensor]  #: output [T, H, D], lse [H, T] float32
 
 
-def _fa4(module: Any, call: Call) -> State:
+def _fa4(module: Any, call: VarlenCall) -> State:
     plain = call.causal and call.window[0] is None
     out, lse = module.flash_attn_varlen_func(
         call.query,
@@ -109,7 +109,7 @@ def _fa4(module: Any, call: Call) -> State:
     return out, lse
 
 
-def _fa3(module: Any, call: Call) -> State:
+def _fa3(module: Any, call: VarlenCall) -> State:
     if call.block_table is None:
         out, lse = module.flash_attn_varlen_func(
             *call.varlen(),
@@ -131,7 +131,7 @@ def _fa3(module: Any, call: Call) -> State:
     return out, lse
 
 
-def _fa2(module: Any, call: Call) -> State:
+def _fa2(module: Any, call: VarlenCall) -> State:
     out, lse = module.flash_attn_varlen_func(
         *call.varlen(),
         **call.rules(call.sides_beside_causal()),
@@ -142,7 +142,7 @@ def _fa2(module: Any, call: Call) -> State:
     return out, lse
 
 
-def _vllm(module: Any, call: Call, version: int) -> State:
+def _vllm(module: Any, call: VarlenCall, version: int) -> State:
     # pass the cumulative key lengths or the lengths, never both: the function computes the other
     paged = {"seqused_k": call.lens, "block_table": call.block_table}
     keys = {"cu_seqlens_k": call.key_starts} if call.block_table is None else paged
@@ -161,7 +161,7 @@ def _vllm(module: Any, call: Call, version: int) -> State:
     )
 
 
-def _varlen(module: Any, call: Call) -> State:
+def _varlen(module: Any, call: VarlenCall) -> State:
     # FlashAttention 2's kernel takes both cumulative key lengths and lengths, and only pages of a multiple of 256
     paged = {} if call.block_table is None else {"seqused_k": call.lens, "block_table": call.block_table}
     return module.varlen_attn(  # type: ignore[no-any-return]
@@ -188,7 +188,7 @@ class Provider:
     capabilities: Capabilities
     block_size: MultipleOf
     needs: tuple[tuple[str, tuple[str, ...]], ...]
-    attend: Callable[[Any, Call], State]
+    attend: Callable[[Any, VarlenCall], State]
     narrow_values: Callable[[int, int], bool] = lambda keys, values: False  #: whether values need no padding
     compiled: str = ""
 

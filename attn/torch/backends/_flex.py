@@ -48,7 +48,7 @@ class Masks(NamedTuple):
         )
 
 
-class Rules(NamedTuple):
+class FlexRules(NamedTuple):
     """The constants of a program, apart from the shapes that it is compiled for.
 
     alibi: whether scores have -slope * |p - j| added.
@@ -245,7 +245,7 @@ def _places(table: torch.Tensor, lens: torch.Tensor, num_pages: int, page: int) 
 
 
 def _mods(
-    rules: Rules, facts: torch.Tensor, places: torch.Tensor, slopes: torch.Tensor
+    rules: FlexRules, facts: torch.Tensor, places: torch.Tensor, slopes: torch.Tensor
 ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
     """Return (mask_mod, score_mod or None) for a plan's rows, `facts` [blocks * block, 5 to 9]."""
     masks, page, (left, right) = rules.masks, rules.page, rules.masks.layer.window
@@ -295,7 +295,7 @@ def _mods(
 
 
 @functools.cache
-def program(rules: Rules, shape: Shape, backend: str) -> Callable[..., Any]:
+def program(rules: FlexRules, shape: Shape, backend: str) -> Callable[..., Any]:
     """Return the function for one set of rules and shape, which `backend` compiles at its first call."""
     options = kernel_options(rules, shape)
 
@@ -353,7 +353,7 @@ def vary(dim: int, *tensors: torch.Tensor) -> None:
         torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
-def kernel_options(rules: Rules, shape: Shape) -> dict[str, Any] | None:
+def kernel_options(rules: FlexRules, shape: Shape) -> dict[str, Any] | None:
     """Return the compiler's kernel options: which kernel to use, and its tiles."""
     if shape.device == "cpu":
         return None
@@ -363,7 +363,7 @@ def kernel_options(rules: Rules, shape: Shape) -> dict[str, Any] | None:
 _SHARED_MEMORY = 96 << 10  #: limit in bytes for a tile of queries and two of keys and values: the shared memory of an Ada GPU
 
 
-def tiles(rules: Rules, row: int) -> dict[str, int]:
+def tiles(rules: FlexRules, row: int) -> dict[str, int]:
     """Return the kernel's tiles on a GPU for heads of `row` bytes: they divide a block and a page, and fit shared memory."""
     rows = rules.block if row <= 512 else min(rules.block, 32)
     room = (_SHARED_MEMORY - rows * row) // (4 * row)

@@ -15,7 +15,7 @@ from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.paged import PagedCall
 from attn.capabilities import ATTN_TYPES, Capabilities, Device, MultipleOf, Request
 from attn.torch.backends import _flash_providers as providers
-from attn.torch.backends._flash_providers import Call
+from attn.torch.backends._flash_providers import VarlenCall
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
 from attn.torch.backends._vendor import arch_of, canonical, fill
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
@@ -91,11 +91,11 @@ class FlashAttentionImpl(PagedAttentionImpl, backend=FlashAttentionBackend):
         )
 
     def _compute(self, call: PagedCall, **keys: Any) -> None:
-        """Attend `keys`, the fields of `Call` that describe the keys."""
+        """Attend `keys`, the fields of `VarlenCall` that describe the keys."""
         meta, rows = call.meta, call.meta.num_actual_tokens
         if rows == 0:
             return
-        provided = Call(
+        provided = VarlenCall(
             query=call.query[:rows],
             starts=meta.query_start_loc,
             max_query_len=meta.max_query_len,

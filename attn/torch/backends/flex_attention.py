@@ -30,7 +30,7 @@ from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, PAGED_FEATURES, Capabil
 from attn.errors import UnsupportedError
 from attn.imports import installed
 from attn.torch.backends import _flex, _flex_flash
-from attn.torch.backends._flex import Masks, Plan, Rules, Shape
+from attn.torch.backends._flex import FlexRules, Masks, Plan, Shape
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
 from attn.torch.backends._vendor import fill
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
@@ -144,7 +144,7 @@ class FlexAttentionImpl(PagedAttentionImpl, backend=FlexAttentionBackend):
         on_cpu = query.device.type == "cpu"
         needs_lse = call.lse is not None or self.sinks is not None
         uncompiled = on_cpu and needs_lse
-        rules = Rules(
+        rules = FlexRules(
             masks, self.scale, self.logits_soft_cap, self.alibi_slopes is not None, needs_lse or not on_cpu, block, key.shape[1]
         )
         flash = query.is_cuda and not _flex_flash.reasons(query.dtype, block, key.shape[1], query.device)
@@ -170,7 +170,7 @@ class FlexAttentionImpl(PagedAttentionImpl, backend=FlexAttentionBackend):
         fill(out[0].transpose(0, 1)[plan.back], log, self.sinks, call.output, call.lse)
 
 
-def _run(rules: Rules, shape: Shape, uncompiled: bool, arrays: tuple[Any, ...]) -> Any:
+def _run(rules: FlexRules, shape: Shape, uncompiled: bool, arrays: tuple[Any, ...]) -> Any:
     """Run the program of these rules; with the Triton kernel if FlashAttention's fails to compile."""
     try:
         return _flex.program(rules, shape, "eager" if uncompiled else "inductor")(*arrays)

@@ -9,14 +9,14 @@ import torch
 
 from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
 from attn.testing.conformance import is_interpreted
-from attn.testing.dense import DenseCall, DenseCase, Sampled, attend, vast_places
+from attn.testing.dense import DenseArrays, DenseCase, Sampled, attend, vast_places
 from attn.torch.interpreter import correct_bfloat16
 from attn.torch.testing import views
 
 Array = npt.NDArray[Any]
 
 
-def dense(backend: Any, call: DenseCall) -> Array:
+def dense(backend: Any, call: DenseArrays) -> Array:
     """Run a diffusion backend on a call of the dense suite. Returns [B, S, H, D] in float64."""
     case, device = call.case, _device(backend)
 

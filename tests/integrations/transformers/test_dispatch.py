@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 import attn  # noqa: E402
 from attn.integrations import transformers as attn_transformers  # noqa: E402
 from attn.integrations.transformers import dispatch  # noqa: E402
-from attn.integrations.transformers.call import CAUSAL, EVERYTHING, Asked, Call, visible  # noqa: E402
+from attn.integrations.transformers.call import CAUSAL, EVERYTHING, Call, Requested, visible  # noqa: E402
 from attn.integrations.transformers.dispatch import Way, classify  # noqa: E402
 from attn.integrations.transformers.masks import Described, read  # noqa: E402
 from attn.torch.diffusion.backends._sdpa import SDPABase  # noqa: E402
@@ -53,7 +53,7 @@ def call_of(rows=1, keys=9, width=16, causal=False, window=None, chunk=None, spa
 
 DENSE, PACKED, FORMULA, SDPA, OPERATOR = Way
 NAMED, CAP, WINDOW, SINKS = (
-    {"asked": Asked("CPU_ATTN")},
+    {"asked": Requested("CPU_ATTN")},
     {"soft_cap": 9.0},
     {"causal": True, "window": 4},
     {"sinks": torch.zeros(4)},
@@ -175,7 +175,7 @@ def test_tokens_after_the_first_are_not_decided(name, options, decisions):
 def test_tokens_of_plain_layers_need_no_record_of_the_call(options, monkeypatch):
     """From the second turn of key numbers that a backend may distinguish on; a mask or a window does need one."""
     module, made = Layer(), []
-    monkeypatch.setattr(attn_transformers, "Call", lambda **given: made.append(given) or Call(**given))
+    monkeypatch.setattr(attn_transformers, "Call", lambda *given, **more: made.append(given) or Call(*given, **more))
     for keys in range(1024, 1088):
         attended(module, arrays(1, keys), **options)
     made.clear()

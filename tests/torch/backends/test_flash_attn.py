@@ -204,7 +204,7 @@ def test_the_window_passed_to_flash_attention_2(
     starts = torch.tensor([0, *lens]).cumsum(0).int()
     rows, cache = torch.zeros(sum(lens), 4, 64), torch.zeros(3, 256, 2, 64)
     seqs, table = torch.tensor([5, 6, 7]).int(), torch.zeros(3, 1).int()
-    call = providers.Call(
+    call = providers.VarlenCall(
         query=rows,
         key=cache,
         value=cache,

@@ -303,7 +303,7 @@ def test_what_it_does_not_serve(asked: dict[str, Any], why: str) -> None:
 @pytest.mark.parametrize(("head_size", "dtype", "page"), [(64, 2, 16), (128, 2, 64), (256, 2, 128), (128, 4, 48), (256, 4, 16)])
 def test_tiles_divide_a_block_and_a_page_and_fit(head_size: int, dtype: int, page: int) -> None:
     for block in (16, 64):
-        rules = _flex.Rules(Masks(LayerMask()), 1.0, None, False, True, block, page)
+        rules = _flex.FlexRules(Masks(LayerMask()), 1.0, None, False, True, block, page)
         tiles = _flex.tiles(rules, head_size * dtype)
         assert block % tiles["BLOCK_M"] == 0 and page % tiles["BLOCK_N"] == 0
         assert tiles["BLOCK_M"] * head_size * dtype + 4 * tiles["BLOCK_N"] * head_size * dtype <= 96 << 10

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from attn.torch.backends import _flex, _flex_flash
-from attn.torch.backends._flex import Masks, Rules, Shape
+from attn.torch.backends._flex import FlexRules, Masks, Shape
 from attn.visibility import LayerMask
 
 CUDA = torch.device("cuda")
-RULES = Rules(Masks(LayerMask()), 1.0, None, False, True, 64, 16)
+RULES = FlexRules(Masks(LayerMask()), 1.0, None, False, True, 64, 16)
 
 
 @pytest.fixture(autouse=True)

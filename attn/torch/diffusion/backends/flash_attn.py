@@ -10,7 +10,7 @@ from attn.diffusion.backends.abstract import DiffusionAttentionBackend
 from attn.diffusion.backends.dense import DenseCall
 from attn.dtypes import dtype_name
 from attn.torch.backends import _flash_providers as providers
-from attn.torch.backends._flash_providers import Call
+from attn.torch.backends._flash_providers import VarlenCall
 from attn.torch.backends._vendor import arch_of, int32
 from attn.torch.diffusion.backends._dense import DenseImpl, pack, without_keys_zeroed
 
@@ -42,7 +42,7 @@ class FlashAttentionImpl(DenseImpl, backend=FlashAttentionBackend):
         starts = torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=query.device)
         bounds = int32([0, *lens.cumsum()]).to(query.device)
         provider = providers.chosen(Request(self.head_size, dtype_name(query.dtype)), arch_of(query.device))
-        ragged = Call(
+        ragged = VarlenCall(
             query=query.flatten(0, 1),
             key=key,
             value=value,

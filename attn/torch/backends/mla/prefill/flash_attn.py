@@ -11,7 +11,7 @@ from attn.capabilities import Capabilities, Device, Feature, MultipleOf, Request
 from attn.dtypes import dtype_name
 from attn.torch.alignment import aligned
 from attn.torch.backends import _flash_providers as providers
-from attn.torch.backends._flash_providers import Call
+from attn.torch.backends._flash_providers import VarlenCall
 from attn.torch.backends._vendor import arch_of
 
 
@@ -37,7 +37,7 @@ class FlashAttnPrefillBackend(MLAPrefillBackend):
         width = v.shape[2]
         if width < k.shape[2] and not provider.narrow_values(k.shape[2], width):
             v = torch.nn.functional.pad(v, (0, k.shape[2] - width))
-        provided = Call(
+        provided = VarlenCall(
             query=q,
             key=k,
             value=v,
