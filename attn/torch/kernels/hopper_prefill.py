@@ -2,7 +2,8 @@
 
 Each program holds 128 packed rows (tokens of one request x the G query heads of a kv head) in two consumers of four warps
 and 64 rows. One producer warp looks up pages and copies them with the bulk tensor engine into a ring of key and value tiles
-of 128 keys, 64 of heads wider than 128. Heads are padded to 64, 128 or 256 in shared memory, where the engine fills in zeros.
+of 128 keys, or 64 if values are wider than 128. Heads are padded to 64, 128 or 256 in shared memory, keys to 192 too, where the
+engine fills in zeros.
 A consumer computes the scores of the next tile while it multiplies the last tile's weights with its values, with the
 exponentials in between. The two consumers drift apart until one's exponentials overlap the other's products (Shah et al.,
 FlashAttention-3, 2024). Tiles are processed from the last key to the first, so that the tiles that need a mask come first and
@@ -17,9 +18,10 @@ Pages after a request's last are not read (the engine fills in zeros). Values in
 key that a row of the tile sees, are not used: the producer overwrites them. If a value that some row sees is NaN or
 infinite, a consumer repeats its tile key by key, so that it affects only the rows that see it.
 
-Layouts: query, output [T, H, D]; caches [N, P, K, D] of any strides (multiples of 16 bytes; last dimension dense), or a
-call's own keys and values [T, K, D] (as [1, T, K, D]); lse [H, T] float32, natural log. D is a multiple of 8 up to 256, G at
-most 128, and the batch has at most REQUESTS requests.
+Layouts: query [T, H, D], output [T, H, Dv]; caches [N, P, K, D] and [N, P, K, Dv] of any strides (multiples of 16 bytes; last
+dimension dense), or a call's own keys and values [m, K, D] and [m, K, Dv] as one page, of the rows or, `ragged`, of others; lse
+[H, T] float32, natural log. D is a multiple of 8 up to 256, Dv one that is not padded to more than D is, G at most 128, and the
+batch has at most REQUESTS requests.
 """
 
 import functools
@@ -69,27 +71,26 @@ def _ends_of(query_start_loc, min_query, num_reqs, BLOCK_Q: gl.constexpr, LAYOUT
 
 
 @gluon.jit
-def _find(ends, unit, units, query_start_loc, seq_lens, K: gl.constexpr, PAGED: gl.constexpr):  # type: ignore[no-untyped-def]
+def _find(ends, unit, units, query_start_loc, seq_lens, K: gl.constexpr, PAGED: gl.constexpr, RAGGED: gl.constexpr):  # type: ignore[no-untyped-def]
     """A unit's request, its tile counted from the request's last, and what is loaded of it: first token, the next request's
-    first token, keys. A unit beyond the last one is looked up as the last."""
+    first token, first key if keys have no pages, keys. A unit beyond the last one is looked up as the last."""
     tile = gl.minimum(unit, units - 1) // K
     before = ends <= tile
     r = gl.sum(before.to(gl.int32), 0)
     begin = gl.load(query_start_loc + r)
     end = gl.load(query_start_loc + r + 1)
     # an array that is not there is not read
-    seq_len = gl.load(seq_lens + r) if PAGED else 0
-    return r, tile - gl.max(gl.where(before, ends, 0), 0), begin, end, seq_len
+    at = gl.load(seq_lens + r) if PAGED or RAGGED else begin
+    seq_len = at if PAGED else (gl.load(seq_lens + r + 1) - at if RAGGED else end - begin)
+    return r, tile - gl.max(gl.where(before, ends, 0), 0), begin, end, at, seq_len
 
 
 @gluon.jit
 def _tile_of(  # type: ignore[no-untyped-def]
-    from_last, begin, end, seq_len, left, right, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr, PAGED: gl.constexpr
+    from_last, begin, end, seq_len, left, right, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr
 ):  # fmt: skip
-    """A tile of queries: (its request's rows and keys; first token, last position; first key, aligned, last key + 1)."""
+    """A tile of queries: (its request's rows; first token, last position; first key, aligned, last key + 1)."""
     q_len = end - begin
-    if not PAGED:
-        seq_len = q_len
     # the last rows are the longest: start them first, so that they do not end last
     tile = (q_len + BLOCK_Q - 1) // BLOCK_Q - 1 - from_last
     context = seq_len - q_len
@@ -98,24 +99,25 @@ def _tile_of(  # type: ignore[no-untyped-def]
     high = gl.maximum(gl.minimum(last + right + 1, seq_len), 0)
     seen = gl.maximum(context + first - left, 0)
     low = gl.minimum(seen // BLOCK_N * BLOCK_N, high)
-    return q_len, seq_len, first, last, seen, low, high
+    return q_len, first, last, seen, low, high
 
 
 @gluon.jit
 def _produce(  # type: ignore[no-untyped-def]
     q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full, u_empty, k_full, k_empty, v_full,
     v_empty, v_raw, counters, query_start_loc, seq_lens, block_table, left, right, min_query, num_reqs, num_pages, table_r,
-    K: gl.constexpr, G: gl.constexpr, BLOCK_D: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, BLOCK_Q: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, PAGED: gl.constexpr, R: gl.constexpr,
+    K: gl.constexpr, G: gl.constexpr, BLOCK_D: gl.constexpr, PIECES: gl.constexpr, BLOCK_V: gl.constexpr, P: gl.constexpr,
+    BOX: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    PAGED: gl.constexpr, RAGGED: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
     """Producer of one warp: copy tiles of keys and values into the ring, in the order in which the consumers use them, and
     the next unit's queries while they still compute this one's (Q_STAGES = 2)."""
     COLUMNS: gl.constexpr = 64
-    HALVES: gl.constexpr = BLOCK_D // COLUMNS
+    HALVES: gl.constexpr = BLOCK_V // COLUMNS
     BOXES: gl.constexpr = BLOCK_N // BOX
     dtype: gl.constexpr = k_ring.dtype
     box_layout: gl.constexpr = k_desc.layout
-    k_boxes = reinterpret(k_ring, dtype, [STAGES * HALVES * BOXES, 1, BOX, 1, COLUMNS], box_layout)
+    k_boxes = reinterpret(k_ring, dtype, [STAGES * PIECES * BOXES, 1, BOX, 1, COLUMNS], box_layout)
     v_boxes = reinterpret(v_ring, dtype, [STAGES * HALVES * BOXES, 1, BOX, 1, COLUMNS], box_layout)
     rows_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     v_rows = reinterpret(v_ring, dtype, [STAGES * HALVES * (BLOCK_N // 16), 16, COLUMNS], rows_layout)
@@ -135,20 +137,20 @@ def _produce(  # type: ignore[no-untyped-def]
         units_ring.index(slot).store(gl.full([1], following, gl.int32, UNIT))
         barrier()
         mbarrier.arrive(u_full.index(slot), count=1)
-        r, from_last, begin, end, seq_len = _find(ends, unit, units, query_start_loc, seq_lens, K, PAGED)
-        q_len, seq_len, first, last, seen, low, high = _tile_of(
-            from_last, begin, end, seq_len, left, right, BLOCK_Q, BLOCK_N, PAGED
-        )
+        r, from_last, begin, end, k_begin, seq_len = _find(
+            ends, unit, units, query_start_loc, seq_lens, K, PAGED, RAGGED
+        )  # fmt: skip
+        q_len, first, last, seen, low, high = _tile_of(from_last, begin, end, seq_len, left, right, BLOCK_Q, BLOCK_N)
         kv_head = unit % K
         if Q_STAGES == 2:
-            q_boxes = reinterpret(q_ring, dtype, [4 * HALVES, 1, BLOCK_Q // 2, G, COLUMNS], q_desc.layout)
+            q_boxes = reinterpret(q_ring, dtype, [4 * PIECES, 1, BLOCK_Q // 2, G, COLUMNS], q_desc.layout)
             mbarrier.wait(q_empty.index(slot), wave // 2 & 1 ^ 1)
             mbarrier.expect(q_full.index(slot), 128 * BLOCK_D * 2)
             for which in gl.static_range(2):
-                for h in gl.static_range(HALVES):
+                for h in gl.static_range(PIECES):
                     load_box(
                         q_desc, [0, begin + first + which * (BLOCK_Q // 2), kv_head * G, h * COLUMNS], q_full.index(slot),
-                        q_boxes.index((2 * slot + which) * HALVES + h),
+                        q_boxes.index((2 * slot + which) * PIECES + h),
                     )  # fmt: skip
         table = block_table
         if PAGED:
@@ -166,22 +168,22 @@ def _produce(  # type: ignore[no-untyped-def]
                     places = places + (at % P,)  # type: ignore[assignment]
                 else:
                     pages = pages + (0,)  # type: ignore[assignment]
-                    places = places + (begin + at,)  # type: ignore[assignment]
+                    places = places + (k_begin + at,)  # type: ignore[assignment]
             stage = count % STAGES
             phase = count // STAGES & 1
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
             k_bar = k_full.index(stage)
-            mbarrier.expect(k_bar, BLOCK_N * BLOCK_D * 2)
+            mbarrier.expect(k_bar, BLOCK_N * PIECES * COLUMNS * 2)
             for b in gl.static_range(BOXES):
-                for h in gl.static_range(HALVES):
+                for h in gl.static_range(PIECES):
                     load_box(
                         k_desc, [pages[b], places[b], kv_head, h * COLUMNS], k_bar,
-                        k_boxes.index(stage * (HALVES * BOXES) + h * BOXES + b),
+                        k_boxes.index(stage * (PIECES * BOXES) + h * BOXES + b),
                     )  # fmt: skip
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
             partial = (start + BLOCK_N > seq_len) | (start < seen)
             if partial:
-                mbarrier.expect(v_raw, BLOCK_N * BLOCK_D * 2)
+                mbarrier.expect(v_raw, BLOCK_N * BLOCK_V * 2)
                 for b in gl.static_range(BOXES):
                     for h in gl.static_range(HALVES):
                         load_box(
@@ -203,7 +205,7 @@ def _produce(  # type: ignore[no-untyped-def]
                 mbarrier.arrive(v_full.index(stage), count=1)
             else:
                 v_bar = v_full.index(stage)
-                mbarrier.expect(v_bar, BLOCK_N * BLOCK_D * 2)
+                mbarrier.expect(v_bar, BLOCK_N * BLOCK_V * 2)
                 for b in gl.static_range(BOXES):
                     for h in gl.static_range(HALVES):
                         load_box(
@@ -250,10 +252,29 @@ def _weigh(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
+def _scores(  # type: ignore[no-untyped-def]
+    q_ring, k_ring, q_at, stage, BLOCK_N: gl.constexpr, PIECES: gl.constexpr, S_LAYOUT: gl.constexpr
+):  # fmt: skip
+    """Start the product of a tile of queries and a tile of keys: as one, or of each 64 columns of keys that are there."""
+    s = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
+    if PIECES == 3:
+        ROOM: gl.constexpr = q_ring.shape[2] // 64
+        parts = reinterpret(q_ring, q_ring.dtype, [q_ring.shape[0] * ROOM, 64, 64], gl.NVMMASharedLayout(128, 16, rank=2))
+        for i in gl.static_range(PIECES):
+            s = warpgroup_mma(
+                parts.index(q_at * ROOM + i), k_ring.index(stage * PIECES + i).permute((1, 0)), s, use_acc=i > 0, is_async=True
+            )  # fmt: skip
+    else:
+        s = warpgroup_mma(q_ring.index(q_at), k_ring.index(stage).permute((1, 0)), s, use_acc=False, is_async=True)
+    return s
+
+
+@gluon.jit
 def _step(  # type: ignore[no-untyped-def]
-    weights, acc, top, norm, count, q, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start, upper, lower, factor, cap,
+    weights, acc, top, norm, count, q_ring, q_at, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start, upper, lower,
+    factor, cap,
     MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
     """Compute the scores of tile `count` while the values of the previous tile are multiplied with its `weights`.
 
@@ -262,10 +283,8 @@ def _step(  # type: ignore[no-untyped-def]
     stage = count % STAGES
     old = (count - 1) % STAGES
     mbarrier.wait(k_full.index(stage), count // STAGES & 1)
-    s = warpgroup_mma(
-        q, k_ring.index(stage).permute((1, 0)), gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT), use_acc=False, is_async=True
-    )
-    p = gl.convert_layout(weights.to(q.dtype), P_LAYOUT)
+    s = _scores(q_ring, k_ring, q_at, stage, BLOCK_N, PIECES, S_LAYOUT)
+    p = gl.convert_layout(weights.to(q_ring.dtype), P_LAYOUT)
     mbarrier.wait(v_full.index(old), (count - 1) // STAGES & 1)
     acc = warpgroup_mma(p, v_ring.index(old), acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
@@ -284,8 +303,9 @@ def _consume(  # type: ignore[no-untyped-def]
     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full, u_empty, k_full,
     k_empty, v_full, v_empty, query_start_loc, seq_lens, block_table, sinks, factor, v_factor, cap, left, right, min_query,
     num_reqs, o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r,
-    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, P: gl.constexpr, BLOCK_Q: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, PAGED: gl.constexpr, NEGATE: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, PIECES: gl.constexpr,
+    BLOCK_V: gl.constexpr, P: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, Q_STAGES: gl.constexpr, PAGED: gl.constexpr, RAGGED: gl.constexpr, NEGATE: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, R: gl.constexpr,
     WHICH: gl.constexpr,
 ):  # fmt: skip
@@ -293,31 +313,37 @@ def _consume(  # type: ignore[no-untyped-def]
     K: gl.constexpr = H // G
     dtype: gl.constexpr = q_ring.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
+    COPY_V: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_V, BLOCK_V // 8], [4, 1], [1, 0])
+    # the output goes through the queries' memory
+    WIDTHS: gl.constexpr = BLOCK_D // BLOCK_V
+    o_ring = reinterpret(q_ring, dtype, [2 * Q_STAGES * WIDTHS, 64, BLOCK_V], gl.NVMMASharedLayout(128, 16, rank=2))
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     ends = _ends_of(query_start_loc, min_query, num_reqs, BLOCK_Q, gl.BlockedLayout([R // 128], [32], [4], [0]), R)
     units = gl.max(ends, 0) * K
     count = 0
     copy_row = WHICH * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, COPY))
     copy_d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, COPY))
+    o_row = WHICH * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, COPY_V))
+    o_d = gl.arange(0, BLOCK_V, layout=gl.SliceLayout(0, COPY_V))
     row = WHICH * 64 + gl.arange(0, 64, layout=ROW)
     UNIT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     unit = gl.program_id(0)
     wave = 0
-    r, from_last, begin, end, seq_len = _find(ends, unit, units, query_start_loc, seq_lens, K, PAGED)
+    r, from_last, begin, end, k_begin, seq_len = _find(ends, unit, units, query_start_loc, seq_lens, K, PAGED, RAGGED)
     while unit < units:
-        q_len, seq_len, first, last, seen, low, high = _tile_of(
-            from_last, begin, end, seq_len, left, right, BLOCK_Q, BLOCK_N, PAGED
-        )
+        q_len, first, last, seen, low, high = _tile_of(from_last, begin, end, seq_len, left, right, BLOCK_Q, BLOCK_N)
         kv_head = unit % K
         turn = wave % 2
         mbarrier.wait(u_full.index(turn), wave // 2 & 1)
         unit = gl.sum(units_ring.index(turn).load(UNIT), 0)
         mbarrier.arrive(u_empty.index(turn), count=1)
         # loaded while this unit is computed
-        next_r, from_last, next_begin, end, next_len = _find(ends, unit, units, query_start_loc, seq_lens, K, PAGED)
+        next_r, from_last, next_begin, end, next_k, next_len = _find(
+            ends, unit, units, query_start_loc, seq_lens, K, PAGED, RAGGED
+        )  # fmt: skip
         context = seq_len - q_len
         token = first + copy_row // G
         head = kv_head * G + copy_row % G
@@ -325,7 +351,8 @@ def _consume(  # type: ignore[no-untyped-def]
         at = (begin + token).to(gl.int64)
         there = live[:, None] & (copy_d < D)[None, :]
         slot = wave % Q_STAGES
-        q_tile = q_ring.index(2 * slot + WHICH)
+        q_at = 2 * slot + WHICH
+        q_tile = q_ring.index(q_at)
         if Q_STAGES == 2:
             mbarrier.wait(q_full.index(slot), wave // 2 & 1)
         else:
@@ -349,16 +376,13 @@ def _consume(  # type: ignore[no-untyped-def]
         right_of = gl.maximum(right_of, 1)
         left_from = gl.maximum(left_from, right_of)
 
-        acc = gl.zeros([64, BLOCK_D], gl.float32, O_LAYOUT)
+        acc = gl.zeros([64, BLOCK_V], gl.float32, O_LAYOUT)
         norm = gl.zeros([64], gl.float32, ROW)
         top = gl.full([64], float("-inf"), gl.float32, ROW)
         if tiles > 0:
             stage = count % STAGES
             mbarrier.wait(k_full.index(stage), count // STAGES & 1)
-            s = warpgroup_mma(
-                q_tile, k_ring.index(stage).permute((1, 0)), gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT), use_acc=False,
-                is_async=True,
-            )  # fmt: skip
+            s = _scores(q_ring, k_ring, q_at, stage, BLOCK_N, PIECES, S_LAYOUT)
             s = warpgroup_mma_wait(0, deps=[s])
             mbarrier.arrive(k_empty.index(stage), count=1)
             start = low + (tiles - 1) * BLOCK_N
@@ -369,23 +393,23 @@ def _consume(  # type: ignore[no-untyped-def]
             for _i in range(1, right_of):
                 start -= BLOCK_N
                 weights, acc, top, norm = _step(
-                    weights, acc, top, norm, count, q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start, upper,
-                    lower, factor, cap, True, HAS_LEFT, HAS_CAP, S_LAYOUT, P_LAYOUT, BLOCK_N, STAGES,
+                    weights, acc, top, norm, count, q_ring, q_at, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start,
+                    upper, lower, factor, cap, True, HAS_LEFT, HAS_CAP, S_LAYOUT, P_LAYOUT, BLOCK_N, STAGES, PIECES,
                 )  # fmt: skip
                 count += 1
             for _i in range(right_of, left_from):
                 start -= BLOCK_N
                 weights, acc, top, norm = _step(
-                    weights, acc, top, norm, count, q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start, upper,
-                    lower, factor, cap, False, HAS_LEFT, HAS_CAP, S_LAYOUT, P_LAYOUT, BLOCK_N, STAGES,
+                    weights, acc, top, norm, count, q_ring, q_at, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start,
+                    upper, lower, factor, cap, False, HAS_LEFT, HAS_CAP, S_LAYOUT, P_LAYOUT, BLOCK_N, STAGES, PIECES,
                 )  # fmt: skip
                 count += 1
             if HAS_LEFT:
                 for _i in range(left_from, tiles):
                     start -= BLOCK_N
                     weights, acc, top, norm = _step(
-                        weights, acc, top, norm, count, q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start, upper,
-                        lower, factor, cap, True, HAS_LEFT, HAS_CAP, S_LAYOUT, P_LAYOUT, BLOCK_N, STAGES,
+                        weights, acc, top, norm, count, q_ring, q_at, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start,
+                        upper, lower, factor, cap, True, HAS_LEFT, HAS_CAP, S_LAYOUT, P_LAYOUT, BLOCK_N, STAGES, PIECES,
                     )  # fmt: skip
                     count += 1
             p = gl.convert_layout(weights.to(dtype), P_LAYOUT)
@@ -401,9 +425,9 @@ def _consume(  # type: ignore[no-untyped-def]
         own = (row < BLOCK_Q * G) & (first + row // G < q_len)  # other rows' queries may be anything
         if gl.max(gl.max(((acc - acc) != 0.0).to(gl.int32), 1) * gl.convert_layout(own.to(gl.int32), O_ROW), 0) > 0:
             acc = _nan_safe(
-                q_tile, key_cache, value_cache, block_table, r, begin, kv_head, low, high, upper, lower, top, factor, cap,
-                k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, D, BLOCK_D, P, PAGED, HAS_LEFT, HAS_CAP,
-                O_LAYOUT,
+                q_tile, key_cache, value_cache, block_table, r, k_begin, kv_head, low, high, upper, lower, top, factor, cap,
+                k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, D, DV, BLOCK_D, BLOCK_V, P, PAGED, HAS_LEFT,
+                HAS_CAP, O_LAYOUT,
             )  # fmt: skip
         share = v_factor / gl.where(sum_ == 0, 1.0, sum_)
         if HAS_SINKS:
@@ -413,10 +437,13 @@ def _consume(  # type: ignore[no-untyped-def]
             share = share * gl.convert_layout(kept, O_ROW)
         result = gl.where((sum_ == 0)[:, None], 0.0, acc * share[:, None]).to(dtype)
         # through the queries' buffer, which is no longer read, so that each thread writes 16 bytes of a row
-        q_tile.store(result)
+        o_tile = o_ring.index(q_at * WIDTHS)
+        o_tile.store(result)
         barrier()
-        rows = at * o_t + head * o_h
-        gl.store(output + rows[:, None] + copy_d[None, :], q_tile.load(COPY), mask=there)
+        o_token = first + o_row // G
+        written = ((o_row < BLOCK_Q * G) & (o_token < q_len))[:, None] & (o_d < DV)[None, :]
+        rows = (begin + o_token).to(gl.int64) * o_t + (kv_head * G + o_row % G) * o_h
+        gl.store(output + rows[:, None] + o_d[None, :], o_tile.load(COPY_V), mask=written)
         if HAS_LSE:
             token = first + row // G
             gl.store(lse + (kv_head * G + row % G) * lse_h + begin + token, log * 0.6931471805599453, mask=own)
@@ -425,36 +452,37 @@ def _consume(  # type: ignore[no-untyped-def]
         barrier()
         if Q_STAGES == 2:
             mbarrier.arrive(q_empty.index(slot), count=1)
-        r, begin, seq_len = next_r, next_begin, next_len
+        r, begin, k_begin, seq_len = next_r, next_begin, next_k, next_len
         wave += 1
 
 
 @gluon.jit
 def _nan_safe(  # type: ignore[no-untyped-def]
-    q_tile, key_cache, value_cache, block_table, r, begin, kv_head, low, high, upper, lower, top, factor, cap,
+    q_tile, key_cache, value_cache, block_table, r, k_begin, kv_head, low, high, upper, lower, top, factor, cap,
     k_block, k_slot, k_head, v_block, v_slot, v_head, table_r,
-    D: gl.constexpr, BLOCK_D: gl.constexpr, P: gl.constexpr, PAGED: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_CAP: gl.constexpr, LAYOUT: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr, P: gl.constexpr, PAGED: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The weighted sum of values, one key at a time: keys that a row does not see are selected away, not multiplied by 0."""
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, LAYOUT))
+    dv = gl.arange(0, BLOCK_V, layout=gl.SliceLayout(0, LAYOUT))
     q = q_tile.load(LAYOUT).to(gl.float32)
     upper = gl.convert_layout(upper, ROW)
     lower = gl.convert_layout(lower, ROW)
     top = gl.convert_layout(top, ROW)
     guard = gl.where(top == float("-inf"), 0.0, top)
-    acc = gl.zeros([64, BLOCK_D], gl.float32, LAYOUT)
+    acc = gl.zeros([64, BLOCK_V], gl.float32, LAYOUT)
     for j in range(low, high):
         if PAGED:
             page = gl.load(block_table + r.to(gl.int64) * table_r + j // P).to(gl.int64)
             k_at = page * k_block + (j % P) * k_slot
             v_at = page * v_block + (j % P) * v_slot
         else:
-            k_at = (begin + j).to(gl.int64) * k_slot
-            v_at = (begin + j).to(gl.int64) * v_slot
+            k_at = (k_begin + j).to(gl.int64) * k_slot
+            v_at = (k_begin + j).to(gl.int64) * v_slot
         k = gl.load(key_cache + k_at + kv_head * k_head + d, mask=d < D, other=0.0).to(gl.float32)
-        v = gl.load(value_cache + v_at + kv_head * v_head + d, mask=d < D, other=0.0).to(gl.float32)
+        v = gl.load(value_cache + v_at + kv_head * v_head + dv, mask=dv < DV, other=0.0).to(gl.float32)
         s = gl.sum(q * k[None, :], 1) * factor
         if HAS_CAP:
             s = cap * _tanh(s)
@@ -471,16 +499,20 @@ def _prefill(  # type: ignore[no-untyped-def]
     output, lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_table, sinks, counters,
     q_desc, k_desc, v_desc, factor, v_factor, num_reqs, num_pages, lse_h, table_r,
     o_t, o_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, cap, left, right, min_query,
-    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr,
-    BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, PAGED: gl.constexpr,
-    NEGATE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
-    R: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr,
+    P: gl.constexpr, BOX: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr, PAGED: gl.constexpr, RAGGED: gl.constexpr, NEGATE: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, R: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+    PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = query.dtype.element_ty
     ring: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     q_ring = gl.allocate_shared_memory(dtype, [2 * Q_STAGES, 64, BLOCK_D], ring)
-    k_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], ring)
-    v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], ring)
+    # dimensions of a tile are powers of two: 129 to 192 columns of keys are three tiles of 64
+    PIECES: gl.constexpr = (D + 63) // 64
+    WHOLE: gl.constexpr = PIECES != 3
+    k_ring = gl.allocate_shared_memory(dtype, [STAGES if WHOLE else STAGES * PIECES, BLOCK_N, BLOCK_D if WHOLE else 64], ring)
+    v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_V], ring)
     units_ring = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     u_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     u_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -512,20 +544,21 @@ def _prefill(  # type: ignore[no-untyped-def]
                 output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full,
                 u_empty, k_full, k_empty, v_full, v_empty, query_start_loc, seq_lens, block_table, sinks, factor, v_factor,
                 cap, left, right, min_query, num_reqs, o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot,
-                v_head, table_r, H, G, D, BLOCK_D, P, BLOCK_Q, BLOCK_N, STAGES, Q_STAGES, PAGED, NEGATE, HAS_LEFT, HAS_CAP,
-                HAS_SINKS, HAS_LSE, R, 0,
+                v_head, table_r, H, G, D, DV, BLOCK_D, PIECES, BLOCK_V, P, BLOCK_Q, BLOCK_N, STAGES, Q_STAGES, PAGED, RAGGED,
+                NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, R, 0,
             )),
             (_consume, (
                 output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full,
                 u_empty, k_full, k_empty, v_full, v_empty, query_start_loc, seq_lens, block_table, sinks, factor, v_factor,
                 cap, left, right, min_query, num_reqs, o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot,
-                v_head, table_r, H, G, D, BLOCK_D, P, BLOCK_Q, BLOCK_N, STAGES, Q_STAGES, PAGED, NEGATE, HAS_LEFT, HAS_CAP,
-                HAS_SINKS, HAS_LSE, R, 1,
+                v_head, table_r, H, G, D, DV, BLOCK_D, PIECES, BLOCK_V, P, BLOCK_Q, BLOCK_N, STAGES, Q_STAGES, PAGED, RAGGED,
+                NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, R, 1,
             )),
             (_produce, (
                 q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full, u_empty, k_full, k_empty,
                 v_full, v_empty, v_raw, counters, query_start_loc, seq_lens, block_table, left, right, min_query, num_reqs,
-                num_pages, table_r, K, G, BLOCK_D, P, BOX, BLOCK_Q, BLOCK_N, STAGES, Q_STAGES, PAGED, R,
+                num_pages, table_r, K, G, BLOCK_D, PIECES, BLOCK_V, P, BOX, BLOCK_Q, BLOCK_N, STAGES, Q_STAGES, PAGED, RAGGED,
+                R,
             )),
         ],
         [4, 1],
@@ -537,7 +570,10 @@ def serves(
     query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, num_reqs: int, group: int, page: int
 ) -> bool:
     """Whether the kernel supports these shapes, dtypes and addresses; the caller checks features."""
-    if query.dtype not in (torch.bfloat16, torch.float16) or query.shape[-1] % 8 or query.shape[-1] > 256:
+    size, width = query.shape[-1], value_cache.shape[-1]
+    if query.dtype not in (torch.bfloat16, torch.float16) or (size | width) % 8 or not 0 < size <= 256:
+        return False
+    if not 0 < _padded(width) <= _padded(size):
         return False
     if num_reqs > REQUESTS or group > ROWS or page % 16:
         return False
@@ -568,16 +604,18 @@ def prefill(
     min_query: int,
     programs: int,
     one_page: bool = False,
+    ragged: bool = False,
 ) -> None:
     """Compute the rows of all requests with more than `min_query` tokens; the rest of the contract is `paged_attention`'s.
 
     factor: scales scores, into base 2 (into the cap's units with a soft cap, whose `cap` is then in base 2). left, right:
     number of keys seen on either side, larger than any sequence if there is no bound. programs: the number of
-    multiprocessors that it may use. one_page: whether each request's keys are one page, of any size.
+    multiprocessors that it may use. one_page: whether each request's keys are one page, of any size. ragged: whether keys have
+    no pages, and `seq_lens` [R + 1] says where those of each request begin.
     """
     arrays = output, lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_table, sinks
     page = _ONE_PAGE if one_page else ROWS if block_table is None else key_cache.shape[1]
-    plan = _planned(arrays, page, (cap, negate, left, right, has_left, min_query))
+    plan = _planned(arrays, page, (cap, negate, left, right, has_left, min_query), ragged)
     plan(arrays, (factor, v_factor), programs)
 
 
@@ -611,7 +649,7 @@ class _Plan(NamedTuple):
             raise
 
 
-def _planned(arrays: Sequence[Any], page: int, rules: tuple[Any, ...]) -> _Plan:
+def _planned(arrays: Sequence[Any], page: int, rules: tuple[Any, ...], ragged: bool = False) -> _Plan:
     """arrays: of the kernel, without the counters; rules: `_prepared`'s."""
     output, lse, query, key_cache, value_cache, starts, _, block_table, _ = arrays
     (tokens, heads, size), num_reqs, pages = query.shape, starts.shape[0] - 1, key_cache.shape[0]
@@ -624,10 +662,9 @@ def _planned(arrays: Sequence[Any], page: int, rules: tuple[Any, ...]) -> _Plan:
     strides, group = (o_t, o_h, q_t, q_h, *k_strides[:3], *v_strides[:3]), heads // kv_heads
     # the engine copies queries of whole rows of both consumers, as they are
     ahead = size <= 128 and 64 % group == 0 and not rules[1] and not (q_t | q_h) % 8 and not query.data_ptr() % 16
-    kernel, box = (
-        _prepared(kind_of((*arrays, None), strides), heads, group, size, page, rules, ahead),
-        (1, _box(page, size), 1, 64),
-    )
+    sizes = heads, group, size, v_shape[3], page
+    kernel = _prepared(kind_of((*arrays, None), strides), sizes, rules, ahead, ragged)
+    box = 1, _box(page, size, v_shape[3]), 1, 64
     q_map = ((1, tokens, heads, size), (tokens * q_t, q_t, q_h, 1), (1, 64 // group, group, 64)) if ahead else None
     numbers = num_reqs, pages, 0 if lse is None else lse.stride(0), 0 if block_table is None else block_table.stride(0)
     tiles = (tokens // (ROWS // group) + num_reqs) * kv_heads
@@ -682,9 +719,14 @@ def _equal(batch: int, rows: int, device: torch.device) -> tuple[torch.Tensor, t
     return starts, lens, torch.arange(batch, dtype=torch.int32, device=device)[:, None]
 
 
-def _keys(size: int) -> int:
-    """Keys per tile: as many as registers and two stages of shared memory hold."""
-    return 128 if size <= 128 else 64
+def _padded(size: int) -> int:
+    """Columns of a tile for heads of `size`."""
+    return max(64, power_of_two(size))
+
+
+def _keys(size: int, width: int) -> int:
+    """Keys per tile, for sizes of keys and of values: as many as registers and two stages of shared memory hold."""
+    return 128 if size <= 192 and width <= 128 else 64
 
 
 def _stages(size: int) -> int:
@@ -692,20 +734,22 @@ def _stages(size: int) -> int:
     return 4 if size <= 64 else 2
 
 
-def _box(page: int, size: int) -> int:
+def _box(page: int, size: int, width: int) -> int:
     """Keys per copy: all copies of a tile are of the same size, and none is of two pages."""
-    return min(page & -page, _keys(size))
+    return min(page & -page, _keys(size, width))
 
 
 @functools.lru_cache(maxsize=1024)
-def _prepared(kind: Kind, heads: int, group: int, size: int, page: int, rules: tuple[Any, ...], ahead: bool) -> Prepared:
-    """The kernel for calls that agree in these. ahead: whether queries are copied one unit ahead."""
+def _prepared(kind: Kind, sizes: tuple[int, ...], rules: tuple[Any, ...], ahead: bool, ragged: bool) -> Prepared:
+    """The kernel for calls that agree in these. sizes: query heads, those of a kv head, sizes of keys and of values, the page;
+    ahead: whether queries are copied one unit ahead."""
     _, lse, *_, table, sinks, _ = kind[1]
     cap, negate, left, right, has_left, min_query = rules
+    heads, group, size, width, page = sizes
     return Prepared(
-        _prefill, cap=cap, left=left, right=right, min_query=min_query, H=heads, G=group, D=size,
-        BLOCK_D=max(64, power_of_two(size)), P=page, BOX=_box(page, size), BLOCK_Q=ROWS // group, BLOCK_N=_keys(size),
-        STAGES=_stages(size), Q_STAGES=1 + ahead, PAGED=table is not None, NEGATE=negate, HAS_LEFT=has_left, HAS_CAP=cap != 0,
-        HAS_SINKS=sinks is not None, HAS_LSE=lse is not None, R=REQUESTS, CONSUMER_REGS=_REGISTERS[0],
-        PRODUCER_REGS=_REGISTERS[1], num_warps=4, **FUSED,
+        _prefill, cap=cap, left=left, right=right, min_query=min_query, H=heads, G=group, D=size, DV=width,
+        BLOCK_D=_padded(size), BLOCK_V=_padded(width), P=page, BOX=_box(page, size, width), BLOCK_Q=ROWS // group,
+        BLOCK_N=_keys(size, width), STAGES=_stages(size), Q_STAGES=1 + ahead, PAGED=table is not None, RAGGED=ragged,
+        NEGATE=negate, HAS_LEFT=has_left, HAS_CAP=cap != 0, HAS_SINKS=sinks is not None, HAS_LSE=lse is not None, R=REQUESTS,
+        CONSUMER_REGS=_REGISTERS[0], PRODUCER_REGS=_REGISTERS[1], num_warps=4, **FUSED,
     )  # fmt: skip

@@ -4,6 +4,8 @@ A program computes BLOCK_M query tokens of one head of one request over that req
 online softmax in base 2 (Dao et al., FlashAttention-2, 2023). Queries and keys are read in two parts of a power of two
 each, 192 = 128 + 64, so that no lane is padding. Causal calls align queries and keys at their ends; others see all keys.
 
+On Hopper, 16-bit calls are `hopper_prefill`'s.
+
     grid (tiles, H); a tile's request is found by bisection in query_start_loc, longest rows of a request first.
 
 Masked keys are selected away: their score is -inf, and on the diagonal a non-finite value counts as 0 (in MLA such a value
@@ -19,9 +21,10 @@ import torch
 import triton
 import triton.language as tl
 
-from attn.kernels.launch import power_of_two
+from attn.kernels.launch import UNBOUNDED, power_of_two
 from attn.kernels.paged_attention import request_of
-from attn.torch.kernels.direct import Kind, Prepared, arch, check_stride, kind_of, operator
+from attn.torch.kernels import hopper
+from attn.torch.kernels.direct import Kind, Prepared, arch, check_stride, kind_of, multiprocessors, operator
 from attn.torch.kernels.mla_launch import mla_prefill_launch
 
 LOG2E = 1.4426950408889634
@@ -134,6 +137,17 @@ def mla_prefill(
         return
     for name, tensor in (("out", out), ("query", query), ("key", key), ("value", value)):
         check_stride(name, tensor)
+    if arch() == "sm_90" and hopper.is_on("hopper_prefill"):
+        from attn.torch.kernels import hopper_prefill
+
+        if hopper_prefill.serves(query, key, value, requests, 1, hopper_prefill.ROWS):
+            arrays = out, lse, query, key, value, query_start_loc, key_start_loc, None, None
+            hopper_prefill.prefill(
+                *arrays, factor=abs(scale) * LOG2E, v_factor=1.0, cap=0.0, negate=scale < 0, left=UNBOUNDED,
+                right=0 if causal else UNBOUNDED, has_left=False, min_query=0, programs=multiprocessors(query.device),
+                ragged=True,
+            )  # fmt: skip
+            return
     arrays = (out, lse, query, key, value, query_start_loc, key_start_loc)
     strides = (*out.stride()[:2], *query.stride()[:2], *key.stride()[:2], *value.stride()[:2])
     kernel, block_m = _prepared(arch(), kind_of(arrays, strides), size, value.shape[2], causal)

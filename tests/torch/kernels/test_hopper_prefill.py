@@ -124,3 +124,54 @@ def test_it_is_attention(name: str) -> None:
         error = (got - want)[finite].square().sum() / want[finite].square().sum().clamp_min(1e-30)
         assert float(error.sqrt()) < (5e-3 if dtype == torch.bfloat16 else 1e-3)
         torch.testing.assert_close(lse[:, rows].double(), log, rtol=1e-5, atol=1e-4)
+
+
+RAGGED = {  # rows and keys of each request
+    "the same tokens": [(300, 300), (1, 1), (530, 530)],
+    "context": [(77, 1000), (128, 129), (5, 4000), (400, 400)],
+    "no keys, no rows": [(20, 0), (0, 40), (200, 333)],
+    "fewer keys than rows": [(300, 100), (64, 63)],
+    "more tiles than programs": [(150 + 7 * i, 200 + 31 * i) for i in range(40)],
+}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("sizes", [(192, 128), (128, 64), (256, 128), (192, 192), (136, 24), (64, 64)])
+@pytest.mark.parametrize("name", RAGGED)
+def test_ragged_keys_and_values_of_another_size(name: str, sizes: tuple[int, int], causal: bool) -> None:
+    """MLA's prefill; values that other requests' rows must not see are NaN where their keys are the next request's."""
+    from attn.torch.kernels.mla_prefill import mla_prefill
+
+    lens, (size, width), heads = RAGGED[name], sizes, 3
+    generator = torch.Generator("cuda").manual_seed(0)
+    starts, key_starts = (torch.tensor([0, *(x[i] for x in lens)], device="cuda").cumsum(0).to(torch.int32) for i in (0, 1))
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+    tokens, keys = int(starts[-1]), int(key_starts[-1])
+    query, key = random(tokens, heads, size), random(keys, heads, size)
+    value = random(keys, heads, 2 * width)[..., width:]  # as one part of a projection
+    if len(lens) > 2:
+        value[key_starts[1] : key_starts[2]] = torch.nan
+    output, lse = (
+        torch.full((tokens, heads, width), 9.0, device="cuda").to(torch.bfloat16),
+        torch.zeros(heads, tokens, device="cuda"),
+    )
+    for _ in range(2):
+        mla_prefill(output, lse, query, key, value, starts, key_starts, size**-0.5, causal)
+    for r, (n, m) in enumerate(lens):
+        rows, own = slice(int(starts[r]), int(starts[r + 1])), slice(int(key_starts[r]), int(key_starts[r + 1]))
+        q, k, v = query[rows].double(), key[own].double(), value[own].double()
+        scores = torch.einsum("thd,shd->hts", q, k) * size**-0.5
+        if causal:
+            ahead = torch.arange(m, device="cuda")[None] > torch.arange(n, device="cuda")[:, None] + m - n
+            scores = scores.masked_fill(ahead, -torch.inf)
+        log = scores.logsumexp(-1)
+        torch.testing.assert_close(lse[:, rows].double(), log, rtol=1e-5, atol=1e-4)
+        want = torch.einsum("hts,shd->thd", (scores - log.masked_fill(log.isinf(), 0.0)[..., None]).exp(), v)
+        got = output[rows].double()
+        assert bool((got.isnan() == want.isnan()).all()) or bool(v.isnan().any())
+        if n and not bool(v.isnan().any()):
+            error = (got - want).square().sum() / want.square().sum().clamp_min(1e-30)
+            assert float(error.sqrt()) < 5e-3, (r, n, m)
