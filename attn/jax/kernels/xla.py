@@ -1,9 +1,10 @@
 """Ragged attention over pages in plain `jax.numpy`, for every device that XLA compiles for.
 
 Flash attention (arXiv 2205.14135) with the online softmax in float32, over static shapes. The T rows of a batch are cut
-into tiles of Q rows, each of one request. A loop iterates over the keys of all tiles at once, C at a time, and gathers
-their pages. Its trip count is dynamic (that of the longest tile), so a short batch in a large bucket is cheap; a window
-also moves a tile's first chunk. Encoders use the same loop: their packed keys are pages of one token.
+into tiles of Q rows, each of one request. A loop iterates over the keys of up to ABREAST tiles at once, C at a time, and
+gathers their pages. Its trip count is dynamic (that of its longest tile), so a short batch in a large bucket is cheap; a
+window also moves a tile's first chunk. More tiles are sorted by their trips first, so that short ones do not wait for long
+ones. Encoders use the same loop: their packed keys are pages of one token.
 
 Masked scores are IEEE -inf with a guarded maximum. Masked *values* are selected away, not multiplied by 0: if a product is
 NaN, that chunk is recomputed with its non-finite values separated and added only to the rows that attend to them. So the
@@ -26,6 +27,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from attn.visibility import BatchMask, LayerMask, Visibility
+
+#: Tiles whose keys one loop iterates over. Fewer waste less on tiles of other lengths, and are more loops.
+ABREAST = 32
 
 #: Page ids [X, pages] -> keys, values, each [X, K, pages, P, D].
 Fetch = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
@@ -148,7 +152,7 @@ class _Tiles(NamedTuple):
     position: jax.Array  # [X, Q] in its request
     context: jax.Array  # [X, 1] keys before the request's own rows
     length: jax.Array  # [X, 1] all of its keys
-    tile: jax.Array  # [T] tile of each row of the batch, and index in it
+    tile: jax.Array  # [T] tile of each row of the batch, and index in it (not of a part of the tiles)
     place: jax.Array
     owned: jax.Array  # [T] whether the row belongs to a request
 
@@ -263,15 +267,41 @@ def _attend(
     block_table: jax.Array,
     **given: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Run the loop over the keys. `extent` is (N, P, K); `given` are `Rules`."""
+    """Run the loop over the keys, of ABREAST tiles at a time. `extent` is (N, P, K); `given` are `Rules`."""
     rules = Rules(**given)
-    num_rows, num_heads, head_size = query.shape
+    num_rows, num_heads, _ = query.shape
     (num_requests, columns), (num_blocks, page, num_kv_heads) = block_table.shape, extent
     if 0 in (num_rows, num_requests, columns, num_blocks):
         return jnp.zeros_like(query), jnp.full((num_heads, num_rows), -jnp.inf, jnp.float32)
     heads = _Heads(num_kv_heads, num_heads // num_kv_heads, tile_rows(num_rows, num_requests, rules.max_query_len))
     tiles = _cut(query_start_loc, seq_lens, num_rows, heads.tile_len)
-    pages = chunk_pages(page, columns, tiles.row.size * num_heads)
+    of = functools.partial(_over_keys, rules, heads, query, fetch, extent, block_table)
+    num_tiles = tiles.request.shape[0]
+    if num_tiles <= ABREAST:
+        out, lse = of(tiles)
+    else:
+        _, low, stop = _mask(rules, tiles, columns * page)
+        order = jnp.argsort(jnp.where(tiles.real[:, 0], jnp.maximum(low, 0)[:, 0] - stop[:, 0], 1))
+        spare = -num_tiles % ABREAST
+
+        def parts(x: jax.Array) -> jax.Array:
+            x = jnp.pad(x[order], ((0, spare), *[(0, 0)] * (x.ndim - 1)))
+            return x.reshape(-1, ABREAST, *x.shape[1:])
+
+        rest = {"tile": tiles.tile, "place": tiles.place, "owned": tiles.owned}
+        out, lse = lax.map(lambda some: of(_Tiles(*some, **rest)), tuple(map(parts, tiles[:6])))
+        out, lse = (x.reshape(-1, *x.shape[2:]) for x in (out, lse))
+        tiles = tiles._replace(tile=jnp.argsort(order)[tiles.tile])
+    lse = heads.to_rows(tiles, lse[..., None], -jnp.inf)[..., 0].T
+    return heads.to_rows(tiles, out, 0.0).astype(query.dtype), lse
+
+
+def _over_keys(
+    rules: Rules, heads: _Heads, query: jax.Array, fetch: Fetch, extent: tuple[int, ...], block_table: jax.Array, tiles: _Tiles
+) -> tuple[jax.Array, jax.Array]:
+    """Return (out [X, K, M, D] float32, lse [X, K, M]) of some tiles: a loop over the keys of the longest of them."""
+    columns, (num_blocks, page, num_kv_heads), head_size = block_table.shape[1], extent, query.shape[2]
+    pages = chunk_pages(page, columns, tiles.row.size * query.shape[1])
     chunk = pages * page
     # unused rows must not propagate a NaN
     q = heads.of_tiles(jnp.where(tiles.real[..., None, None], query[tiles.row], 0))
@@ -313,8 +343,7 @@ def _attend(
     if rules.sinks is not None:
         gate = jax.nn.sigmoid(lse[..., None] - heads.by_head(rules.sinks))
         out = jnp.where(empty[..., None], 0.0, out * gate)
-    lse = heads.to_rows(tiles, lse[..., None], -jnp.inf)[..., 0].T
-    return heads.to_rows(tiles, out, 0.0).astype(query.dtype), lse
+    return out, lse
 
 
 def _select(weights: jax.Array, allowed: jax.Array, v: jax.Array) -> jax.Array:

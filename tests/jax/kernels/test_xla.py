@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -181,3 +182,34 @@ def test_numbers_do_not_recompile(make_batch: Any) -> None:
     size = xla.paged_attention._cache_size()
     kernel(window=(9, 0), logits_soft_cap=3.0, scale=0.5)
     assert xla.paged_attention._cache_size() == size
+
+
+@pytest.mark.parametrize("abreast", [3, 32])
+def test_short_requests_do_not_wait_for_long_ones(abreast, monkeypatch):
+    """Tiles in one loop are of similar lengths: of requests of eight chunks and of one, one loop has eight steps, the rest one."""
+    lens = np.full(70, 16)
+    lens[40] = 2048
+    ends = np.cumsum(lens // 16)
+    table = np.full((70, 128), -1)
+    for r, (end, n) in enumerate(zip(ends, lens // 16, strict=True)):
+        table[r, :n] = np.arange(end - n, end)
+    rng = np.random.default_rng(0)
+    pages = jnp.asarray(rng.standard_normal((2, ends[-1], 16, 1, 8)), jnp.float32)
+    query = jnp.asarray(rng.standard_normal((70, 2, 8)), jnp.float32)
+    steps = []
+
+    def fetch(ids):
+        jax.debug.callback(lambda ids: steps.append(len(ids)), ids)
+        return tuple(jnp.moveaxis(part[ids], 3, 1) for part in pages)
+
+    monkeypatch.setattr(xla, "ABREAST", abreast)
+    given = (jnp.arange(71), jnp.asarray(lens), jnp.asarray(table))
+    out, _ = xla._attend(query, fetch, (int(ends[-1]), 16, 1), *given, scale=0.5, max_query_len=1)
+    jax.effects_barrier()
+    loops = -(-70 // abreast)
+    assert steps == [abreast] * (8 + loops - 1)
+    for r in (0, 39, 40, 69):
+        own = slice(ends[r] - lens[r] // 16, ends[r])
+        key, value = (np.asarray(part[own]).reshape(-1, 8) for part in pages)
+        scores = np.exp(np.asarray(query[r]) @ key.T * 0.5)
+        np.testing.assert_allclose(out[r], scores / scores.sum(1, keepdims=True) @ value, rtol=2e-5, atol=1e-5)
