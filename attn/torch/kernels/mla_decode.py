@@ -616,4 +616,5 @@ def mla_decode(
         merged = (out, lse, partial, partial_lse, query_start_loc, seq_lens, limits, table)
         merge = plan.merge(kind_of(merged, (topk, o_t, o_h)))
         counts = splits, plan.split, groups, max_query_len, lse_h, topk, o_t, o_h
-        merge(groups or requests * max_query_len, merged, *counts, columns=rows if groups else heads)
+        columns = min(rows, heads * max_query_len) if groups else heads
+        merge(groups or requests * max_query_len, merged, *counts, columns=columns)

@@ -99,7 +99,7 @@ def test_launches_fit_and_keep_the_state_in_registers(arch):
 def test_rules_of_absorbing_are_explained(monkeypatch):
     monkeypatch.setattr(TritonMLABackend, "off_paths", classmethod(lambda cls, device=None: ()))
     few, short = TritonMLABackend.rules(Device("torch", "cuda", "H200", "sm_90"))
-    assert few == "requests of up to 16 new tokens are absorbed, longer ones are expanded" and "<= 256 c" in short
+    assert few == "requests of up to 16 new tokens are absorbed, longer ones are expanded" and "<= 640 c" in short
     assert TritonMLABackend.rules(Device("torch", "cuda", "A100", "sm_80")) == (few,)
     assert TritonMLASparseBackend.rules(Device("torch", "cuda", "H200", "sm_90")) == ()
     assert few in explain(576, torch.bfloat16, use_mla=True, backend="TRITON_MLA", device="A100", assume=["triton"]).notes
