@@ -137,18 +137,17 @@ def mla_prefill(
         return
     for name, tensor in (("out", out), ("query", query), ("key", key), ("value", value)):
         check_stride(name, tensor)
+    arrays = (out, lse, query, key, value, query_start_loc, key_start_loc)
     if arch() == "sm_90" and hopper.is_on("hopper_prefill"):
         from attn.torch.kernels import hopper_prefill
 
         if hopper_prefill.serves(query, key, value, requests, 1, hopper_prefill.ROWS):
-            arrays = out, lse, query, key, value, query_start_loc, key_start_loc, None, None
             hopper_prefill.prefill(
-                *arrays, factor=abs(scale) * LOG2E, v_factor=1.0, cap=0.0, negate=scale < 0, left=UNBOUNDED,
+                *arrays, None, None, factor=abs(scale) * LOG2E, v_factor=1.0, cap=0.0, negate=scale < 0, left=UNBOUNDED,
                 right=0 if causal else UNBOUNDED, has_left=False, min_query=0, programs=multiprocessors(query.device),
                 ragged=True,
             )  # fmt: skip
             return
-    arrays = (out, lse, query, key, value, query_start_loc, key_start_loc)
     strides = (*out.stride()[:2], *query.stride()[:2], *key.stride()[:2], *value.stride()[:2])
     kernel, block_m = _prepared(arch(), kind_of(arrays, strides), size, value.shape[2], causal)
     lse_h = 0 if lse is None else lse.stride(0)

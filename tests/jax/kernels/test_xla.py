@@ -186,7 +186,7 @@ def test_numbers_do_not_recompile(make_batch: Any) -> None:
 
 @pytest.mark.parametrize("abreast", [3, 32])
 def test_short_requests_do_not_wait_for_long_ones(abreast, monkeypatch):
-    """Tiles in one loop are of similar lengths: of requests of eight chunks and of one, one loop has eight steps, the rest one."""
+    """Tiles in one loop are of similar lengths: with one request of eight chunks, and 69 of one, other loops have one step."""
     lens = np.full(70, 16)
     lens[40] = 2048
     ends = np.cumsum(lens // 16)
