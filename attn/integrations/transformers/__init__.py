@@ -45,6 +45,7 @@ from typing import Any
 
 import torch
 
+from attn.backends.registry import AttentionBackendEnum
 from attn.errors import BackendLoadError
 from attn.integrations.transformers.batching import (
     OLDEST,
@@ -73,7 +74,8 @@ __all__ = ["mask", "paged", "register"]
 def register() -> tuple[str, ...]:
     """Add "attn" and "attn:<NAME>" for each paged torch backend to transformers' implementations; may be called repeatedly.
 
-    Returns the names. Raises `BackendLoadError` if transformers is missing or older than these interfaces.
+    Returns the names; they are accepted in lower case too. Raises `BackendLoadError` if transformers is missing or older than
+    these interfaces.
     """
     try:
         from transformers import AttentionInterface
@@ -89,8 +91,9 @@ def register() -> tuple[str, ...]:
     for backend in (None, *paged_backends()):
         suffix = "" if backend is None else f":{backend}"
         for name in (NAME, PAGED, f"{PREFIX}{PAGED}"):
-            AttentionInterface.register(f"{name}{suffix}", _function(backend))
-            AttentionMaskInterface.register(f"{name}{suffix}", mask)
+            for spelled in {f"{name}{suffix}", f"{name}{suffix.lower()}"}:
+                AttentionInterface.register(spelled, _function(backend))
+                AttentionMaskInterface.register(spelled, mask)
     return (NAME, *(f"{NAME}:{backend}" for backend in paged_backends()))
 
 
@@ -108,6 +111,7 @@ def paged(model: Any, backend: str | None = None) -> Generator[Any, None, None]:
     kernels; so the name is written into the config directly.
     """
     register()
+    backend = None if backend is None else AttentionBackendEnum[backend].name  # it may be passed in another case
     refuse_unpaged(model, backend)
     before = model.config._attn_implementation
     model.config._attn_implementation = paged_name() if backend is None else f"{paged_name()}:{backend}"

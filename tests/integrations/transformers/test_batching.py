@@ -204,7 +204,7 @@ def of_kind(kind):
 def test_captured_steps_are_eager_ones(kind, captures):
     """Prompts in parts, shared prefixes, decodes, padding; graphs of a step are replayed for others."""
     model = of_kind(kind)
-    with lengths_on_device(), outputs() as outs, attn_transformers.paged(model, "TORCH_SDPA"):
+    with lengths_on_device(), outputs() as outs, attn_transformers.paged(model, "torch_sdpa"):
         # warming up, transformers before 5.18 reads keys that nothing has written
         answers = generate(model, MIXED, use_async_batching=False, warmup=False)
     assert captures and sum(graph.replays for graph in captures) > len(captures)

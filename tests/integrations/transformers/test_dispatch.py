@@ -323,6 +323,12 @@ def test_gradients_by_a_backend_by_name_are_refused_without_recommending_it():
     assert given[0].grad is not None
 
 
+def test_a_backend_by_name_in_lower_case():
+    lower, upper = (attended(Layer(), arrays(), name=f"attn:{name}") for name in ("torch_sdpa", "TORCH_SDPA"))
+    torch.testing.assert_close(lower, upper, rtol=0, atol=0)
+    assert "attn:torch_sdpa" not in attn_transformers.register()
+
+
 def test_wrong_shapes_are_refused_before_and_after_a_plan():
     module = Layer()
     attended(module, arrays())
