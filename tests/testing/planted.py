@@ -477,6 +477,14 @@ DEFECTS = (
         "A range of keys and one that begins after it are merged, with the keys between.",
     ),
     Defect(
+        "tpu_plan_order_of_ranges",
+        "jax/kernels/tpu/_plan.py",
+        "else (2, 1, 2):",
+        "else (1, 2, 1):",
+        PAGED_TPU,
+        "Rows before the first key that see a span do not see their prefix.",
+    ),
+    Defect(
         "tpu_plan_span_last_key",
         "jax/kernels/tpu/_plan.py",
         "jnp.minimum(high, mask.spans[:, 1] + 1)",

@@ -167,7 +167,7 @@ class _Loads:
         position, low, high, context = (self.field(at, i) for at in (_plan.POSITION, _plan.LOW, _plan.HIGH, _plan.CONTEXT))
         if not self.cfg.ranges:
             return Item(slot, position, low, high, context)
-        clear = self.field(_plan.CLEAR, i), self.field(_plan.CLEAR + 1, i)
+        clear = self.field(_plan.CLEAR, i), self.field(_plan.CLEAR_STOP, i)
         return Item(slot, position, low, high, context, clear, self.field(_plan.MORE, i), self.gaps(i))
 
     def gaps(self, i: jax.Array) -> tuple[tuple[jax.Array, jax.Array], ...]:

@@ -19,9 +19,9 @@ from attn.jax.kernels.tpu._refs import PagedConfig, PagedShape
 from attn.visibility import BatchMask, LayerMask, Visibility
 
 #: The columns of an item. ROW is the request of a single, and otherwise the item's first row in the query buffer. If the plan
-#: lists ranges, every row sees the keys from CLEAR to the next column, none those between a pair of columns from GAPS on, and
-#: MORE is whether any row has more ranges than the first.
-TABLE, ROW, POSITION, LOW, HIGH, BLOCKS, SINGLE, CONTEXT, CLEAR, _, MORE, GAPS = range(12)
+#: lists ranges, every row sees the keys from CLEAR to CLEAR_STOP, none those between a pair of columns from GAPS on, and MORE
+#: is whether any row has more ranges than the first.
+TABLE, ROW, POSITION, LOW, HIGH, BLOCKS, SINGLE, CONTEXT, CLEAR, CLEAR_STOP, MORE, GAPS = range(12)
 #: The columns of a tile.
 PAGE, OFFSET, SOURCE, FIRST, STOP = range(5)
 #: CONTEXT of an item without a tree: no key is at or past it.
@@ -188,7 +188,8 @@ def _ranges(cfg: PagedConfig, batch: Batch, rows: Rows, is_tree: jax.Array) -> j
         low, high = bounds(layer._replace(window=(None, None)))
         found.append((low, jnp.minimum(high, mask.prefix[request])))
     found = [(jnp.where(low < high, low, EMPTY[0]), jnp.where(low < high, high, EMPTY[1])) for low, high in found]
-    for k in range(1, len(found)) if len(found) < 3 else (1, 2, 1):  # the second may meet the first only after the third
+    # either of two may meet the first only after the other; a prefix that is not listed must be the first to
+    for k in range(1, len(found)) if len(found) < 3 else (2, 1, 2):
         (low, high), (other_low, other_high) = found[0], found[k]
         meets = (other_low < other_high) & ((high < 0) | ((other_low <= high) & (low <= other_high))) & ~is_tree[request]
         found[0] = jnp.where(meets, jnp.minimum(low, other_low), low), jnp.where(meets, jnp.maximum(high, other_high), high)

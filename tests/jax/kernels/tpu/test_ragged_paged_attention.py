@@ -21,9 +21,9 @@ from attn import reference
 from attn.jax.kernels.tpu import _pages, _plan, _single
 from attn.jax.kernels.tpu import ragged_paged_attention as kernel
 from attn.jax.kernels.tpu._chips import CHIPS, Blocks, blocks_for
-from attn.jax.kernels.tpu._refs import Config, PagedShape, widen_e4m3, widened, widened_exactly
+from attn.jax.kernels.tpu._refs import Config, PagedConfig, PagedShape, widen_e4m3, widened, widened_exactly
 from attn.jax.testing import compiling_fast
-from attn.visibility import BatchMask, LayerMask
+from attn.visibility import BatchMask, LayerMask, Visibility
 from tests.levels import sampled
 
 #: decode over two kv blocks; a short chunk; a prefill over several; a request without rows; a decode within a block
@@ -319,6 +319,64 @@ def test_trees_with_spans() -> None:
     lens, prefix = ((5, 1, 30, 1), (40, 33, 30, 20)), np.array([3, 0, 2, 0], np.int32)
     rules = {"tree_mask": tree, "spans": spans, "prefix": prefix, "window": (9, None)}
     check(launch(lens=lens, **{k: v if k == "window" else jnp.asarray(v) for k, v in rules.items()}), **rules)
+
+
+def test_rows_before_the_first_key_see_a_prefix_and_a_span() -> None:
+    """No range by causality, and the prefix, which has none of its own without a window, does not give way to the span."""
+    starts, lens, slots = jnp.array([0, 7]), jnp.array([5]), jnp.zeros(7, jnp.int32)
+    seen = BatchMask(spans=jnp.tile(jnp.array([[3, 4]], jnp.int32), (7, 1)), prefix=jnp.array([1], jnp.int32))
+    batch = _plan.Batch(starts, lens, jnp.zeros((1, 2), jnp.int32), slots, seen)
+    query, cache = jax.ShapeDtypeStruct((7, 8, 128), jnp.bfloat16), jax.ShapeDtypeStruct((4, 2, 2, 16, 128), jnp.bfloat16)
+    shape = _plan.shape_of(query, cache, batch, 7, LayerMask(), lse=False, write=False)
+    cfg = PagedConfig(**vars(shape), kv_block=16, large=8, key_tile=16, row_tile=1, slots=3)
+    ranges = jax.jit(functools.partial(_plan.make, cfg))(batch).ranges
+    np.testing.assert_array_equal(ranges[0, :4, 0], [0, 1, 3, 5])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_ranges_of_the_plan_are_what_rows_see(seed: int) -> None:
+    """Rows before the first key and rows of no request included; what all rows of an item see, and what none does."""
+    rng = np.random.default_rng(seed)
+    lens, query_lens = rng.integers(0, 24, 5), rng.integers(0, 9, 5)
+    starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+    rows = max(int(starts[-1]), 1) + 2
+    first = rng.integers(0, np.maximum(np.repeat(lens, query_lens), 1))
+    last = np.minimum(first + rng.integers(0, 6, len(first)), np.repeat(lens, query_lens) - 1)
+    spans = np.full((rows, 2), -1, np.int32)
+    spans[: len(first)] = np.where((rng.random(len(first)) < 0.6)[:, None], np.stack([first, last], axis=1), -1)
+    window = [(None, None), (3, None), (3, 2), (None, 2)][seed % 4]
+    layer = LayerMask(bool(rng.random() < 0.5), window, [None, None, 5][seed % 3], bool(seed % 2))
+    prefix, flags = rng.integers(0, 20, 5).astype(np.int32), rng.random(5) < 0.5
+    seen = BatchMask(None, spans, prefix if seed % 5 else None, None if layer.causal else flags)
+    batch = _plan.Batch(
+        *map(jnp.asarray, (starts, lens.astype(np.int32), np.zeros((5, 2), np.int32))), jnp.zeros(rows, jnp.int32)
+    )
+    batch = batch._replace(mask=seen.map(jnp.asarray))
+    query, cache = jax.ShapeDtypeStruct((rows, 8, 128), jnp.bfloat16), jax.ShapeDtypeStruct((4, 2, 2, 16, 128), jnp.bfloat16)
+    shape = _plan.shape_of(query, cache, batch, 8, layer, lse=False, write=False)
+    cfg = PagedConfig(**vars(shape), kv_block=16, large=4, key_tile=16, row_tile=1, slots=3)
+    plan = jax.jit(functools.partial(_plan.make, cfg))(batch)
+    items = np.asarray(plan.items).reshape(-1, cfg.num_items)
+    assert len(items) == _plan.GAPS + 2 * (cfg.ranges - 1) and plan.ranges is not None
+    key, met = np.arange(24), 0
+    for i in range(int(plan.counts[0])):
+        r = int(items[_plan.TABLE, i]) // cfg.columns
+        offset = int(items[_plan.POSITION, i]) - (lens[r] - query_lens[r])
+        number = min(4, query_lens[r] - offset)
+        row, position = int(starts[r]) + offset + np.arange(number), int(items[_plan.POSITION, i]) + np.arange(number)
+        want = Visibility(layer, seen).allowed(position[:, None], key, r, row[:, None]) & (key < lens[r])
+        low, high = np.asarray(plan.ranges[i])[: 2 * cfg.ranges].reshape(-1, 2, 4).transpose(1, 2, 0)[:, :, :, None]
+        got = ((key >= low) & (key < high)).any(axis=1)
+        np.testing.assert_array_equal(got, np.pad(want, ((0, 4 - number), (0, 0))))
+        bound = items[:, i]
+        gaps = bound[_plan.GAPS :].reshape(-1, 2)
+        inside = (key >= bound[_plan.LOW]) & (key < bound[_plan.HIGH])
+        hidden = ~inside | ((key >= gaps[:, :1]) & (key < gaps[:, 1:])).any(axis=0)
+        assert not got[:, hidden].any()
+        assert want[:, (key >= bound[_plan.CLEAR]) & (key < bound[_plan.CLEAR_STOP])].all()
+        assert bound[_plan.MORE] == (((key >= low) & (key < high))[:, 1:].any())
+        met += number
+    assert met == query_lens.sum()
 
 
 def test_every_e4m3_code_is_widened() -> None:
