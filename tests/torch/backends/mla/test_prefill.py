@@ -107,3 +107,42 @@ def test_the_list_of_blackwell_and_its_reasons(standins: Callable[..., None]) ->
     narrow = make_mla_prefill_request(96, 48, torch.bfloat16, num_heads=16)
     told = str(select_mla_prefill(narrow, framework="torch", device=B200))
     assert "head_size=96 (supports 192)" in told and "v_head_dim=48 (supports 128)" in told
+
+
+@pytest.mark.parametrize(("name", "root"), [("FLASH_ATTN", "fa3"), ("FLASH_ATTN", "fa2"), ("FLASHINFER", "flashinfer_pkg")])
+def test_vendors_attend_a_context_in_the_layers_turns(
+    name: str, root: str, standins: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the rows of a turn's requests, merged to what a portable backend computes; layers share a vendor's plans."""
+    from attn.backends.metadata import CommonAttentionMetadata
+    from attn.torch import MLAAttention
+    from attn.torch.backends.mla import _mla
+    from attn.torch.backends.mla.prefill import flashinfer
+
+    standins(root)
+    monkeypatch.setattr(providers, "PROVIDERS", [p for p in providers.PROVIDERS if not p.install.startswith("torch")])
+    providers.chosen.cache_clear()
+    monkeypatch.setattr(_mla, "_WORKSPACE", 64 * H * (D + DV) * 2)
+    queries, context = [20, 1, 17, 30, 18], [100, 9, 30, 0, 20]
+    lens = [n + m for n, m in zip(queries, context, strict=True)]
+    tables = [list(range(10 * r, 10 * r + 10)) for r in range(5)]
+    batch = CommonAttentionMetadata.from_lens(queries, lens, tables, 16)
+    g = torch.Generator().manual_seed(0)
+    up = (torch.randn(96, H, 128 + DV, generator=g) / 96**0.5).bfloat16()
+    layer = MLAAttention(H, 96, 128, 64, DV, up, dtype=torch.bfloat16, block_size=16, backend="TORCH_MLA", return_lse=True)
+    given = [torch.randn(sum(queries), *shape, generator=g).bfloat16() for shape in ((H, D), (96,), (64,))]
+    cache = torch.randn(50, 16, 160, generator=g).bfloat16()
+    want, log = layer(*given, cache.clone(), layer.build(batch))
+    vendor = MLAPrefillBackendEnum[name].get_class()
+    rows, plans, attend, plan = [], [], vendor._attend, flashinfer.plan
+    monkeypatch.setattr(vendor, "_attend", lambda self, call: rows.append(len(call.q)) or attend(self, call))
+    monkeypatch.setattr(flashinfer, "plan", lambda *args, **rules: plans.append(1) or plan(*args, **rules))
+    layer.impl._prefill = vendor(H, D, DV, layer.impl.scale)
+    metadata = layer.build(batch)
+    for _ in range(2):  # layers
+        out, lse = layer(*given, cache.clone(), metadata)
+        torch.testing.assert_close(out, want, rtol=0.02, atol=0.02)
+        torch.testing.assert_close(lse, log, rtol=1e-3, atol=2e-3)
+    # new tokens; contexts of 64 + 36, 30 and 20 tokens in turns of 64
+    assert rows == 2 * [20 + 17 + 30 + 18, 20, 20, 17 + 18]
+    assert len(plans) == (4 if name == "FLASHINFER" else 0)
