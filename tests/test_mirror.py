@@ -33,6 +33,7 @@ ACROSS = {
     "torch/test_devices.py": "layers, batches and caches on devices",
     "torch/test_dtensor.py": "a layer under torch's DTensor",
     "torch/interpreted/test_conformance.py": "the conformance suite on interpreted kernels",
+    "torch/interpreted/test_under_jax.py": "the same under jax",
     "torch/test_interpreted.py": "processes that interpret Triton's kernels",
 }
 

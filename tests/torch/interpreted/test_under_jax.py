@@ -1,0 +1,116 @@
+"""The conformance suite on TRITON_ATTN_JAX, its kernels in Triton's interpreter; tests/torch/test_interpreted.py starts it.
+
+XLA's custom call is replaced by a callback of the host that gives the kernel tensors of torch. The rest is the backend's own:
+metadata, launches, what is aliased, jitted steps with a donated cache.
+"""
+
+import dataclasses
+import importlib
+import importlib.util
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("jax")
+import jax
+import jax.numpy as jnp
+
+from attn import reference
+from attn.jax.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
+from attn.testing import Case, cases_for, run_case
+from tests.levels import sampled
+
+pytestmark = [
+    pytest.mark.triton_interpreter,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning"),
+]
+INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+_BITS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
+
+
+class Interpreted(TritonAttentionBackend):
+    """The backend on the host, where it does not run."""
+
+    capabilities = dataclasses.replace(TritonAttentionBackend.capabilities, platforms=("cpu",), archs=())
+
+
+class InterpretedImpl(TritonAttentionImpl, backend=Interpreted):
+    pass
+
+
+def _tensor(value: Any, dtype: str) -> Any:
+    """A tensor of torch with a copy of an array's bits, read as `dtype`."""
+    import torch
+
+    value = np.array(value)
+    if value.dtype == np.bool_:
+        return torch.from_numpy(value)
+    return torch.from_numpy(value.view(_BITS[value.dtype.itemsize])).view(getattr(torch, dtype))
+
+
+def _launch(kernel: Any, arch: str, grid: Any, arguments: Any, writes: Any, **types: str) -> tuple[Any, ...]:
+    """`attn.jax.kernels.gpu.launch.launch`, interpreted."""
+    given = {name: arguments[name] for name in kernel.arg_names}
+    arrays = {name: value for name, value in given.items() if isinstance(value, jax.Array | np.ndarray)}
+    if not np.prod(grid):
+        return tuple(jnp.asarray(arrays[name]) for name in writes)
+
+    def run(*values: Any) -> tuple[Any, ...]:
+        kinds = {name: types.get(name, array.dtype.name) for name, array in arrays.items()}
+        tensors = {name: _tensor(value, kinds[name]) for name, value in zip(arrays, values, strict=True)}
+        kernel[grid](**{**given, **tensors})
+        return tuple(_array(tensors[name], arrays[name].dtype) for name in writes)
+
+    results = [jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in writes]
+    return tuple(jax.pure_callback(run, results, *arrays.values()))
+
+
+def _array(tensor: Any, dtype: Any) -> Any:
+    import torch
+
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize]
+    return tensor.view(bits).numpy().view(dtype)
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attn.torch.interpreter import correct_bfloat16
+
+    correct_bfloat16()
+    kernels = importlib.import_module("attn.jax.kernels.gpu.paged_attention")
+    monkeypatch.setattr(kernels, "launch", _launch)
+    monkeypatch.setattr(kernels, "target", lambda: ("interpreter", 8))
+
+
+def _cases() -> list[Any]:
+    cases = cases_for(Interpreted) if INTERPRETS else []
+    return sampled([pytest.param(case, id=str(case)) for case in cases], 8, "TRITON_ATTN_JAX")
+
+
+@pytest.mark.parametrize("case", _cases())
+def test_conformance(case: Case, interpreted: None) -> None:
+    violations = run_case(Interpreted, case)
+    assert not violations, "\n".join(map(str, violations))
+
+
+def test_requests_of_equal_length_stay_whole_and_others_are_cut(interpreted: None) -> None:
+    """By one of two launches of one program, which the lengths choose."""
+    from attn.jax.kernels.gpu.paged_attention import Extents, Keys, paged_attention
+    from attn.kernels.paged_launch import Layer
+
+    requests, page, columns = 8, 16, 13
+    rng, layer = np.random.default_rng(0), Layer(32**-0.5, 0.0, None, 0, 0, None, False, 0, None)
+    query = rng.standard_normal((requests, 2, 32), np.float32)
+    cache = rng.standard_normal((2, requests * columns, page, 2, 32), np.float32)
+    table = np.arange(requests * columns, dtype=np.int32).reshape(requests, columns)
+    starts = np.arange(requests + 1, dtype=np.int32)
+    for lens in ([70] * requests, [200, *rng.integers(1, 60, requests - 1)]):
+        seq_lens = np.asarray(lens, np.int32)
+        batch = {"query_start_loc": starts, "seq_lens": seq_lens, "block_table": table}
+        want, want_lse = reference.paged_attention(query, *cache, **batch)
+        keys = Keys(jnp.asarray(cache), seq_lens, table)
+        out, lse = paged_attention(jnp.asarray(query), starts, keys, layer, Extents(1, 208))
+        np.testing.assert_allclose(out, want, atol=2e-5)
+        np.testing.assert_allclose(lse, want_lse, atol=2e-5)
