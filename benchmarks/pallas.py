@@ -2,6 +2,7 @@
 
     python -m benchmarks.pallas --compilers .venv/compilers --peers FOLDER      measure missing rows, write the table
     python -m benchmarks.pallas --table                                         write the table only
+    python -m benchmarks.pallas --compilers .venv/compilers --random N --seed S print rows drawn at random, which are not stored
 
 FOLDER contains tpu-inference 0.32, unpacked (`pip download --no-deps tpu-inference==0.32.0`, then unzip); without it its
 rows are omitted. Each row is compiled in a separate process, with the batch's scalars as constants, and stored in the JSON
@@ -32,12 +33,14 @@ import tokenize
 import types
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from attn.tools.bench import parse
-from attn.visibility import LayerMask
+from attn.tools.bench.sample import Sizes, sample
+from attn.visibility import PLAIN, BatchMask, LayerMask
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/pallas.json"
@@ -53,6 +56,7 @@ class Row(NamedTuple):
     batch: in the grammar of `attn bench`.
     heads: query heads, kv heads, head size.
     peers: names of the peers' kernels in this module.
+    images: (size, every): that many of every so many new tokens are an image's, which see each other.
     goals: microseconds by (chip, page).
     parts: rows that launch some of the requests or heads separately, and how many of each make up the whole; their sum replaces
         the whole if that cannot be simulated.
@@ -67,14 +71,23 @@ class Row(NamedTuple):
     stored: str = "bfloat16"
     window: int | None = None
     chunk_size: int | None = None
+    images: tuple[int, int] | None = None
     sinks: bool = False
     goals: dict[tuple[str, int], float] = {}
     parts: tuple[tuple[str, int], ...] = ()
+    chips: tuple[str, ...] = CHIPS
 
     @property
     def mask(self) -> LayerMask:
         """What the rows of every request see."""
         return LayerMask(window=(self.window and self.window - 1, None), chunk_size=self.chunk_size)
+
+    @property
+    def seen(self) -> BatchMask:
+        """What the batch lets its rows see besides."""
+        from attn.tools.aot.tpu import images
+
+        return BatchMask(spans=images(*self.lens, *self.images)) if self.images else PLAIN
 
     @property
     def lens(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -147,7 +160,54 @@ ROWS = (
         (128,),
         goals={("v6e", 128): 250},
     ),
+    Row(
+        "MLA decode 64 x 4k, 128 heads, e4m3",
+        "latent",
+        "64q1s4k",
+        (128, 1, 576),
+        ("mla_v1", "mla_v2"),
+        (128,),
+        stored="float8_e4m3fn",
+        chips=("v6e",),
+    ),
+    Row("prefill 4k, 8/2 heads", "paged", "q4k", (8, 2, 128), (), (128,), chips=("v6e",)),
+    Row(
+        "prefill 4k, images of 256 in 1,024, 8/2 heads",
+        "paged",
+        "q4k",
+        (8, 2, 128),
+        (),
+        (128,),
+        images=(256, 1024),
+        chips=("v6e",),
+    ),
+    Row(
+        "prefill 4k, images of 256 in 1,000, 8/2 heads",
+        "paged",
+        "q4k",
+        (8, 2, 128),
+        (),
+        (128,),
+        images=(256, 1000),
+        chips=("v6e",),
+    ),
+    Row("prefill 4k at 14k, window 4,096, 8/2 heads", "paged", "q4ks14k", (8, 2, 128), (), (128,), window=4096, chips=("v6e",)),
+    Row(
+        "prefill 4k at 14k, chunks of 4,096, 8/2 heads",
+        "paged",
+        "q4ks14k",
+        (8, 2, 128),
+        (),
+        (128,),
+        chunk_size=4096,
+        chips=("v6e",),
+    ),
+    Row("decode 64 x 16k, window 4,096", "paged", "64q1s16k", (32, 8, 128), (), (128,), window=4096, chips=("v6e",)),
+    Row("decode 64 x 16k, chunks of 4,096", "paged", "64q1s16k", (32, 8, 128), (), (128,), chunk_size=4096, chips=("v6e",)),
 )
+#: The bounds of rows drawn at random: what the simulator follows within minutes.
+DRAWN = Sizes(64, 8192, 512, 2048, 4096, ("32/8", "16/2", "8/1"), (64, 128, 256), "bfloat16", block_sizes=(16, 64, 128))
+DRAWN_LATENT = replace(DRAWN, heads=("128", "64", "32", "16"), head_sizes=(576,))
 #: Peers' figures from an earlier script with the same method, in microseconds, used until this script has measured a row.
 #: None: the kernel does not compile with its default block sizes (VMEM).
 TPU_MD: dict[tuple[str, str, int, str], float | None] = {
@@ -212,12 +272,12 @@ def ours(row: Row, chip: str, page: int) -> Any:
     query_lens, seq_lens = batch = row.lens
     heads, kv_heads, size = row.heads
     if row.kind == "latent":
-        return aot.latent(chip, aot.Latent(*batch, heads, page, MAX_LEN // page))
+        return aot.latent(chip, aot.Latent(*batch, heads, page, MAX_LEN // page, stored=row.stored))
     if row.kind.startswith("dense"):
         lengths = (query_lens[0], seq_lens[0])
         shape = aot.Dense(lengths, (heads, kv_heads), (size, size), backward=row.kind == "dense_backward")
         return aot.dense(chip, shape)
-    more = {"stored": row.stored, "mask": row.mask, "sinks": row.sinks}
+    more = {"stored": row.stored, "mask": row.mask, "seen": row.seen, "sinks": row.sinks}
     return aot.ragged(chip, aot.Ragged(*batch, (heads, kv_heads), size, page, MAX_LEN // page, **more))
 
 
@@ -285,22 +345,24 @@ def peer(row: Row, chip: str, page: int, kernel: str, wheel: str) -> Any:
         arrays = [shape(tokens, heads, size), shape(pages, page, 2 * kv_heads, size)]
         known = [seq_lens, table, starts, [requests]]
         return program(lambda *a: function(*a, sm_scale=scale, **window, **more), arrays, known)
+    scales = {"k_scale": 1.0, "v_scale": 1.0} if stored.itemsize == 1 else {}
+    new_latent = [shape(tokens, 512, dtype=stored), shape(tokens, 64, dtype=stored)]
     if kernel == "mla_v1":
-        more = {"num_kv_pages_per_block": max(1, 1024 // page), "num_queries_per_block": 4}
+        more = {"num_kv_pages_per_block": max(1, 1024 // page), "num_queries_per_block": 4, **scales}
         limit = (100 if chip != "v7x" else 60) << 20
-        cache = module.get_kv_cache_shape(pages, page, 640, bf16)
-        arrays = [shape(tokens, heads, 512), shape(tokens, heads, 64), shape(tokens, 512), shape(tokens, 64), shape(*cache)]
+        cache = module.get_kv_cache_shape(pages, page, 640, stored)
+        arrays = [shape(tokens, heads, 512), shape(tokens, heads, 64), *new_latent, shape(*cache, dtype=stored)]
         known = [seq_lens, table.ravel(), starts, kinds]
         return program(lambda *a: function(*a, sm_scale=0.1, vmem_limit_bytes=limit, **more), arrays, known)
     if kernel == "mla_v2":
         # as in its layer: heads first, 32 tokens per packed row, and get_tuned_params of shapes that are in no table
         more = {"num_kv_pages_per_block": (3, 1, 1), "num_queries_per_block": (1, 16, 16), "decode_batch_size": 4}
+        more |= scales
         module.xpose_pipeline = _refused  # jnp.transpose instead: layout changes are outside the launch, as for all kernels
-        cache = module.get_kv_cache_shape(pages, page, 640, bf16, 32)
-        arrays = [shape(heads, tokens, 512), shape(tokens, heads, 64), shape(tokens, 512), shape(tokens, 64), shape(*cache)]
+        cache = module.get_kv_cache_shape(pages, page, 640, stored, 32)
+        arrays = [shape(heads, tokens, 512), shape(tokens, heads, 64), *new_latent, shape(*cache, dtype=stored)]
         known = [seq_lens, table.ravel(), starts, kinds]
         return program(lambda *a: function(*a, sm_scale=0.1, vmem_limit_bytes=60 << 20, **more), arrays, known)
-    more = {"k_scale": 1.0, "v_scale": 1.0} if stored.itemsize == 1 else {}
     new = shape(tokens, kv_heads, size, dtype=stored)
     cache = shape(*module.get_kv_cache_shape(pages, page, kv_heads, size, stored), dtype=stored)
     arrays = [shape(tokens, heads, size), new, new, cache, *([shape(heads, dtype=jnp.float32)] if kernel == RPA64 else [])]
@@ -308,7 +370,7 @@ def peer(row: Row, chip: str, page: int, kernel: str, wheel: str) -> Any:
 
     def call(query: Any, key: Any, value: Any, cache: Any, *rest: Any) -> Any:
         sinks, rest = (rest[:1], rest[1:]) if kernel == RPA64 else ((), rest)
-        return function(query, key, value, cache, *rest, *sinks, sm_scale=scale, vmem_limit_bytes=vmem, **window, **more)
+        return function(query, key, value, cache, *rest, *sinks, sm_scale=scale, vmem_limit_bytes=vmem, **window, **scales)
 
     return program(call, arrays, known)
 
@@ -397,20 +459,39 @@ def _without_vllm(wheel: str, device: str) -> None:
 # --- all rows -------------------------------------------------------------------------------------------------------
 
 
-def wanted(peers: bool) -> Iterator[tuple[Row, str, int, str]]:
+#: A row, a chip, a page, a kernel.
+Job = tuple[Row, str, int, str]
+
+
+def wanted(peers: bool) -> Iterator[Job]:
     """Yield everything to measure, the most important first: page 128 on every chip, then the other pages."""
     for rank in range(len(PAGES)):
         for row in ROWS:
             if rank < len(row.pages):
-                for chip in CHIPS:
+                for chip in row.chips:
                     yield row, chip, row.pages[rank], OURS
     if peers:
         for rank in range(len(PAGES)):
             for row in ROWS:
                 if rank < len(row.pages):
-                    for chip in CHIPS:
+                    for chip in row.chips:
                         for kernel in row.peers:
                             yield row, chip, row.pages[rank], kernel
+
+
+def drawn(count: int, seed: int, with_peers: bool) -> Iterator[Job]:
+    """Yield `count` rows drawn at random, on every chip: a third latent, half of each kind over e4m3."""
+    latent, paged = sample(count, seed, DRAWN_LATENT, mla=True), sample(count, seed, DRAWN)
+    for number in range(count):
+        is_latent, stored = number % 3 == 2, ("bfloat16", "float8_e4m3fn")[number % 2]
+        case = (latent if is_latent else paged)[number]
+        peers = ("mla_v1", "mla_v2") if is_latent else (RPA64,) if case.head_size == 64 else (RPA,)
+        heads = case.num_heads, case.num_kv_heads, case.head_size
+        kind, sinks = "latent" if is_latent else "paged", case.head_size == 64
+        row = Row(f"{case}, {stored}", kind, case.batch, heads, peers, (case.block_size,), stored, sinks=sinks)
+        for chip in CHIPS:
+            for kernel in (OURS, *(peers if with_peers else ())):
+                yield row, chip, case.block_size, kernel
 
 
 def key_of(row: Row, chip: str, page: int, kernel: str) -> str:
@@ -451,7 +532,7 @@ def run_one(row: Row, chip: str, page: int, kernel: str, args: argparse.Namespac
     with tempfile.TemporaryDirectory() as dump:
         path = os.pathsep.join(x for x in (args.compilers, str(ROOT), os.environ.get("PYTHONPATH", "")) if x)
         env = {**os.environ, **_libtpu.environment(chip, dump, estimate=True), "PYTHONPATH": path}
-        spec = json.dumps([row.name, chip, page, kernel, dump, args.peers, args.memory])
+        spec = repr((row._asdict(), chip, page, kernel, dump, args.peers, args.memory))
         begin = time.monotonic()
         try:
             done = subprocess.run(
@@ -467,12 +548,25 @@ def run_one(row: Row, chip: str, page: int, kernel: str, args: argparse.Namespac
     return {**made, "seconds": round(time.monotonic() - begin, 1)}
 
 
+def measured(jobs: Sequence[Job], args: argparse.Namespace) -> Iterator[tuple[Job, dict[str, Any]]]:
+    """Yield each job with its outcome as it completes, except those that would start after the budget."""
+    begin = time.monotonic()
+
+    def run(job: Job) -> dict[str, Any] | None:
+        return None if time.monotonic() - begin > args.budget else run_one(*job, args)
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        running = {pool.submit(run, job): job for job in jobs}
+        for future in as_completed(running):
+            if (made := future.result()) is not None:
+                yield running[future], made
+
+
 def work(spec: str) -> None:
-    name, chip, page, kernel, dump, peers, memory = json.loads(spec)
+    fields, chip, page, kernel, dump, peers, memory = ast.literal_eval(spec)
     resource.setrlimit(resource.RLIMIT_DATA, (int(memory * 2**30),) * 2)
-    (row,) = [row for row in ROWS if row.name == name]
     try:
-        made = measure(row, chip, page, kernel, dump, peers)
+        made = measure(Row(**fields), chip, page, kernel, dump, peers)
     except Exception as error:  # the table shows the compiler's errors
         made = {"error": f"{type(error).__name__}: {error}"}
     print("RESULT " + json.dumps(made), flush=True)
@@ -487,7 +581,7 @@ def floors(row: Row, chip: str, page: int) -> dict[str, float]:
     found = program.floors(chip)
     batch = row.lens
     if max(batch[0]) > 1:
-        flops, _ = aot.cost(*batch, num_heads=row.heads[0], head_size=1, mask=row.mask)
+        flops, _ = aot.cost(*batch, num_heads=row.heads[0], head_size=1, mask=row.mask, seen=row.seen)
         bundles = flops / 4 / 1024  # registers of scores
         cycle = 1e-3 / _libtpu.CHIPS[chip].ghz
         found |= {"eup_us": bundles * cycle, "valu_us": bundles * 3 / 4 * cycle, "xlu_us": bundles * 2 / 2 * cycle}
@@ -502,7 +596,7 @@ def table(rows: dict[str, Any]) -> str:
     )  # fmt: skip
     lines = [" | ".join(("", *head, "")).strip(), "|" + "---|" * len(head)]
     for row in ROWS:
-        for chip in CHIPS:
+        for chip in row.chips:
             for page in sorted(row.pages):
                 own = rows.get(key_of(row, chip, page, OURS))
                 if own is None:
@@ -510,13 +604,13 @@ def table(rows: dict[str, Any]) -> str:
                 peers, best = [], math.inf
                 limit = floors(row, chip, page)
                 for kernel in row.peers:
-                    text, us = _peer_cell(rows, row, chip, page, kernel)
+                    text, us = _peer_cell(rows, row, chip, page, kernel, limit)
                     peers += [text] if text else []
                     best = min(best, us)
                 us = own.get("us")
-                shown = f"{us:.0f}{'' if own['copies'] else ' (a)'}" if us else f"none: {own['error'][:60]}"
+                shown = f"{bounded(us, limit)}{'' if own['copies'] else ' (a)'}" if us else f"none: {own['error'][:60]}"
                 if us is None and (us := _by_parts(rows, row, chip, page)):
-                    shown = f"{us:.0f} (a, c)"
+                    shown = f"{bounded(us, limit)} (a, c)"
                 goal = row.goals.get((chip, page))
                 cells = [
                     f"{limit[name]:.0f}" if name in limit else ""
@@ -524,8 +618,7 @@ def table(rows: dict[str, Any]) -> str:
                 ]
                 outcome = f"{goal:g} {'met' if us and us <= goal else 'missed'}" if goal else ""
                 shown += "" if own["source"] == source(row.kind) else " (d)"
-                # a peer's figure includes copies; if ours does not, both are at least the time of the bytes
-                least = 0 if own.get("copies") else limit["hbm_us"]
+                least = limit["hbm_us"]
                 ratio = f"{max(best, least) / max(us, least):.2f}" if us and best < math.inf else ""
                 lines.append(
                     f"| {row.name} | {chip} | {page or '–'} | {outcome} | {shown} | {own.get('spills', '')} | "
@@ -534,13 +627,19 @@ def table(rows: dict[str, Any]) -> str:
     low, high = _parts_per_whole(rows)
     lines += [
         "",
-        "us by libtpu's static estimate, without a TPU; HBM to XLU are floors. (a) compute time without copies, which the v7x",
-        "simulator does not support; for the comparison both times are at least that of HBM. (b) by an earlier script. (c) the",
+        "us by libtpu's static estimate, without a TPU; HBM to XLU are floors. The simulator does not saturate HBM: where its",
+        "time is less than that of the bytes, the floor is printed, with the simulated time after `sim`; goals are for the",
+        "latter. (a) compute time without copies, which the v7x simulator does not support. (b) by an earlier script. (c) the",
         "sum of separate launches of its decodes and its chunk, or of shards of its heads (rows of this table), because the",
         f"simulator does not finish the whole; where both are known the sum is {low:.2f} to {high:.2f} times the whole.",
         "(d) of the kernel before its last change.",
     ]
     return "\n".join(lines)
+
+
+def bounded(us: float, limit: dict[str, float]) -> str:
+    """Return an estimate as text, or the floor of HBM with the simulated time, if that is less."""
+    return f"{us:.0f}" if us >= limit["hbm_us"] else f"{limit['hbm_us']:.0f} (sim {us:.0f})"
 
 
 def _by_parts(rows: dict[str, Any], row: Row, chip: str, page: int) -> float | None:
@@ -564,13 +663,13 @@ def _parts_per_whole(rows: dict[str, Any]) -> tuple[float, float]:
     return min(found, default=math.nan), max(found, default=math.nan)
 
 
-def _peer_cell(rows: dict[str, Any], row: Row, chip: str, page: int, kernel: str) -> tuple[str, float]:
+def _peer_cell(rows: dict[str, Any], row: Row, chip: str, page: int, kernel: str, limit: dict[str, float]) -> tuple[str, float]:
     made = rows.get(key_of(row, chip, page, kernel))
     if made and "us" in made:
-        return f"{kernel} {made['us']:.0f} ({made['spills']})", made["us"]
+        return f"{kernel} {bounded(made['us'], limit)} ({made['spills']})", made["us"]
     known = TPU_MD.get((row.name, chip, page, kernel), 0)
     if known:
-        return f"{kernel} {known:.0f} (b)", known
+        return f"{kernel} {bounded(known, limit)} (b)", known
     if made or known is None:
         error = made["error"] if made else "VMEM overflow at its default block sizes (b)"
         return f"{kernel}: {error[:60]}", math.inf
@@ -590,11 +689,16 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=20, help="memory limit in GiB (%(default)g; v7x's prompts take 32)")
     parser.add_argument("--again", action="store_true", help="measure rows that are in the JSON too")
     parser.add_argument("--table", action="store_true", help="write and print the table only")
+    parser.add_argument("--random", type=int, metavar="N", help="print N rows drawn at random, with the peers if there are any")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of --random (%(default)s)")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         return work(args.worker)
-    keys = [key_of(*job) for job in wanted(True)]
+    if args.random is not None and args.random < 1:
+        parser.error(f"--random {args.random}: at least 1")
+    everything = wanted if args.random is None else functools.partial(drawn, args.random, args.seed)
+    keys = [key_of(*job) for job in everything(True)]
     if args.jobs < 1:
         parser.error(f"--jobs {args.jobs}: at least 1")
     if not any(all(text in key for text in args.only) for key in keys):
@@ -604,36 +708,33 @@ def main() -> None:
             f"--peers {args.peers}: contains no tpu_inference; unzip the file of `pip download --no-deps tpu-inference==0.32.0`"
         )
     stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": {}}
-    rows, begin = stored["rows"], time.monotonic()
+    rows = stored["rows"]
     missing = []
-    for job in wanted(bool(args.peers)):
+    for job in everything(bool(args.peers)):
         key, digest = key_of(*job), source(job[0].kind)
-        known = rows.get(key)
+        known = None if args.random else rows.get(key)
         stale = known is None or args.again or (job[3] == OURS and known.get("source") != digest)
         if stale and not args.table and all(text in key for text in args.only):
             missing.append(job)
     if missing and not Path(args.compilers, "libtpu").is_dir():
         parser.error(f"--compilers {args.compilers}: contains no libtpu; `make compilers` installs it in .venv/compilers")
-
-    def run(job: tuple[Row, str, int, str]) -> dict[str, Any] | None:
-        return None if time.monotonic() - begin > args.budget else run_one(*job, args)
-
-    with ThreadPoolExecutor(args.jobs) as pool:
-        running = {pool.submit(run, job): job for job in missing}
-        for future in as_completed(running):
-            job, made = running[future], future.result()
-            if made is None:
-                continue
-            key = key_of(*job)
-            made |= {"date": date.today().isoformat(), "jax": _version()}
-            made |= {"source": source(job[0].kind)} if job[3] == OURS else {}
-            print(f"{key}: {made.get('us', made.get('error'))} ({made.get('seconds')} s)", file=sys.stderr, flush=True)
-            # another run may have written meanwhile
-            stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": {}}
-            rows = stored["rows"]
-            rows[key] = made
-            about = {"libtpu": "0.0.51", "tpu-inference": "0.32.0", "method": "libtpu's static estimate, no TPU"}
-            RESULTS.write_text(json.dumps({**about, "rows": dict(sorted(rows.items()))}, indent=1) + "\n")
+    for job, made in measured(missing, args):
+        key = key_of(*job)
+        if args.random:
+            shown = bounded(made["us"], floors(*job[:3])) if "us" in made else made["error"]
+            print(f"{key}: {shown} us ({made['seconds']} s)", flush=True)
+            continue
+        made |= {"date": date.today().isoformat(), "jax": _version()}
+        made |= {"source": source(job[0].kind)} if job[3] == OURS else {}
+        print(f"{key}: {made.get('us', made.get('error'))} ({made.get('seconds')} s)", file=sys.stderr, flush=True)
+        # another run may have written meanwhile
+        stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": {}}
+        rows = stored["rows"]
+        rows[key] = made
+        about = {"libtpu": "0.0.51", "tpu-inference": "0.32.0", "method": "libtpu's static estimate, no TPU"}
+        RESULTS.write_text(json.dumps({**about, "rows": dict(sorted(rows.items()))}, indent=1) + "\n")
+    if args.random:
+        return
     TABLE.write_text(table(rows) + "\n")
     print(TABLE.read_text(), end="")
 

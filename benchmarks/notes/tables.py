@@ -73,7 +73,7 @@ def _estimates(kinds: Sequence[str]) -> str:
     lines = []
     for row in (row for row in pallas.ROWS if row.kind in kinds and (128 in row.pages or row.pages == (0,))):
         page = 128 if 128 in row.pages else 0
-        cells = [_estimate(rows, row, chip, page) for chip in CHIPS]
+        cells = [_estimate(rows, row, chip, page) if chip in row.chips else "" for chip in CHIPS]
         lines.append([row.name, *cells])
     return markdown(["launch", *(f"{chip}: ours / best peer, us" for chip in CHIPS)], lines)
 
@@ -83,10 +83,16 @@ def _estimate(rows: dict[str, Any], row: pallas.Row, chip: str, page: int) -> st
     found, marks = own.get("us"), "" if own.get("copies", True) else " (a)"
     if found is None and (found := pallas._by_parts(rows, row, chip, page)):
         marks = " (a, c)"
-    shown = "none" if found is None else f"**{us(found)}**{marks}"
-    peers = [(pallas._peer_cell(rows, row, chip, page, peer)[1], peer) for peer in row.peers]
+    limit = pallas.floors(row, chip, page)
+    shown = "none" if found is None else f"**{_bounded(found, limit)}**{marks}"
+    peers = [(pallas._peer_cell(rows, row, chip, page, peer, limit)[1], peer) for peer in row.peers]
     best, name = min(peers, default=(math.inf, ""))
-    return shown if best == math.inf else f"{shown} / {us(best)} ({name})"
+    return shown if best == math.inf else f"{shown} / {_bounded(best, limit)} ({name})"
+
+
+def _bounded(found: float, limit: dict[str, float]) -> str:
+    """Return an estimate, or the floor of HBM if the simulated time is less."""
+    return us(found) if found >= limit["hbm_us"] else f"{us(limit['hbm_us'])} HBM"
 
 
 def tpu_paged() -> str:

@@ -1,7 +1,9 @@
 """benchmarks/results/pallas.json is complete and reaches the goals, and pallas.md is its table."""
 
 import json
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ import pytest
 
 pytest.importorskip("jax")
 
+from attn.errors import BackendLoadError
+from attn.tools.aot.command import compiler_path
 from benchmarks import pallas
 
 
@@ -37,6 +41,7 @@ MISTAKES = {
     "--peers /nowhere": "contains no tpu_inference; unzip the file of",
     "--again --compilers /nowhere": "contains no libtpu; `make compilers` installs it",
     "--jobs 0": "--jobs 0: at least 1",
+    "--random 0": "--random 0: at least 1",
 }
 
 
@@ -52,6 +57,40 @@ def test_mistakes_measure_and_write_nothing(
     assert ended.value.code == 2
     assert MISTAKES[given] in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_rows_drawn_at_random_are_those_of_their_seed() -> None:
+    rows = [list(pallas.drawn(6, seed, True)) for seed in (3, 3, 4)]
+    assert rows[0] == rows[1] != rows[2]
+    drawn = [job[0] for job in rows[0] if job[1] == "v6e" and job[3] == pallas.OURS]
+    assert {(row.kind, row.stored) for row in drawn} == {
+        (kind, stored) for kind in ("paged", "latent") for stored in ("bfloat16", "float8_e4m3fn")
+    }
+
+
+def test_a_row_drawn_at_random_is_estimated_and_not_stored(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    try:
+        compilers = compiler_path("tpu-v6e") or next(path for path in sys.path if Path(path, "libtpu").is_dir())
+    except BackendLoadError as error:
+        pytest.skip(str(error))
+    monkeypatch.setattr(pallas, "RESULTS", tmp_path / "pallas.json")
+    monkeypatch.setattr(pallas, "TABLE", tmp_path / "pallas.md")
+    monkeypatch.setattr(pallas, "DRAWN", replace(pallas.DRAWN, requests=2, length=256, chunk=32, new_tokens=64))
+    command = ["pallas", "--random", "1", "--seed", "2", "--only", "v6e", "--compilers", compilers]
+    monkeypatch.setattr(sys, "argv", command)
+    pallas.main()
+    (line,) = capsys.readouterr().out.splitlines()
+    (row,) = (job[0] for job in pallas.drawn(1, 2, False) if job[1] == "v6e")
+    found = re.fullmatch(re.escape(row.name) + r" \| v6e \| \d+ \| attn: (\d+)( \(sim \d+\))? us \(.* s\)", line)
+    assert found and int(found[1]) >= pallas.floors(row, "v6e", row.pages[0])["hbm_us"] - 0.5, line
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("us", "text"), [(99.4, "100 (sim 99)"), (100.0, "100"), (250.6, "251")])
+def test_no_figure_is_below_the_floor_of_hbm(us: float, text: str) -> None:
+    assert pallas.bounded(us, {"hbm_us": 100.0}) == text
 
 
 def test_parts_stand_for_a_whole() -> None:
