@@ -30,7 +30,7 @@ class TritonAttentionBackend(PagedAttentionBackend):
         head_sizes=(MultipleOf(8, 32, 256),),
         kv_cache_dtypes=("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"),
         attn_types=ATTN_TYPES,
-        features=FEATURES | {Feature.SPANS, Feature.MIXED_CAUSAL, Feature.CHUNK_SIZE, Feature.BATCH_INVARIANT},
+        features=FEATURES | {Feature.BATCH_INVARIANT},
         packages=("triton",),
         install="triton",
         archs=(("gpu", ("sm_80+",)),),
