@@ -9,10 +9,11 @@ exponentials in between. The two consumers drift apart until one's exponentials 
 FlashAttention-3, 2024). Tiles are processed from the last key to the first, so that the tiles that need a mask come first and
 last.
 
-Grid: any number of programs, each of which takes one unit of work after another from a counter, in the order request, longest
-rows first, kv head: requests of any lengths end together, and with fewer programs than multiprocessors some are left for a
-decode that runs concurrently (`paged_attention`). The producer takes a unit ahead: its queries are copied, and consumers look
-it up, while the one before is computed. No length is fetched from the device.
+Grid: any number of programs, each of which takes one unit of work after another from a counter, in the order request, kv head,
+longest rows first, so that programs that run at the same time share the keys of few heads in the second-level cache. If rows
+see different numbers of keys, the shorter ones of all heads come last, so that programs end together. With fewer programs than
+multiprocessors some are left for a decode that runs concurrently (`paged_attention`). The producer takes a unit ahead: its
+queries are copied, and consumers look it up, while the one before is computed. No length is fetched from the device.
 
 Pages after a request's last are not read (the engine fills in zeros). Values in slots after its length, or before the first
 key that a row of the tile sees, are not used: the producer overwrites them. If a value that some row sees is NaN or
@@ -71,18 +72,29 @@ def _ends_of(query_start_loc, min_query, num_reqs, BLOCK_Q: gl.constexpr, LAYOUT
 
 
 @gluon.jit
-def _find(ends, unit, units, query_start_loc, seq_lens, K: gl.constexpr, PAGED: gl.constexpr, RAGGED: gl.constexpr):  # type: ignore[no-untyped-def]
-    """A unit's request, its tile counted from the request's last, and what is loaded of it: first token, the next request's
-    first token, first key if keys have no pages, keys. A unit beyond the last one is looked up as the last."""
-    tile = gl.minimum(unit, units - 1) // K
-    before = ends <= tile
+def _find(  # type: ignore[no-untyped-def]
+    ends, unit, units, query_start_loc, seq_lens, K: gl.constexpr, BLOCK_Q: gl.constexpr, PAGED: gl.constexpr,
+    RAGGED: gl.constexpr, HAS_RIGHT: gl.constexpr,
+):  # fmt: skip
+    """A unit's request, its kv head, its tile counted from the request's last, and what is loaded of the request: first token,
+    the next request's first token, first key if keys have no pages, keys. A later unit is looked up as the last."""
+    unit = gl.minimum(unit, units - 1)
+    before = ends <= unit // K
     r = gl.sum(before.to(gl.int32), 0)
     begin = gl.load(query_start_loc + r)
     end = gl.load(query_start_loc + r + 1)
     # an array that is not there is not read
     at = gl.load(seq_lens + r) if PAGED or RAGGED else begin
     seq_len = at if PAGED else (gl.load(seq_lens + r + 1) - at if RAGGED else end - begin)
-    return r, tile - gl.max(gl.where(before, ends, 0), 0), begin, end, at, seq_len
+    of_request = unit - gl.max(gl.where(before, ends, 0), 0) * K
+    tiles = gl.maximum((end - begin + BLOCK_Q - 1) // BLOCK_Q, 1)
+    # two units for each program, of the shorter half of rows, are left for the end
+    last_ones = gl.minimum((2 * gl.num_programs(0) + K - 1) // K, tiles // 2) if HAS_RIGHT else 0
+    together = tiles - last_ones
+    rest = of_request - together * K
+    kv_head = gl.where(rest < 0, of_request // together, rest % K)
+    from_last = gl.where(rest < 0, of_request % together, together + rest // K)
+    return r, kv_head, from_last, begin, end, at, seq_len
 
 
 @gluon.jit
@@ -108,7 +120,7 @@ def _produce(  # type: ignore[no-untyped-def]
     v_empty, v_raw, counters, query_start_loc, seq_lens, block_table, left, right, min_query, num_reqs, num_pages, table_r,
     K: gl.constexpr, G: gl.constexpr, BLOCK_D: gl.constexpr, PIECES: gl.constexpr, BLOCK_V: gl.constexpr, P: gl.constexpr,
     BOX: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-    PAGED: gl.constexpr, RAGGED: gl.constexpr, R: gl.constexpr,
+    PAGED: gl.constexpr, RAGGED: gl.constexpr, HAS_RIGHT: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
     """Producer of one warp: copy tiles of keys and values into the ring, in the order in which the consumers use them, and
     the next unit's queries while they still compute this one's (Q_STAGES = 2)."""
@@ -137,11 +149,10 @@ def _produce(  # type: ignore[no-untyped-def]
         units_ring.index(slot).store(gl.full([1], following, gl.int32, UNIT))
         barrier()
         mbarrier.arrive(u_full.index(slot), count=1)
-        r, from_last, begin, end, k_begin, seq_len = _find(
-            ends, unit, units, query_start_loc, seq_lens, K, PAGED, RAGGED
+        r, kv_head, from_last, begin, end, k_begin, seq_len = _find(
+            ends, unit, units, query_start_loc, seq_lens, K, BLOCK_Q, PAGED, RAGGED, HAS_RIGHT
         )  # fmt: skip
         q_len, first, last, seen, low, high = _tile_of(from_last, begin, end, seq_len, left, right, BLOCK_Q, BLOCK_N)
-        kv_head = unit % K
         if Q_STAGES == 2:
             q_boxes = reinterpret(q_ring, dtype, [4 * PIECES, 1, BLOCK_Q // 2, G, COLUMNS], q_desc.layout)
             mbarrier.wait(q_empty.index(slot), wave // 2 & 1 ^ 1)
@@ -306,8 +317,8 @@ def _consume(  # type: ignore[no-untyped-def]
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, PIECES: gl.constexpr,
     BLOCK_V: gl.constexpr, P: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, Q_STAGES: gl.constexpr, PAGED: gl.constexpr, RAGGED: gl.constexpr, NEGATE: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, R: gl.constexpr,
-    WHICH: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr,
+    HAS_LSE: gl.constexpr, R: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Consumer of four warps: 64 rows of each of the program's tiles."""
     K: gl.constexpr = H // G
@@ -332,17 +343,18 @@ def _consume(  # type: ignore[no-untyped-def]
     UNIT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     unit = gl.program_id(0)
     wave = 0
-    r, from_last, begin, end, k_begin, seq_len = _find(ends, unit, units, query_start_loc, seq_lens, K, PAGED, RAGGED)
+    r, kv_head, from_last, begin, end, k_begin, seq_len = _find(
+        ends, unit, units, query_start_loc, seq_lens, K, BLOCK_Q, PAGED, RAGGED, HAS_RIGHT
+    )  # fmt: skip
     while unit < units:
         q_len, first, last, seen, low, high = _tile_of(from_last, begin, end, seq_len, left, right, BLOCK_Q, BLOCK_N)
-        kv_head = unit % K
         turn = wave % 2
         mbarrier.wait(u_full.index(turn), wave // 2 & 1)
         unit = gl.sum(units_ring.index(turn).load(UNIT), 0)
         mbarrier.arrive(u_empty.index(turn), count=1)
         # loaded while this unit is computed
-        next_r, from_last, next_begin, end, next_k, next_len = _find(
-            ends, unit, units, query_start_loc, seq_lens, K, PAGED, RAGGED
+        next_r, next_head, from_last, next_begin, end, next_k, next_len = _find(
+            ends, unit, units, query_start_loc, seq_lens, K, BLOCK_Q, PAGED, RAGGED, HAS_RIGHT
         )  # fmt: skip
         context = seq_len - q_len
         token = first + copy_row // G
@@ -452,7 +464,7 @@ def _consume(  # type: ignore[no-untyped-def]
         barrier()
         if Q_STAGES == 2:
             mbarrier.arrive(q_empty.index(slot), count=1)
-        r, begin, k_begin, seq_len = next_r, next_begin, next_k, next_len
+        r, kv_head, begin, k_begin, seq_len = next_r, next_head, next_begin, next_k, next_len
         wave += 1
 
 
@@ -502,8 +514,8 @@ def _prefill(  # type: ignore[no-untyped-def]
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr,
     P: gl.constexpr, BOX: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr, PAGED: gl.constexpr, RAGGED: gl.constexpr, NEGATE: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, R: gl.constexpr, CONSUMER_REGS: gl.constexpr,
-    PRODUCER_REGS: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, R: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = query.dtype.element_ty
     ring: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -545,20 +557,20 @@ def _prefill(  # type: ignore[no-untyped-def]
                 u_empty, k_full, k_empty, v_full, v_empty, query_start_loc, seq_lens, block_table, sinks, factor, v_factor,
                 cap, left, right, min_query, num_reqs, o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot,
                 v_head, table_r, H, G, D, DV, BLOCK_D, PIECES, BLOCK_V, P, BLOCK_Q, BLOCK_N, STAGES, Q_STAGES, PAGED, RAGGED,
-                NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, R, 0,
+                NEGATE, HAS_LEFT, HAS_RIGHT, HAS_CAP, HAS_SINKS, HAS_LSE, R, 0,
             )),
             (_consume, (
                 output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full,
                 u_empty, k_full, k_empty, v_full, v_empty, query_start_loc, seq_lens, block_table, sinks, factor, v_factor,
                 cap, left, right, min_query, num_reqs, o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot,
                 v_head, table_r, H, G, D, DV, BLOCK_D, PIECES, BLOCK_V, P, BLOCK_Q, BLOCK_N, STAGES, Q_STAGES, PAGED, RAGGED,
-                NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, R, 1,
+                NEGATE, HAS_LEFT, HAS_RIGHT, HAS_CAP, HAS_SINKS, HAS_LSE, R, 1,
             )),
             (_produce, (
                 q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full, u_empty, k_full, k_empty,
                 v_full, v_empty, v_raw, counters, query_start_loc, seq_lens, block_table, left, right, min_query, num_reqs,
                 num_pages, table_r, K, G, BLOCK_D, PIECES, BLOCK_V, P, BOX, BLOCK_Q, BLOCK_N, STAGES, Q_STAGES, PAGED, RAGGED,
-                R,
+                HAS_RIGHT, R,
             )),
         ],
         [4, 1],
@@ -750,6 +762,6 @@ def _prepared(kind: Kind, sizes: tuple[int, ...], rules: tuple[Any, ...], ahead:
         _prefill, cap=cap, left=left, right=right, min_query=min_query, H=heads, G=group, D=size, DV=width,
         BLOCK_D=_padded(size), BLOCK_V=_padded(width), P=page, BOX=_box(page, size, width), BLOCK_Q=ROWS // group,
         BLOCK_N=_keys(size, width), STAGES=_stages(size), Q_STAGES=1 + ahead, PAGED=table is not None, RAGGED=ragged,
-        NEGATE=negate, HAS_LEFT=has_left, HAS_CAP=cap != 0, HAS_SINKS=sinks is not None, HAS_LSE=lse is not None, R=REQUESTS,
-        CONSUMER_REGS=_REGISTERS[0], PRODUCER_REGS=_REGISTERS[1], num_warps=4, **FUSED,
+        NEGATE=negate, HAS_LEFT=has_left, HAS_RIGHT=right < UNBOUNDED, HAS_CAP=cap != 0, HAS_SINKS=sinks is not None,
+        HAS_LSE=lse is not None, R=REQUESTS, CONSUMER_REGS=_REGISTERS[0], PRODUCER_REGS=_REGISTERS[1], num_warps=4, **FUSED,
     )  # fmt: skip
