@@ -109,7 +109,7 @@ class BackendEnumMeta(enum.EnumMeta):
     def __getitem__(cls, name: str) -> Any:
         member = cls._find(name)
         if member is None:
-            raise ValueError(unknown_name(cls.kind, name, cls.names()))
+            raise ValueError(unknown_name(cls.kind, name, cls.names())) from None  # as of vLLM's registries
         return member
 
     def __contains__(cls, item: object) -> bool:
