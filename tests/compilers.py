@@ -7,6 +7,7 @@ jax would look for a GPU in every process.
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -33,3 +34,14 @@ def output(script: str, cache: Path, **variables: str) -> str:
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def without_barriers(text: str) -> str:
+    """Return StableHLO in which what an optimization barrier returns is called what it was given."""
+    barrier = re.compile(r"\n *(%\w+)(:\d+)? = stablehlo\.optimization_barrier ([^:]+) : [^\n]*")
+    while found := barrier.search(text):
+        name, many, operands = found.groups()
+        text = text[: found.start()] + text[found.end() :]
+        for i, operand in enumerate(operands.split(", ")):
+            text = re.sub(re.escape(name) + (f"#{i}" if many else "") + r"(?![\w#:])", operand, text)
+    return text

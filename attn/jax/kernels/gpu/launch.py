@@ -120,4 +120,6 @@ def launch(
         [jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in writes],
         input_output_aliases={places.index(name): nth for nth, name in enumerate(writes)},
     )
-    return tuple(call(*arrays.values(), opaque=payload(program, arch, extents)))
+    # XLA would fuse a call with slices of its arrays, as a scan makes them, and forget that results are in operands' memory
+    operands = jax.lax.optimization_barrier(tuple(arrays.values()))
+    return tuple(jax.lax.optimization_barrier(tuple(call(*operands, opaque=payload(program, arch, extents)))))
