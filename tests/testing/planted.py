@@ -928,7 +928,7 @@ DEFECTS = (
     ),
     Defect(
         "latent_write_nan",
-        "torch/kernels/latent_write.py",
+        "kernels/latent_write.py",
         'scale = tl.where(nonfinite, float("nan"), scale)',
         "scale = tl.where(nonfinite, 1.0, scale)",
         INTERPRETED,
