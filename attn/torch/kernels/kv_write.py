@@ -64,13 +64,14 @@ def _launch(
     tokens = min(key.shape[0], slot_mapping.shape[0])
     if tokens == 0:
         return
-    key, value = key.contiguous(), value.contiguous()
+    _, heads, size = key.shape
+    # slices of one projection are read where they are
+    key, value = (x if x.stride()[1:] == (size, 1) else x.contiguous() for x in (key, value))
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         check_stride(name, cache)
     code = _code(key.dtype, key_cache.dtype)
     if code:
         key_cache, value_cache = (cache.view(_BITS[cache.itemsize]) for cache in (key_cache, value_cache))
-    _, heads, size = key.shape
     strides = (key.stride(0), value.stride(0), *key_cache.stride()[:3], *value_cache.stride()[:3])
     arrays = (key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
     scales = tuple([() if scale is None else scale.stride() for scale in (k_scale, v_scale)])

@@ -63,6 +63,20 @@ def test_same_bytes_with_scales_of_their_own(kind: str, dtype: torch.dtype) -> N
     assert bool((key_scales[0, 5] == 0).all()) and bool(key_scales[2, 8, 0].isnan()) and bool(value_scales[2, 8, 1].isnan())
 
 
+def test_slices_of_a_projection_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attn.torch.kernels import kv_write
+
+    given = list[torch.Tensor]()
+    kind_of = kv_write.kind_of
+    monkeypatch.setattr(kv_write, "kind_of", lambda arrays, strides: given.extend(arrays[:2]) or kind_of(arrays, strides))
+    key, value = torch.randn(5, 2, 3, 16, device=DEVICE).unbind(1)
+    cache, slots = torch.zeros(2, 4, 16, 3, 16, device=DEVICE), torch.tensor([3, 20, -1, 40, 7], device=DEVICE)
+    kv_write.write_kv(key, value, cache[0], cache[1], slots, None, None)
+    assert [x.data_ptr() for x in given] == [key.data_ptr(), value.data_ptr()]
+    live = slots >= 0
+    assert torch.equal(cache.flatten(1, 2)[:, slots[live]], torch.stack((key, value))[:, live])
+
+
 @pytest.mark.parametrize("element", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
 def test_nan(element: torch.dtype) -> None:
     """NaN stays one in fp8 and is 0 in int8, which has none."""
