@@ -57,7 +57,7 @@ def race(name: str) -> int:
     import torch
     import triton
 
-    kernel = "_prefill" if name == "hopper_prefill" else "_bare" if name in ("bare", "barriers") else "_handover"
+    kernel = "prefill" if name == "hopper_prefill" else "_bare" if name in ("bare", "barriers") else "_handover"
     facts: dict[str, Any] = {}
 
     def listen(*, metadata: Any, metadata_group: Any, **_: Any) -> None:

@@ -333,7 +333,7 @@ def _launch_hopper(choice: Choice) -> None:
 
 def _check_on(kernel: str) -> None:
     """Raise RuntimeError if a kernel is disabled: general kernels were compiled in its place."""
-    from attn.torch.kernels import hopper
+    from attn.kernels import hopper
 
     if why := hopper.why_off(kernel):
         raise RuntimeError(f"{kernel} is off: {why}")

@@ -3,7 +3,7 @@
 import torch
 
 from attn.capabilities import Device
-from attn.torch.kernels import hopper
+from attn.kernels import hopper
 
 _WORDS = {"hopper_prefill": "Hopper prefill kernel", "hopper_mla": "Hopper MLA decode kernel"}
 

@@ -14,9 +14,9 @@ import torch
 import triton
 from torch import library
 
+from attn.kernels.hopper import CannotCompile
 from attn.kernels.launch import power_of_two
 from attn.torch.kernels.driver import Launch, launcher
-from attn.torch.kernels.hopper import CannotCompile
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -28,9 +28,8 @@ import functools
 
 import torch
 
-from attn.kernels.launch import FUSED
-from attn.torch.kernels import hopper
-from attn.torch.kernels._gluon import (
+from attn.kernels import hopper
+from attn.kernels.gluon import (
     async_copy,
     barrier,
     copy_rows,
@@ -44,6 +43,7 @@ from attn.torch.kernels._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from attn.kernels.launch import FUSED
 from attn.torch.kernels.direct import Kind, Prepared, kind_of
 
 ROWS = 64  #: (token, head) pairs per program

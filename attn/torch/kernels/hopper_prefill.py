@@ -1,29 +1,4 @@
-"""Prefill on Hopper: the ragged paged attention of `paged_attention`, manually scheduled (Gluon) for sm_90.
-
-Each program holds 128 packed rows (tokens of one request x the G query heads of a kv head) in two consumers of four warps
-and 64 rows. One producer warp looks up pages and copies them with the bulk tensor engine into a ring of key and value tiles
-of 128 keys, or 64 if values are wider than 128. Heads are padded to 64, 128 or 256 in shared memory, keys to 192 too, where the
-engine fills in zeros.
-A consumer computes the scores of the next tile while it multiplies the last tile's weights with its values, with the
-exponentials in between. The two consumers drift apart until one's exponentials overlap the other's products (Shah et al.,
-FlashAttention-3, 2024). Tiles are processed from the last key to the first, so that the tiles that need a mask come first and
-last.
-
-Grid: any number of programs, each of which takes one unit of work after another from a counter, in the order request, kv head,
-longest rows first, so that programs that run at the same time share the keys of few heads in the second-level cache. If rows
-see different numbers of keys, the shorter ones of all heads come last, so that programs end together. With fewer programs than
-multiprocessors some are left for a decode that runs concurrently (`paged_attention`). The producer takes a unit ahead: its
-queries are copied, and consumers look it up, while the one before is computed. No length is fetched from the device.
-
-Pages after a request's last are not read (the engine fills in zeros). Values in slots after its length, or before the first
-key that a row of the tile sees, are not used: the producer overwrites them. If a value that some row sees is NaN or
-infinite, a consumer repeats its tile key by key, so that it affects only the rows that see it.
-
-Layouts: query [T, H, D], output [T, H, Dv]; caches [N, P, K, D] and [N, P, K, Dv] of any strides (multiples of 16 bytes; last
-dimension dense), or a call's own keys and values [m, K, D] and [m, K, Dv] as one page, of the rows or, `ragged`, of others; lse
-[H, T] float32, natural log. D is a multiple of 8 up to 256, Dv one that is not padded to more than D is, G at most 128, and the
-batch has at most REQUESTS requests.
-"""
+"""The Hopper prefill, `attn.kernels.hopper_prefill`, launched for torch's tensors."""
 
 import functools
 from collections.abc import Sequence
@@ -32,550 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attn.kernels.launch import FUSED, UNBOUNDED, power_of_two
-from attn.torch.kernels import hopper
-from attn.torch.kernels._gluon import (
-    barrier,
-    descriptor,
-    fence_async_shared,
-    gl,
-    gluon,
-    load_box,
-    mbarrier,
-    reinterpret,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from attn.kernels import hopper
+from attn.kernels.gluon import descriptor
+from attn.kernels.hopper_prefill import ONE_PAGE, ROWS, Arrays, Map, Rules, constants, fits, plan_of
+from attn.kernels.hopper_prefill import prefill as _prefill
+from attn.kernels.launch import LOG2E, UNBOUNDED
 from attn.torch.kernels.direct import Kind, Prepared, kind_of, memory_of_stream, multiprocessors
-
-_LOG2E = 1.4426950408889634
-REQUESTS = 1024  #: limit per batch: one vector operation counts all their tiles
-ROWS = 128  #: per program: two consumers of 64
-_ONE_PAGE = 1 << 30  #: keys of a page that holds all of a request
-_REGISTERS = (240, 24)  #: per thread of consumers and of the producer
-_BATCH = ("left", "right", "min_query", "num_reqs", "num_pages", "lse_h", "table_r")
-
-
-@gluon.jit
-def _add(a, b):  # type: ignore[no-untyped-def]
-    return a + b
-
-
-@gluon.jit
-def _ends_of(query_start_loc, min_query, num_reqs, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr, R: gl.constexpr):  # type: ignore[no-untyped-def]
-    """[R]: the total number of tiles of the requests up to each one; requests with few tokens have none."""
-    i = gl.arange(0, R, layout=LAYOUT)
-    begin = gl.load(query_start_loc + i, mask=i < num_reqs, other=0)
-    end = gl.load(query_start_loc + i + 1, mask=i < num_reqs, other=0)
-    q_len = end - begin
-    return gl.associative_scan(gl.where(q_len > min_query, (q_len + BLOCK_Q - 1) // BLOCK_Q, 0), 0, _add)
-
-
-@gluon.jit
-def _find(  # type: ignore[no-untyped-def]
-    ends, unit, units, query_start_loc, seq_lens, K: gl.constexpr, BLOCK_Q: gl.constexpr, PAGED: gl.constexpr,
-    RAGGED: gl.constexpr, HAS_RIGHT: gl.constexpr,
-):  # fmt: skip
-    """A unit's request, its kv head, its tile counted from the request's last, and what is loaded of the request: first token,
-    the next request's first token, first key if keys have no pages, keys. A later unit is looked up as the last."""
-    unit = gl.minimum(unit, units - 1)
-    before = ends <= unit // K
-    r = gl.sum(before.to(gl.int32), 0)
-    begin = gl.load(query_start_loc + r)
-    end = gl.load(query_start_loc + r + 1)
-    # an array that is not there is not read
-    at = gl.load(seq_lens + r) if PAGED or RAGGED else begin
-    seq_len = at if PAGED else (gl.load(seq_lens + r + 1) - at if RAGGED else end - begin)
-    of_request = unit - gl.max(gl.where(before, ends, 0), 0) * K
-    tiles = gl.maximum((end - begin + BLOCK_Q - 1) // BLOCK_Q, 1)
-    # two units for each program, of the shorter half of rows, are left for the end
-    last_ones = gl.minimum((2 * gl.num_programs(0) + K - 1) // K, tiles // 2) if HAS_RIGHT else 0
-    together = tiles - last_ones
-    rest = of_request - together * K
-    kv_head = gl.where(rest < 0, of_request // together, rest % K)
-    from_last = gl.where(rest < 0, of_request % together, together + rest // K)
-    return r, kv_head, from_last, begin, end, at, seq_len
-
-
-@gluon.jit
-def _tile_of(  # type: ignore[no-untyped-def]
-    from_last, begin, end, seq_len, left, right, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr
-):  # fmt: skip
-    """A tile of queries: (its request's rows; first token, last position; first key, aligned, last key + 1)."""
-    q_len = end - begin
-    # the last rows are the longest: start them first, so that they do not end last
-    tile = (q_len + BLOCK_Q - 1) // BLOCK_Q - 1 - from_last
-    context = seq_len - q_len
-    first = tile * BLOCK_Q
-    last = context + gl.minimum(first + BLOCK_Q, q_len) - 1
-    high = gl.maximum(gl.minimum(last + right + 1, seq_len), 0)
-    seen = gl.maximum(context + first - left, 0)
-    low = gl.minimum(seen // BLOCK_N * BLOCK_N, high)
-    return q_len, first, last, seen, low, high
-
-
-@gluon.jit
-def _produce(  # type: ignore[no-untyped-def]
-    q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full, u_empty, k_full, k_empty, v_full,
-    v_empty, v_raw, counters, query_start_loc, seq_lens, block_table, left, right, min_query, num_reqs, num_pages, table_r,
-    K: gl.constexpr, G: gl.constexpr, BLOCK_D: gl.constexpr, PIECES: gl.constexpr, BLOCK_V: gl.constexpr, P: gl.constexpr,
-    BOX: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-    PAGED: gl.constexpr, RAGGED: gl.constexpr, HAS_RIGHT: gl.constexpr, R: gl.constexpr,
-):  # fmt: skip
-    """Producer of one warp: copy tiles of keys and values into the ring, in the order in which the consumers use them, and
-    the next unit's queries while they still compute this one's (Q_STAGES = 2)."""
-    COLUMNS: gl.constexpr = 64
-    HALVES: gl.constexpr = BLOCK_V // COLUMNS
-    BOXES: gl.constexpr = BLOCK_N // BOX
-    dtype: gl.constexpr = k_ring.dtype
-    box_layout: gl.constexpr = k_desc.layout
-    k_boxes = reinterpret(k_ring, dtype, [STAGES * PIECES * BOXES, 1, BOX, 1, COLUMNS], box_layout)
-    v_boxes = reinterpret(v_ring, dtype, [STAGES * HALVES * BOXES, 1, BOX, 1, COLUMNS], box_layout)
-    rows_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    v_rows = reinterpret(v_ring, dtype, [STAGES * HALVES * (BLOCK_N // 16), 16, COLUMNS], rows_layout)
-    clear_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    row = gl.arange(0, 16, layout=gl.SliceLayout(1, clear_layout))
-    UNIT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    ends = _ends_of(query_start_loc, min_query, num_reqs, BLOCK_Q, gl.BlockedLayout([R // 32], [32], [1], [0]), R)
-    units = gl.max(ends, 0) * K
-    count = 0
-    raw_phase = 0
-    wave = 0
-    unit = gl.program_id(0)
-    while unit < units:
-        slot = wave % 2
-        following = gl.num_programs(0) + gl.atomic_add(counters, 1, sem="relaxed")
-        mbarrier.wait(u_empty.index(slot), wave // 2 & 1 ^ 1)
-        units_ring.index(slot).store(gl.full([1], following, gl.int32, UNIT))
-        barrier()
-        mbarrier.arrive(u_full.index(slot), count=1)
-        r, kv_head, from_last, begin, end, k_begin, seq_len = _find(
-            ends, unit, units, query_start_loc, seq_lens, K, BLOCK_Q, PAGED, RAGGED, HAS_RIGHT
-        )  # fmt: skip
-        q_len, first, last, seen, low, high = _tile_of(from_last, begin, end, seq_len, left, right, BLOCK_Q, BLOCK_N)
-        if Q_STAGES == 2:
-            q_boxes = reinterpret(q_ring, dtype, [4 * PIECES, 1, BLOCK_Q // 2, G, COLUMNS], q_desc.layout)
-            mbarrier.wait(q_empty.index(slot), wave // 2 & 1 ^ 1)
-            mbarrier.expect(q_full.index(slot), 128 * BLOCK_D * 2)
-            for which in gl.static_range(2):
-                for h in gl.static_range(PIECES):
-                    load_box(
-                        q_desc, [0, begin + first + which * (BLOCK_Q // 2), kv_head * G, h * COLUMNS], q_full.index(slot),
-                        q_boxes.index((2 * slot + which) * PIECES + h),
-                    )  # fmt: skip
-        table = block_table
-        if PAGED:
-            table = block_table + r.to(gl.int64) * table_r
-        tiles = (high - low + BLOCK_N - 1) // BLOCK_N
-        for i in range(tiles):
-            start = low + (tiles - 1 - i) * BLOCK_N
-            pages = ()
-            places = ()
-            for b in gl.static_range(BOXES):
-                at = start + b * BOX
-                if PAGED:
-                    # not a valid page: the engine fills in zeros for accesses outside its tensor
-                    pages = pages + (gl.load(table + at // P, mask=at < seq_len, other=num_pages),)  # type: ignore[assignment]
-                    places = places + (at % P,)  # type: ignore[assignment]
-                else:
-                    pages = pages + (0,)  # type: ignore[assignment]
-                    places = places + (k_begin + at,)  # type: ignore[assignment]
-            stage = count % STAGES
-            phase = count // STAGES & 1
-            mbarrier.wait(k_empty.index(stage), phase ^ 1)
-            k_bar = k_full.index(stage)
-            mbarrier.expect(k_bar, BLOCK_N * PIECES * COLUMNS * 2)
-            for b in gl.static_range(BOXES):
-                for h in gl.static_range(PIECES):
-                    load_box(
-                        k_desc, [pages[b], places[b], kv_head, h * COLUMNS], k_bar,
-                        k_boxes.index(stage * (PIECES * BOXES) + h * BOXES + b),
-                    )  # fmt: skip
-            mbarrier.wait(v_empty.index(stage), phase ^ 1)
-            partial = (start + BLOCK_N > seq_len) | (start < seen)
-            if partial:
-                mbarrier.expect(v_raw, BLOCK_N * BLOCK_V * 2)
-                for b in gl.static_range(BOXES):
-                    for h in gl.static_range(HALVES):
-                        load_box(
-                            v_desc, [pages[b], places[b], kv_head, h * COLUMNS], v_raw,
-                            v_boxes.index(stage * (HALVES * BOXES) + h * BOXES + b),
-                        )  # fmt: skip
-                mbarrier.wait(v_raw, raw_phase)
-                raw_phase ^= 1
-                valid = seq_len - start
-                for c in range(BLOCK_N // 16):
-                    if (c * 16 < seen - start) | (c * 16 + 16 > valid):
-                        kept = (row + c * 16 >= seen - start) & (row + c * 16 < valid)
-                        for h in gl.static_range(HALVES):
-                            part = v_rows.index(stage * (HALVES * (BLOCK_N // 16)) + h * (BLOCK_N // 16) + c)
-                            nothing = gl.zeros([16, COLUMNS], dtype, clear_layout)
-                            part.store(gl.where(kept[:, None], part.load(clear_layout), nothing))
-                fence_async_shared()
-                barrier()
-                mbarrier.arrive(v_full.index(stage), count=1)
-            else:
-                v_bar = v_full.index(stage)
-                mbarrier.expect(v_bar, BLOCK_N * BLOCK_V * 2)
-                for b in gl.static_range(BOXES):
-                    for h in gl.static_range(HALVES):
-                        load_box(
-                            v_desc, [pages[b], places[b], kv_head, h * COLUMNS], v_bar,
-                            v_boxes.index(stage * (HALVES * BOXES) + h * BOXES + b),
-                        )  # fmt: skip
-            count += 1
-        unit = following
-        wave += 1
-    if gl.atomic_add(counters + 1, 1, sem="relaxed") == gl.num_programs(0) - 1:  # every program has taken its last unit
-        gl.store(counters, 0)
-        gl.store(counters + 1, 0)
-
-
-@gluon.jit
-def _tanh(x):  # type: ignore[no-untyped-def]
-    """tanh: a series where the quotient would cancel; saturates on both sides where exp overflows."""
-    y = x * x
-    series = x * (1.0 + y * (-0.33333333 + y * (0.13333333 + y * (-0.05396825 + y * 0.02186949))))
-    return gl.where(gl.abs(x) < 0.25, series, 1.0 - 2.0 / (gl.exp2(x * 2.8853900817779268) + 1.0))
-
-
-@gluon.jit
-def _weigh(  # type: ignore[no-untyped-def]
-    s, top, norm, start, upper, lower, factor, cap,
-    MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
-    """The online softmax of one tile of scores: (weights, running maximum, running sum, factor for earlier sums)."""
-    if HAS_CAP:
-        s = cap * _tanh(s * factor)
-    if MASKED:
-        j = start + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT))
-        allowed = j[None, :] <= upper[:, None]
-        if HAS_LEFT:
-            allowed = allowed & (j[None, :] >= lower[:, None])
-        s = gl.where(allowed, s, float("-inf"))
-    # plain scores are scaled inside the exponent, where the product is fused
-    above = gl.maximum(top, gl.max(s, 1) if HAS_CAP else gl.max(s, 1) * factor)
-    guard = gl.where(above == float("-inf"), 0.0, above)
-    p = gl.exp2((s if HAS_CAP else s * factor) - guard[:, None])
-    shrink = gl.exp2(top - guard)
-    norm = norm * shrink + gl.sum(p, 1)
-    return p, above, norm, shrink
-
-
-@gluon.jit
-def _scores(  # type: ignore[no-untyped-def]
-    q_ring, k_ring, q_at, stage, BLOCK_N: gl.constexpr, PIECES: gl.constexpr, S_LAYOUT: gl.constexpr
-):  # fmt: skip
-    """Start the product of a tile of queries and a tile of keys: as one, or of each 64 columns of keys that are there."""
-    s = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
-    if PIECES == 3:
-        ROOM: gl.constexpr = q_ring.shape[2] // 64
-        parts = reinterpret(q_ring, q_ring.dtype, [q_ring.shape[0] * ROOM, 64, 64], gl.NVMMASharedLayout(128, 16, rank=2))
-        for i in gl.static_range(PIECES):
-            s = warpgroup_mma(
-                parts.index(q_at * ROOM + i), k_ring.index(stage * PIECES + i).permute((1, 0)), s, use_acc=i > 0, is_async=True
-            )  # fmt: skip
-    else:
-        s = warpgroup_mma(q_ring.index(q_at), k_ring.index(stage).permute((1, 0)), s, use_acc=False, is_async=True)
-    return s
-
-
-@gluon.jit
-def _step(  # type: ignore[no-untyped-def]
-    weights, acc, top, norm, count, q_ring, q_at, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start, upper, lower,
-    factor, cap,
-    MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr,
-):  # fmt: skip
-    """Compute the scores of tile `count` while the values of the previous tile are multiplied with its `weights`.
-
-    Those are float32 from one tile to the next: a compiler that carries 16-bit values in pairs swaps every pair twice.
-    """
-    stage = count % STAGES
-    old = (count - 1) % STAGES
-    mbarrier.wait(k_full.index(stage), count // STAGES & 1)
-    s = _scores(q_ring, k_ring, q_at, stage, BLOCK_N, PIECES, S_LAYOUT)
-    p = gl.convert_layout(weights.to(q_ring.dtype), P_LAYOUT)
-    mbarrier.wait(v_full.index(old), (count - 1) // STAGES & 1)
-    acc = warpgroup_mma(p, v_ring.index(old), acc, is_async=True)
-    s = warpgroup_mma_wait(1, deps=[s])
-    mbarrier.arrive(k_empty.index(stage), count=1)
-    weights, top, norm, shrink = _weigh(
-        s, top, norm, start, upper, lower, factor, cap, MASKED, HAS_LEFT, HAS_CAP, S_LAYOUT, BLOCK_N
-    )
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(v_empty.index(old), count=1)
-    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
-    return weights, acc, top, norm
-
-
-@gluon.jit
-def _consume(  # type: ignore[no-untyped-def]
-    output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full, u_empty, k_full,
-    k_empty, v_full, v_empty, query_start_loc, seq_lens, block_table, sinks, factor, v_factor, cap, left, right, min_query,
-    num_reqs, o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r,
-    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, PIECES: gl.constexpr,
-    BLOCK_V: gl.constexpr, P: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, Q_STAGES: gl.constexpr, PAGED: gl.constexpr, RAGGED: gl.constexpr, NEGATE: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr,
-    HAS_LSE: gl.constexpr, R: gl.constexpr, WHICH: gl.constexpr,
-):  # fmt: skip
-    """Consumer of four warps: 64 rows of each of the program's tiles."""
-    K: gl.constexpr = H // G
-    dtype: gl.constexpr = q_ring.dtype
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
-    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
-    COPY_V: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_V, BLOCK_V // 8], [4, 1], [1, 0])
-    # the output goes through the queries' memory
-    WIDTHS: gl.constexpr = BLOCK_D // BLOCK_V
-    o_ring = reinterpret(q_ring, dtype, [2 * Q_STAGES * WIDTHS, 64, BLOCK_V], gl.NVMMASharedLayout(128, 16, rank=2))
-    ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    ends = _ends_of(query_start_loc, min_query, num_reqs, BLOCK_Q, gl.BlockedLayout([R // 128], [32], [4], [0]), R)
-    units = gl.max(ends, 0) * K
-    count = 0
-    copy_row = WHICH * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, COPY))
-    copy_d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, COPY))
-    o_row = WHICH * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, COPY_V))
-    o_d = gl.arange(0, BLOCK_V, layout=gl.SliceLayout(0, COPY_V))
-    row = WHICH * 64 + gl.arange(0, 64, layout=ROW)
-    UNIT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    unit = gl.program_id(0)
-    wave = 0
-    r, kv_head, from_last, begin, end, k_begin, seq_len = _find(
-        ends, unit, units, query_start_loc, seq_lens, K, BLOCK_Q, PAGED, RAGGED, HAS_RIGHT
-    )  # fmt: skip
-    while unit < units:
-        q_len, first, last, seen, low, high = _tile_of(from_last, begin, end, seq_len, left, right, BLOCK_Q, BLOCK_N)
-        turn = wave % 2
-        mbarrier.wait(u_full.index(turn), wave // 2 & 1)
-        unit = gl.sum(units_ring.index(turn).load(UNIT), 0)
-        mbarrier.arrive(u_empty.index(turn), count=1)
-        # loaded while this unit is computed
-        next_r, next_head, from_last, next_begin, end, next_k, next_len = _find(
-            ends, unit, units, query_start_loc, seq_lens, K, BLOCK_Q, PAGED, RAGGED, HAS_RIGHT
-        )  # fmt: skip
-        context = seq_len - q_len
-        token = first + copy_row // G
-        head = kv_head * G + copy_row % G
-        live = (copy_row < BLOCK_Q * G) & (token < q_len)
-        at = (begin + token).to(gl.int64)
-        there = live[:, None] & (copy_d < D)[None, :]
-        slot = wave % Q_STAGES
-        q_at = 2 * slot + WHICH
-        q_tile = q_ring.index(q_at)
-        if Q_STAGES == 2:
-            mbarrier.wait(q_full.index(slot), wave // 2 & 1)
-        else:
-            q = gl.load(query + (at * q_t + head * q_h)[:, None] + copy_d[None, :], mask=there, other=0.0)
-            if NEGATE:
-                q = (0.0 - q.to(gl.float32)).to(dtype)
-            q_tile.store(q)
-            fence_async_shared()
-            barrier()
-
-        position = context + first + row // G
-        upper = gl.minimum(position + right, high - 1)
-        lower = position - left
-        tiles = (high - low + BLOCK_N - 1) // BLOCK_N
-        # this consumer's own first token decides which tiles need a mask at their upper end
-        mine = context + first + WHICH * 64 // G
-        right_of = tiles - gl.minimum(gl.maximum(gl.minimum(mine + right + 1, high) - low, 0) // BLOCK_N, tiles)
-        left_from = tiles
-        if HAS_LEFT:
-            left_from = tiles - gl.minimum((gl.maximum(last - left - low, 0) + BLOCK_N - 1) // BLOCK_N, tiles)
-        right_of = gl.maximum(right_of, 1)
-        left_from = gl.maximum(left_from, right_of)
-
-        acc = gl.zeros([64, BLOCK_V], gl.float32, O_LAYOUT)
-        norm = gl.zeros([64], gl.float32, ROW)
-        top = gl.full([64], float("-inf"), gl.float32, ROW)
-        if tiles > 0:
-            stage = count % STAGES
-            mbarrier.wait(k_full.index(stage), count // STAGES & 1)
-            s = _scores(q_ring, k_ring, q_at, stage, BLOCK_N, PIECES, S_LAYOUT)
-            s = warpgroup_mma_wait(0, deps=[s])
-            mbarrier.arrive(k_empty.index(stage), count=1)
-            start = low + (tiles - 1) * BLOCK_N
-            weights, top, norm, shrink = _weigh(
-                s, top, norm, start, upper, lower, factor, cap, True, HAS_LEFT, HAS_CAP, S_LAYOUT, BLOCK_N
-            )
-            count += 1
-            for _i in range(1, right_of):
-                start -= BLOCK_N
-                weights, acc, top, norm = _step(
-                    weights, acc, top, norm, count, q_ring, q_at, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start,
-                    upper, lower, factor, cap, True, HAS_LEFT, HAS_CAP, S_LAYOUT, P_LAYOUT, BLOCK_N, STAGES, PIECES,
-                )  # fmt: skip
-                count += 1
-            for _i in range(right_of, left_from):
-                start -= BLOCK_N
-                weights, acc, top, norm = _step(
-                    weights, acc, top, norm, count, q_ring, q_at, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start,
-                    upper, lower, factor, cap, False, HAS_LEFT, HAS_CAP, S_LAYOUT, P_LAYOUT, BLOCK_N, STAGES, PIECES,
-                )  # fmt: skip
-                count += 1
-            if HAS_LEFT:
-                for _i in range(left_from, tiles):
-                    start -= BLOCK_N
-                    weights, acc, top, norm = _step(
-                        weights, acc, top, norm, count, q_ring, q_at, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start,
-                        upper, lower, factor, cap, True, HAS_LEFT, HAS_CAP, S_LAYOUT, P_LAYOUT, BLOCK_N, STAGES, PIECES,
-                    )  # fmt: skip
-                    count += 1
-            p = gl.convert_layout(weights.to(dtype), P_LAYOUT)
-            old = (count - 1) % STAGES
-            mbarrier.wait(v_full.index(old), (count - 1) // STAGES & 1)
-            acc = warpgroup_mma(p, v_ring.index(old), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(v_empty.index(old), count=1)
-
-        O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-        sum_ = gl.convert_layout(norm, O_ROW)
-        log = gl.where(norm == 0, float("-inf"), top + gl.log2(norm))
-        own = (row < BLOCK_Q * G) & (first + row // G < q_len)  # other rows' queries may be anything
-        if gl.max(gl.max(((acc - acc) != 0.0).to(gl.int32), 1) * gl.convert_layout(own.to(gl.int32), O_ROW), 0) > 0:
-            acc = _nan_safe(
-                q_tile, key_cache, value_cache, block_table, r, k_begin, kv_head, low, high, upper, lower, top, factor, cap,
-                k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, D, DV, BLOCK_D, BLOCK_V, P, PAGED, HAS_LEFT,
-                HAS_CAP, O_LAYOUT,
-            )  # fmt: skip
-        share = v_factor / gl.where(sum_ == 0, 1.0, sum_)
-        if HAS_SINKS:
-            sink = gl.load(sinks + kv_head * G + row % G, mask=own, other=0.0) * 1.4426950408889634
-            # a row without keys is 0 whatever its sink
-            kept = gl.where(log == float("-inf"), 0.0, 1.0 / (1.0 + gl.exp2(sink - log)))
-            share = share * gl.convert_layout(kept, O_ROW)
-        result = gl.where((sum_ == 0)[:, None], 0.0, acc * share[:, None]).to(dtype)
-        # through the queries' buffer, which is no longer read, so that each thread writes 16 bytes of a row
-        o_tile = o_ring.index(q_at * WIDTHS)
-        o_tile.store(result)
-        barrier()
-        o_token = first + o_row // G
-        written = ((o_row < BLOCK_Q * G) & (o_token < q_len))[:, None] & (o_d < DV)[None, :]
-        rows = (begin + o_token).to(gl.int64) * o_t + (kv_head * G + o_row % G) * o_h
-        gl.store(output + rows[:, None] + o_d[None, :], o_tile.load(COPY_V), mask=written)
-        if HAS_LSE:
-            token = first + row // G
-            gl.store(lse + (kv_head * G + row % G) * lse_h + begin + token, log * 0.6931471805599453, mask=own)
-        if Q_STAGES == 2:
-            fence_async_shared()  # the next queries are written here by the engine
-        barrier()
-        if Q_STAGES == 2:
-            mbarrier.arrive(q_empty.index(slot), count=1)
-        r, kv_head, begin, k_begin, seq_len = next_r, next_head, next_begin, next_k, next_len
-        wave += 1
-
-
-@gluon.jit
-def _nan_safe(  # type: ignore[no-untyped-def]
-    q_tile, key_cache, value_cache, block_table, r, k_begin, kv_head, low, high, upper, lower, top, factor, cap,
-    k_block, k_slot, k_head, v_block, v_slot, v_head, table_r,
-    D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr, P: gl.constexpr, PAGED: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """The weighted sum of values, one key at a time: keys that a row does not see are selected away, not multiplied by 0."""
-    ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, LAYOUT))
-    dv = gl.arange(0, BLOCK_V, layout=gl.SliceLayout(0, LAYOUT))
-    q = q_tile.load(LAYOUT).to(gl.float32)
-    upper = gl.convert_layout(upper, ROW)
-    lower = gl.convert_layout(lower, ROW)
-    top = gl.convert_layout(top, ROW)
-    guard = gl.where(top == float("-inf"), 0.0, top)
-    acc = gl.zeros([64, BLOCK_V], gl.float32, LAYOUT)
-    for j in range(low, high):
-        if PAGED:
-            page = gl.load(block_table + r.to(gl.int64) * table_r + j // P).to(gl.int64)
-            k_at = page * k_block + (j % P) * k_slot
-            v_at = page * v_block + (j % P) * v_slot
-        else:
-            k_at = (k_begin + j).to(gl.int64) * k_slot
-            v_at = (k_begin + j).to(gl.int64) * v_slot
-        k = gl.load(key_cache + k_at + kv_head * k_head + d, mask=d < D, other=0.0).to(gl.float32)
-        v = gl.load(value_cache + v_at + kv_head * v_head + dv, mask=dv < DV, other=0.0).to(gl.float32)
-        s = gl.sum(q * k[None, :], 1) * factor
-        if HAS_CAP:
-            s = cap * _tanh(s)
-        p = gl.exp2(s - guard)
-        allowed = j <= upper
-        if HAS_LEFT:
-            allowed = allowed & (j >= lower)
-        acc += gl.where(allowed[:, None], p[:, None] * v[None, :], 0.0)
-    return acc
-
-
-@gluon.jit(do_not_specialize=_BATCH)
-def _prefill(  # type: ignore[no-untyped-def]
-    output, lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_table, sinks, counters,
-    q_desc, k_desc, v_desc, factor, v_factor, num_reqs, num_pages, lse_h, table_r,
-    o_t, o_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, cap, left, right, min_query,
-    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr,
-    P: gl.constexpr, BOX: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr, PAGED: gl.constexpr, RAGGED: gl.constexpr, NEGATE: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, R: gl.constexpr,
-    CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
-):  # fmt: skip
-    dtype: gl.constexpr = query.dtype.element_ty
-    ring: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    q_ring = gl.allocate_shared_memory(dtype, [2 * Q_STAGES, 64, BLOCK_D], ring)
-    # dimensions of a tile are powers of two: 129 to 192 columns of keys are three tiles of 64
-    PIECES: gl.constexpr = (D + 63) // 64
-    WHOLE: gl.constexpr = PIECES != 3
-    k_ring = gl.allocate_shared_memory(dtype, [STAGES if WHOLE else STAGES * PIECES, BLOCK_N, BLOCK_D if WHOLE else 64], ring)
-    v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_V], ring)
-    units_ring = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
-    u_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    u_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_raw = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=2)
-        mbarrier.init(u_full.index(i), count=1)
-        mbarrier.init(u_empty.index(i), count=2)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
-        mbarrier.init(v_empty.index(i), count=2)
-    mbarrier.init(v_raw, count=1)
-    fence_async_shared()
-    K: gl.constexpr = H // G
-    # a decode of the same batch may start on the multiprocessors that this grid leaves free
-    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
-    gl.warp_specialize(
-        [
-            (_consume, (
-                output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full,
-                u_empty, k_full, k_empty, v_full, v_empty, query_start_loc, seq_lens, block_table, sinks, factor, v_factor,
-                cap, left, right, min_query, num_reqs, o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot,
-                v_head, table_r, H, G, D, DV, BLOCK_D, PIECES, BLOCK_V, P, BLOCK_Q, BLOCK_N, STAGES, Q_STAGES, PAGED, RAGGED,
-                NEGATE, HAS_LEFT, HAS_RIGHT, HAS_CAP, HAS_SINKS, HAS_LSE, R, 0,
-            )),
-            (_consume, (
-                output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full,
-                u_empty, k_full, k_empty, v_full, v_empty, query_start_loc, seq_lens, block_table, sinks, factor, v_factor,
-                cap, left, right, min_query, num_reqs, o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot,
-                v_head, table_r, H, G, D, DV, BLOCK_D, PIECES, BLOCK_V, P, BLOCK_Q, BLOCK_N, STAGES, Q_STAGES, PAGED, RAGGED,
-                NEGATE, HAS_LEFT, HAS_RIGHT, HAS_CAP, HAS_SINKS, HAS_LSE, R, 1,
-            )),
-            (_produce, (
-                q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full, u_empty, k_full, k_empty,
-                v_full, v_empty, v_raw, counters, query_start_loc, seq_lens, block_table, left, right, min_query, num_reqs,
-                num_pages, table_r, K, G, BLOCK_D, PIECES, BLOCK_V, P, BOX, BLOCK_Q, BLOCK_N, STAGES, Q_STAGES, PAGED, RAGGED,
-                HAS_RIGHT, R,
-            )),
-        ],
-        [4, 1],
-        [CONSUMER_REGS, PRODUCER_REGS],
-    )  # fmt: skip
 
 
 def serves(
@@ -583,11 +20,7 @@ def serves(
 ) -> bool:
     """Whether the kernel supports these shapes, dtypes and addresses; the caller checks features."""
     size, width = query.shape[-1], value_cache.shape[-1]
-    if query.dtype not in (torch.bfloat16, torch.float16) or (size | width) % 8 or not 0 < size <= 256:
-        return False
-    if not 0 < _padded(width) <= _padded(size):
-        return False
-    if num_reqs > REQUESTS or group > ROWS or page % 16:
+    if query.dtype not in (torch.bfloat16, torch.float16) or not fits(size, width, num_reqs, group, page):
         return False
     for cache in (key_cache, value_cache):
         if cache.dtype != query.dtype or cache.data_ptr() % 16 or functools.reduce(or_, cache.stride()[:-1]) % 8:
@@ -626,20 +59,20 @@ def prefill(
     no pages, and `seq_lens` [R + 1] says where those of each request begin.
     """
     arrays = output, lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_table, sinks
-    page = _ONE_PAGE if one_page else ROWS if block_table is None else key_cache.shape[1]
-    plan = _planned(arrays, page, (cap, negate, left, right, has_left, min_query), ragged)
+    page = ONE_PAGE if one_page else ROWS if block_table is None else key_cache.shape[1]
+    plan = _planned(arrays, page, Rules(cap, negate, left, right, has_left, min_query), ragged)
     plan(arrays, (factor, v_factor), programs)
 
 
 class _Plan(NamedTuple):
     """A launch for arrays of certain shapes, strides and dtypes.
 
-    maps: shape, strides and box of tensor maps of the query, None if it is not copied ahead, and of keys and values; numbers:
-    requests, pages, and strides of the log-sum-exp and the block table.
+    maps, strides, tiles: `attn.kernels.hopper_prefill.Plan`'s; numbers: requests, pages, and strides of the log-sum-exp and
+    the block table.
     """
 
     kernel: Prepared
-    maps: tuple[Any, Any, Any]
+    maps: tuple[Map | None, Map, Map]
     numbers: tuple[int, int, int, int]
     strides: tuple[int, ...]
     tiles: int
@@ -661,26 +94,15 @@ class _Plan(NamedTuple):
             raise
 
 
-def _planned(arrays: Sequence[Any], page: int, rules: tuple[Any, ...], ragged: bool = False) -> _Plan:
-    """arrays: of the kernel, without the counters; rules: `_prepared`'s."""
-    output, lse, query, key_cache, value_cache, starts, _, block_table, _ = arrays
-    (tokens, heads, size), num_reqs, pages = query.shape, starts.shape[0] - 1, key_cache.shape[0]
-    (o_t, o_h, _), (q_t, q_h, _), k_strides, v_strides = (x.stride() for x in (output, query, key_cache, value_cache))
-    k_shape, v_shape = tuple(key_cache.shape), tuple(value_cache.shape)
-    if block_table is None:
-        k_shape, v_shape = (1, *k_shape), (1, *v_shape)
-        k_strides, v_strides = (pages * k_strides[0], *k_strides), (pages * v_strides[0], *v_strides)
-    kv_heads = k_shape[2]
-    strides, group = (o_t, o_h, q_t, q_h, *k_strides[:3], *v_strides[:3]), heads // kv_heads
-    # the engine copies queries of whole rows of both consumers, as they are
-    ahead = size <= 128 and 64 % group == 0 and not rules[1] and not (q_t | q_h) % 8 and not query.data_ptr() % 16
-    sizes = heads, group, size, v_shape[3], page
-    kernel = _prepared(kind_of((*arrays, None), strides), sizes, rules, ahead, ragged)
-    box = 1, _box(page, size, v_shape[3]), 1, 64
-    q_map = ((1, tokens, heads, size), (tokens * q_t, q_t, q_h, 1), (1, 64 // group, group, 64)) if ahead else None
-    numbers = num_reqs, pages, 0 if lse is None else lse.stride(0), 0 if block_table is None else block_table.stride(0)
-    tiles = (tokens // (ROWS // group) + num_reqs) * kv_heads
-    return _Plan(kernel, (q_map, (k_shape, k_strides, box), (v_shape, v_strides, box)), numbers, strides, tiles)
+def _planned(arrays: Sequence[Any], page: int, rules: Rules, ragged: bool = False) -> _Plan:
+    """arrays: of the kernel, without the counters."""
+    output, lse, query, key, value, starts, _, table, _ = arrays
+    shapes, of = (x.shape for x in (query, key, value)), (x.stride() for x in (query, key, value, output))
+    num_reqs = starts.shape[0] - 1
+    plan = plan_of(Arrays(*shapes, *of), num_reqs, page, table is not None, rules, not query.data_ptr() % 16)
+    kernel = _prepared(kind_of((*arrays, None), plan.strides), plan.sizes, rules, plan.maps[0] is not None, ragged)
+    numbers = num_reqs, key.shape[0], 0 if lse is None else lse.stride(0), 0 if table is None else table.stride(0)
+    return _Plan(kernel, plan.maps, numbers, plan.strides, plan.tiles)
 
 
 class Prompts:
@@ -688,8 +110,8 @@ class Prompts:
 
     def __init__(self, scale: float, causal: bool) -> None:
         self._factors, self._rules = (
-            (abs(scale) * _LOG2E, 1.0),
-            (0.0, scale < 0, UNBOUNDED, 0 if causal else UNBOUNDED, False, 0),
+            (abs(scale) * LOG2E, 1.0),
+            Rules(0.0, scale < 0, UNBOUNDED, 0 if causal else UNBOUNDED, False, 0),
         )
         #: shapes, strides and dtypes of the last call; its plan, the lists of its requests, and whether queries are copied
         self._last: tuple[Any, tuple[_Plan, Any, bool] | None] = None, None
@@ -716,11 +138,11 @@ class Prompts:
         batch, heads, rows, _ = query.shape
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         dense = query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
-        if not dense or not serves(q, k, v, batch, heads // key.shape[1], _ONE_PAGE):
+        if not dense or not serves(q, k, v, batch, heads // key.shape[1], ONE_PAGE):
             return None
         flat, lists = q.flatten(0, 1), (*_equal(batch, rows, query.device), None)
         arrays = torch.empty_like(flat, memory_format=torch.contiguous_format), None, flat, k, v, *lists
-        return _planned(arrays, _ONE_PAGE, self._rules), lists, flat.data_ptr() != q.data_ptr()
+        return _planned(arrays, ONE_PAGE, self._rules), lists, flat.data_ptr() != q.data_ptr()
 
 
 @functools.lru_cache(maxsize=64)
@@ -731,37 +153,9 @@ def _equal(batch: int, rows: int, device: torch.device) -> tuple[torch.Tensor, t
     return starts, lens, torch.arange(batch, dtype=torch.int32, device=device)[:, None]
 
 
-def _padded(size: int) -> int:
-    """Columns of a tile for heads of `size`."""
-    return max(64, power_of_two(size))
-
-
-def _keys(size: int, width: int) -> int:
-    """Keys per tile, for sizes of keys and of values: as many as registers and two stages of shared memory hold."""
-    return 128 if size <= 192 and width <= 128 else 64
-
-
-def _stages(size: int) -> int:
-    """Tiles of keys, and of values, in the ring buffer."""
-    return 4 if size <= 64 else 2
-
-
-def _box(page: int, size: int, width: int) -> int:
-    """Keys per copy: all copies of a tile are of the same size, and none is of two pages."""
-    return min(page & -page, _keys(size, width))
-
-
 @functools.lru_cache(maxsize=1024)
-def _prepared(kind: Kind, sizes: tuple[int, ...], rules: tuple[Any, ...], ahead: bool, ragged: bool) -> Prepared:
-    """The kernel for calls that agree in these. sizes: query heads, those of a kv head, sizes of keys and of values, the page;
-    ahead: whether queries are copied one unit ahead."""
+def _prepared(kind: Kind, sizes: tuple[int, ...], rules: Rules, ahead: bool, ragged: bool) -> Prepared:
+    """The kernel for calls that agree in these: `constants`' arguments."""
     _, lse, *_, table, sinks, _ = kind[1]
-    cap, negate, left, right, has_left, min_query = rules
-    heads, group, size, width, page = sizes
-    return Prepared(
-        _prefill, cap=cap, left=left, right=right, min_query=min_query, H=heads, G=group, D=size, DV=width,
-        BLOCK_D=_padded(size), BLOCK_V=_padded(width), P=page, BOX=_box(page, size, width), BLOCK_Q=ROWS // group,
-        BLOCK_N=_keys(size, width), STAGES=_stages(size), Q_STAGES=1 + ahead, PAGED=table is not None, RAGGED=ragged,
-        NEGATE=negate, HAS_LEFT=has_left, HAS_RIGHT=right < UNBOUNDED, HAS_CAP=cap != 0, HAS_SINKS=sinks is not None,
-        HAS_LSE=lse is not None, R=REQUESTS, CONSUMER_REGS=_REGISTERS[0], PRODUCER_REGS=_REGISTERS[1], num_warps=4, **FUSED,
-    )  # fmt: skip
+    there = {"paged": table is not None, "sinks": sinks is not None, "lse": lse is not None}
+    return Prepared(_prefill, **constants(sizes, rules, ragged=ragged, ahead=ahead, **there))

@@ -7,9 +7,9 @@ shared memory: at most 64 rows, held by eight warps.
 import functools
 from typing import NamedTuple
 
+from attn.kernels import hopper
 from attn.kernels.launch import LEAST, STARTED, Launch, power_of_two
 from attn.kernels.memory import SHARED_MEMORY, UNKNOWN
-from attn.torch.kernels import hopper
 
 
 @functools.lru_cache(maxsize=1024)

@@ -21,9 +21,9 @@ import torch
 import triton
 import triton.language as tl
 
+from attn.kernels import hopper
 from attn.kernels.launch import UNBOUNDED, power_of_two
 from attn.kernels.paged_attention import request_of
-from attn.torch.kernels import hopper
 from attn.torch.kernels.direct import Kind, Prepared, arch, check_stride, kind_of, multiprocessors, operator
 from attn.torch.kernels.mla_launch import mla_prefill_launch
 
@@ -139,9 +139,10 @@ def mla_prefill(
         check_stride(name, tensor)
     arrays = (out, lse, query, key, value, query_start_loc, key_start_loc)
     if arch() == "sm_90" and hopper.is_on("hopper_prefill"):
+        from attn.kernels.hopper_prefill import ROWS
         from attn.torch.kernels import hopper_prefill
 
-        if hopper_prefill.serves(query, key, value, requests, 1, hopper_prefill.ROWS):
+        if hopper_prefill.serves(query, key, value, requests, 1, ROWS):
             hopper_prefill.prefill(
                 *arrays, None, None, factor=abs(scale) * LOG2E, v_factor=1.0, cap=0.0, negate=scale < 0, left=UNBOUNDED,
                 right=0 if causal else UNBOUNDED, has_left=False, min_query=0, programs=multiprocessors(query.device),

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
+from attn.kernels import hopper
 from attn.kernels.launch import LOG2E, TUNED, Launch, can_launch_early, converts_e4m3
 from attn.kernels.paged_attention import attention, merge
 from attn.kernels.paged_launch import OF_MERGE, Kinds, Launches, Layer, bound, strides_of
-from attn.torch.kernels import hopper
 from attn.torch.kernels.direct import Kind, Prepared, arch, kind_of, multiprocessors, operator
 
 _UNTUNED: tuple[Launch | None, ...] = (None, None)

@@ -12,7 +12,8 @@ if importlib.util.find_spec("triton") is None:
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("no Hopper GPU here", allow_module_level=True)
 
-from attn.torch.kernels import hopper, hopper_mla
+from attn.kernels import hopper
+from attn.torch.kernels import hopper_mla
 from attn.torch.kernels.mla_decode import mla_decode
 
 RAGGED = [(1, 1), (1, 63), (1, 65), (1, 1000), (1, 777), (1, 128)]

@@ -12,7 +12,8 @@ if importlib.util.find_spec("triton") is None:
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("no Hopper GPU here", allow_module_level=True)
 
-from attn.torch.kernels import hopper, hopper_prefill
+from attn.kernels import hopper
+from attn.torch.kernels import hopper_prefill
 from attn.torch.kernels.paged_attention import paged_attention
 
 CASES: dict[str, dict[str, Any]] = {

@@ -11,9 +11,9 @@ import torch
 
 from attn.capabilities import Capabilities, Device, MultipleOf
 from attn.diffusion.backends.dense import DenseCall
+from attn.kernels import hopper
 from attn.torch.backends import _hopper
 from attn.torch.diffusion.backends._triton import TritonBackend, TritonImpl, present_first
-from attn.torch.kernels import hopper
 
 _PAGE = 128  #: keys per page; the Hopper kernel copies a tile of 128 at once from pages of that size
 

@@ -16,7 +16,8 @@ from attn.kernels import paged_attention as device_code
 from attn.kernels.paged_launch import Layer
 from attn.kernels.memory import SHARED_MEMORY
 from attn.tools.aot import triton as aot
-from attn.torch.kernels import direct, hopper, kv_write
+from attn.kernels import hopper
+from attn.torch.kernels import direct, kv_write
 from attn.torch.kernels import paged_attention as of_torch
 from attn.visibility import BatchMask
 ours = importlib.import_module("attn.jax.kernels.gpu.paged_attention")

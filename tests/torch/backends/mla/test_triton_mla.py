@@ -107,8 +107,9 @@ def test_rules_of_absorbing_are_explained(monkeypatch):
 
 @needs_triton
 def test_short_prompts_are_absorbed_where_the_hopper_kernel_decodes(monkeypatch):
+    from attn.kernels import hopper
     from attn.torch.backends.mla import triton_mla
-    from attn.torch.kernels import direct, hopper
+    from attn.torch.kernels import direct
 
     def rows(device="cuda", **changes):
         spec = KVCacheSpec(**{"block_size": 64, "num_kv_heads": 1, "head_size": 576, "dtype": "bfloat16", **changes})
@@ -124,7 +125,8 @@ def test_short_prompts_are_absorbed_where_the_hopper_kernel_decodes(monkeypatch)
 
 @needs_triton
 def test_the_hopper_kernel_is_for_plain_latents_on_hopper(monkeypatch):
-    from attn.torch.kernels import hopper, mla_launch
+    from attn.kernels import hopper
+    from attn.torch.kernels import mla_launch
 
     monkeypatch.setattr(hopper, "why_off", lambda kernel: "")
     assert mla_launch.prefers_hopper("sm_90", packed=False) and not mla_launch.prefers_hopper("sm_90", packed=True)

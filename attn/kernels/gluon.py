@@ -19,7 +19,6 @@ import functools
 import inspect
 from typing import Any
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -56,7 +55,7 @@ reinterpret = _newest(gl.shared_memory_descriptor, "reinterpret", "_reinterpret"
 class _Address:
     """Where a tensor's memory is, which a descriptor takes for the tensor: a descriptor that is kept keeps no memory."""
 
-    def __init__(self, address: int, dtype: torch.dtype) -> None:
+    def __init__(self, address: int, dtype: Any) -> None:
         self.address, self.dtype = address, dtype
 
     def data_ptr(self) -> int:
@@ -65,7 +64,7 @@ class _Address:
 
 @functools.lru_cache(maxsize=1024)
 def descriptor(
-    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+    address: int, dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
 ) -> TensorDescriptor:
     """A descriptor of copies of boxes of 16-bit elements, with swizzled rows of 128 bytes."""
     layout = gl.NVMMASharedLayout(128, 16, rank=len(box))

@@ -19,10 +19,10 @@ import pytest
 from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import Device
 from attn.errors import BackendLoadError
+from attn.kernels import hopper
 from attn.tools.aot import command as aot
 from attn.torch.backends.blocksparse_attn import BlocksparseFlashAttentionBackend
 from attn.torch.diffusion.backends.triton_attn import TritonAttentionBackend as Dense
-from attn.torch.kernels import hopper
 
 VERSIONS = ("3.7.1", "3.8.0", "3.9.0")
 FOLDERS = {version: Path(sys.prefix) / f"compilers-{version}" for version in VERSIONS}
@@ -56,7 +56,7 @@ def gluon(monkeypatch: pytest.MonkeyPatch) -> Any:
             parent, _, last = name.rpartition(".")
             if parent:
                 setattr(modules[parent], last, module)
-        source = Path(hopper.__file__).with_name("_gluon.py").read_text()
+        source = Path(hopper.__file__).with_name("gluon.py").read_text()
         known = re.findall(r'"(\w+)"', source.partition("NAMES = (")[2].partition("\n)")[0])
         gl, there = modules["triton" + names[3]], modules["triton" + names[-1]]
         vars(modules["triton"])["__version__"] = version
@@ -73,19 +73,19 @@ def gluon(monkeypatch: pytest.MonkeyPatch) -> Any:
         vars(modules["triton" + names[5]])["TensorDescriptor"] = described
         return part["tma"]
 
-    monkeypatch.delitem(sys.modules, "attn.torch.kernels._gluon", raising=False)
-    monkeypatch.delattr("attn.torch.kernels._gluon", raising=False)
+    monkeypatch.delitem(sys.modules, "attn.kernels.gluon", raising=False)
+    monkeypatch.delattr("attn.kernels.gluon", raising=False)
     hopper._lacking.cache_clear()
     yield install
     hopper._lacking.cache_clear()
-    sys.modules.pop("attn.torch.kernels._gluon", None)
+    sys.modules.pop("attn.kernels.gluon", None)
 
 
 def test_the_newest_of_two_names_is_taken(gluon):
     """A removed name stays for a release as a function that only raises."""
     gluon("3.9.0")
     assert hopper.why_off("hopper_prefill") == ""
-    layer = importlib.import_module("attn.torch.kernels._gluon")
+    layer = importlib.import_module("attn.kernels.gluon")
     assert (layer.load_box, layer.copy_rows, layer.barrier, layer.reinterpret) == ("box", load, "barrier", "reinterpret")
 
 
@@ -111,8 +111,9 @@ def test_a_release_with_other_names_is_off_and_nothing_raises(gluon, monkeypatch
 
 def test_names_are_those_that_the_kernels_use():
     folder = Path(hopper.__file__).parent
-    used = {name for file in folder.glob("hopper_*.py") for name in re.findall(r"\bgl\.(\w+)", file.read_text())}
-    listed = (folder / "_gluon.py").read_text().partition("NAMES = (")[2].partition("\n)")[0]
+    files = [*folder.glob("hopper_*.py"), *(folder.parent / "torch" / "kernels").glob("hopper_*.py")]
+    used = {name for file in files for name in re.findall(r"\bgl\.(\w+)", file.read_text())}
+    listed = (folder / "gluon.py").read_text().partition("NAMES = (")[2].partition("\n)")[0]
     assert used == set(re.findall(r'"(\w+)"', listed))
 
 
@@ -120,7 +121,7 @@ def test_every_launch_asks_for_fused_products_and_sums():
     """Triton 3.9 warns at one that does not say, and 3.10 leaves them off."""
     calls = [
         (file.name, call, ast.unparse(call.func))
-        for file in Path(hopper.__file__).parent.glob("*.py")
+        for file in (Path(hopper.__file__).parents[1] / "torch" / "kernels").glob("*.py")
         for call in ast.walk(ast.parse(file.read_text()))
         if isinstance(call, ast.Call)
     ]
@@ -131,8 +132,8 @@ def test_every_launch_asks_for_fused_products_and_sums():
     spread = [(name, {ast.unparse(k.value) for k in call.keywords if k.arg is None}) for name, call in (*own, *direct)]
     assert len(own) >= 2 and len(direct) >= 11
     # options made in attn.kernels
-    sources = Path(hopper.__file__).parents[2] / "kernels"
-    makers = ("launch", "paged_launch", "kv_write", "latent_write")
+    sources = Path(hopper.__file__).parent
+    makers = ("launch", "paged_launch", "kv_write", "latent_write", "hopper_prefill")
     assert all("**FUSED" in (sources / f"{name}.py").read_text() for name in makers)
     made = {"rules.prefill", "rules.decode(block_r)", "rules.merge", "FUSED", "rule.options()", "launch.options()"}
     made |= {word for _, words in spread for word in words if word.startswith("constants(")}

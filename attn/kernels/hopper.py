@@ -1,7 +1,7 @@
 """Whether `hopper_prefill` and `hopper_mla` can be used with the installed Triton, and if not, why.
 
 They are written in Gluon, whose interface changes between releases. The check looks up the names that the kernels need
-(`_gluon`), not a version number. If a release has all the names but cannot compile a kernel, that kernel is disabled at its
+(`gluon`), not a version number. If a release has all the names but cannot compile a kernel, that kernel is disabled at its
 first launch and the call continues with the general kernels. Triton is imported only when a function is called, so
 importing this module does not need it.
 """
@@ -31,10 +31,10 @@ def _lacking() -> str:
     import triton
 
     try:
-        from attn.torch.kernels import _gluon
+        from attn.kernels import gluon
     except (ImportError, AttributeError) as error:
         return f"Gluon of triton {triton.__version__} is incompatible: {error} (needs triton {COMPILED_WITH})"
-    missing = _gluon.lacking()
+    missing = gluon.lacking()
     return missing and f"triton {triton.__version__} has no {missing} (needs triton {COMPILED_WITH})"
 
 
