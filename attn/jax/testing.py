@@ -10,10 +10,8 @@ the other detects, so each is used for half of the requests, and `captured` repe
 """
 
 import contextlib
-import dataclasses
 import functools
 import io
-import zlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -25,7 +23,7 @@ import numpy.typing as npt
 from jax._src import compiler
 from jax.experimental.pallas import tpu as pltpu
 
-from attn.capabilities import AttentionType, Device, Feature
+from attn.capabilities import Device, Feature
 from attn.jax.ops import bits_of
 from attn.testing import Call, Result, bits, cache_spec
 from attn.testing.prefill import PrefillArrays, results
@@ -182,14 +180,14 @@ class Runner(BaseRunner):
         return apply, build
 
     def dma_mode(self, call: Call, other: int = 0) -> DMAMode:
-        """Return the one of `DMA_MODES` for a call; calls that may share a program have the same one."""
-        case, request = call.case, call.case.request()
-        # aliases of a cache dtype and the encoder types share programs; these features change values only
-        ignored = {Feature.NAN_SAFE.value, Feature.KV_SHARING.value, *([Feature.LSE.value] if case.is_encoder else [])}
-        kind = AttentionType.ENCODER if case.is_encoder else case.attn_type
-        alike = dataclasses.replace(request, kv_cache_dtype="auto", attn_type=kind, features=request.features - ignored)
-        key = f"{'' if case.is_encoder else case.element} {alike}"
-        return DMA_MODES[(zlib.crc32(key.encode()) + other) % 2]
+        """Return the one of `DMA_MODES` for a call; calls that may share a program have the same one.
+
+        It is that of the parity of the features, so that each feature meets both as soon as two requests have it of which one
+        has a feature more.
+        """
+        # these features change values only
+        ignored = {Feature.NAN_SAFE.value, Feature.KV_SHARING.value, *([Feature.LSE.value] if call.case.is_encoder else [])}
+        return DMA_MODES[(len(call.case.request().features - ignored) + other) % 2]
 
     def _watch(self, call: Call, other: int = 0) -> contextlib.AbstractContextManager[None]:
         return watched(self.dma_mode(call, other)) if self.is_interpreted else contextlib.nullcontext()

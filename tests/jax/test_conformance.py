@@ -56,7 +56,7 @@ def test_conformance(cases: list[Case]) -> None:
 
 
 def test_both_ways_of_dmas_are_met() -> None:
-    """By every kind of cache, and by decoders with and without each rule."""
+    """By every kind of cache, and by decoders with and without each rule; the mode changes with each feature more or less."""
     modes: dict[str, set[str]] = {}
     runner = Runner(PallasAttentionBackend)
     for case in cases_for(PallasAttentionBackend):
