@@ -569,12 +569,12 @@ def test_times_are_finite(capsys, words, seconds, tmp_path, monkeypatch):
         ("--repro {} --jobs 2", "--jobs has no effect with --repro, which uses the backends and --registry only"),
         ("--seed 3", "--seed requires --fuzz"),
         (
-            "--registry diffusion --jobs 2",
-            "--jobs has no effect with --registry diffusion, which uses --level, --only, --kind, --record",
+            "--registry diffusion --part 1/2",
+            "--part has no effect with --registry diffusion, which uses --level, --only, --kind, --jobs, --record",
         ),
         (
             "--registry mla_prefill --level full",
-            "--level has no effect with --registry mla_prefill, which uses --only, --kind, --record",
+            "--level has no effect with --registry mla_prefill, which uses --only, --kind, --jobs, --record",
         ),
     ],
 )

@@ -67,8 +67,8 @@ _USED = {
     "--fuzz": ("jobs", "seed"),
     "--repro": (),
     "--registry attention": ("level", "only", "dtype", "kind", "jobs", "part", "record"),
-    "--registry diffusion": ("level", "only", "kind", "record"),
-    "--registry mla_prefill": ("only", "kind", "record"),
+    "--registry diffusion": ("level", "only", "kind", "jobs", "record"),
+    "--registry mla_prefill": ("only", "kind", "jobs", "record"),
 }
 
 
@@ -99,16 +99,15 @@ def run(args: argparse.Namespace) -> int:
         return _fuzz(args)
     if args.repro is not None:
         return _repro(args)
-    suite: Callable[..., Report] = functools.partial(
-        run_conformance, level=args.level, dtypes=args.dtype, jobs=args.jobs, part=args.part
-    )
+    suite: Callable[..., Report] = functools.partial(run_conformance, level=args.level, dtypes=args.dtype, part=args.part)
     if args.registry != "attention":
         from attn.testing.dense import run_dense
         from attn.testing.prefill import run_prefill
 
         suite = functools.partial(run_dense, level=args.level) if args.registry == "diffusion" else run_prefill
     with display(Lines(sys.stderr), sys.stderr) as shown:
-        report = suite(args.backends or None, kind=args.kind, only=args.only, record=args.record, shown=shown)
+        options = {name: getattr(args, name) for name in ("kind", "only", "record", "jobs")}
+        report = suite(args.backends or None, **options, shown=shown)
     return _show_report(args, report)
 
 

@@ -8,6 +8,7 @@ import torch
 
 from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum, register_mla_prefill_backend
 from attn.reports import evidence
+from attn.testing.dense import run_dense
 from attn.testing.prefill import PrefillCase, check_prefill, draw_prefill, prefill_cases, run_prefill
 from attn.tools.conform import main
 from attn.torch.backends.mla.prefill.sdpa import TorchSDPAPrefillBackend
@@ -92,6 +93,19 @@ def test_a_run_is_a_report_and_evidence(monkeypatch: pytest.MonkeyPatch) -> None
     ]
     with pytest.raises(ValueError, match="needs the whole suite"):
         run_prefill(["TORCH_SDPA"], record=True, only="small")
+
+
+def test_cases_are_shared_by_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same report, a case that fails included, and the suite's other families alike."""
+    monkeypatch.setattr("attn.testing.prefill.prefill_cases", lambda backend: [SMALL, CASES["no context"]])
+    register_mla_prefill_backend("BASE_TWO", _BaseTwo)
+    (alone,) = run_prefill(["BASE_TWO"]).backends
+    (shared,) = run_prefill(["BASE_TWO"], jobs=2).backends
+    assert shared.cases == 2 and shared.failures == alone.failures and len(alone.failures) == 2
+    (dense,) = run_dense(["TORCH_SDPA"], only="one row", jobs=2).backends
+    assert dense.ok
+    with pytest.raises(ValueError, match="jobs=0 must be at least 1"):
+        run_prefill(["TORCH_SDPA"], jobs=0)
 
 
 def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import copy
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ import attn.torch
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.registry import AttentionBackendEnum
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
-from attn.torch import graphs
+from attn.torch import graphs, platforms
 from attn.torch.backends._paged import PagedAttentionImpl
 from attn.torch.backends.mla._mla import MLACommonImpl
 from attn.torch.diffusion.backends._dense import DenseImpl, bottom_right
@@ -32,6 +33,15 @@ BATCHES = [([5, 1], [5, 21]), ([3, 2], [30, 17]), ([1, 1], [7, 3]), ([6, 4], [6,
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> None:
     torch.compiler.reset()
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Layers are selected for the CPU, where these tests' tensors are, beside a GPU too."""
+    monkeypatch.setattr(platforms, "_present_platform", lambda: "cpu")
+    platforms.platform.cache_clear()
+    yield
+    platforms.platform.cache_clear()
 
 
 def counted() -> Any:

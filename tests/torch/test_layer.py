@@ -8,7 +8,7 @@ import torch
 
 from attn import reference
 from attn.backends.metadata import CommonAttentionMetadata
-from attn.errors import ShapeError, UnsupportedError
+from attn.errors import DeviceError, ShapeError, UnsupportedError
 from attn.torch import Attention, MLAAttention
 
 H, K, D, P = 4, 2, 32, 16
@@ -228,3 +228,12 @@ def test_sinks_that_are_numbers_are_a_buffer_of_float32() -> None:
     other.load_state_dict(layer.state_dict())
     torch.testing.assert_close(prompt(other, torch.float16), prompt(layer, torch.float16), rtol=0, atol=0)
     assert layer.to("meta").sinks.is_meta and layer.impl.sinks.tolist() == [0.25] * H, "the values are not lost"
+
+
+def test_sinks_without_values_are_named_by_a_call_and_may_be_loaded() -> None:
+    layer = Attention(H, D, num_kv_heads=K, sinks=torch.nn.Parameter(torch.full((H,), 0.5, device="meta")), dtype=torch.float32)
+    with pytest.raises(DeviceError, match="sinks are on meta, query on cpu: load their values before a call"):
+        prompt(layer, torch.float32)
+    same = Attention(H, D, num_kv_heads=K, sinks=[0.5] * H, dtype=torch.float32)
+    layer.to_empty(device="cpu").load_state_dict(same.state_dict())
+    assert torch.equal(prompt(layer, torch.float32), prompt(same, torch.float32))

@@ -32,7 +32,7 @@ from attn.backends.checks import (
 from attn.backends.paged import PagedBackend, PagedCall, PagedImpl
 from attn.capabilities import ENCODER_TYPES, Feature
 from attn.dtypes import PER_TOKEN_HEAD, QuantKey, kFp8StaticTensorSym
-from attn.errors import DTypeError, ShapeError, UnsupportedError
+from attn.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
 from attn.torch import kv_cache as caches
 from attn.torch.alignment import aligned
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder, check_device
@@ -110,11 +110,20 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         return tensor.reshape(-1, heads, self.head_size)
 
     def _move_to(self, device: torch.device) -> None:
-        """Move the per-head vectors to the device of the call; only the first call copies."""
+        """Move the per-head vectors to the device of the call; only the first call copies. Raises `DeviceError` for a vector on
+        "meta", which has no values."""
         if self.alibi_slopes is not None and self.alibi_slopes.device != device:
-            self.alibi_slopes = self.alibi_slopes.to(device)
+            self.alibi_slopes = self._moved("alibi_slopes", self.alibi_slopes, device)
         if self.sinks is not None and self.sinks.device != device:
-            self.sinks = self.sinks.to(device)
+            self.sinks = self._moved("sinks", self.sinks, device)
+
+    def _moved(self, name: str, values: torch.Tensor, device: torch.device) -> torch.Tensor:
+        if values.is_meta:
+            raise DeviceError(
+                f"{self.backend.get_name()}: {name} are on meta, query on {device}: load their values before a call "
+                "(layer.to_empty(device=...), then load_state_dict)"
+            )
+        return values.to(device)
 
     def forward(
         self,
