@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from attn import imports
+from attn.kernels import mla_launch
 from attn.kernels.launch import Launch
 from attn.tools.bench.on_torch import Timing, TorchBench
 from attn.torch.backends.mla import _rows
 from attn.torch.kernels import mla_decode as kernels
-from attn.torch.kernels import mla_launch
 from attn.torch.kernels.mla_prefill import mla_prefill
 
 SCALE = 192**-0.5
@@ -190,7 +190,8 @@ def main() -> None:
             work = Workload(row)
             for text in args.launch or [""]:
                 launch = Launch(*map(int, text.split(","))) if text else None
-                kernels.mla_launch = (lambda *_, launch=launch: launch) if launch else rule
+                mla_launch.mla_launch = (lambda *_, launch=launch: launch) if launch else rule
+                kernels._plan.cache_clear()
                 general = launch not in (None, mla_launch.HOPPER)
                 kernels.prefers_hopper = (lambda *_: False) if general else prefers_hopper
                 try:

@@ -26,13 +26,13 @@ from attn.backends.abstract import KVCacheSpec
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.dtypes import DTYPES
 from attn.kernels.launch import LEAST, STARTED, split_kv_for, split_tiles_of
+from attn.kernels.mla_launch import mla_shares, mla_split
 from attn.reports.machines import pairs
 from attn.tables import Column, block, cells
 from attn.tools.bench.case import NOPE, ROPE, VALUE, BenchCase, abbreviated, parse
 from attn.tools.bench.sample import sample, sizes_of
 from attn.torch.backends.mla import _mla
 from attn.torch.backends.mla._metadata import MLACommonMetadataBuilder
-from attn.torch.kernels.mla_launch import mla_shares, mla_split
 
 if TYPE_CHECKING:
     from attn.backends.metadata import IntArray

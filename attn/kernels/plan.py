@@ -6,8 +6,12 @@ reads its items from a table. They are for kernels whose programs fill a multipr
 leave a fourth of the device idle (`benchmarks.mla_plan`).
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
+
+from attn.kernels.launch import FUSED, LEAST, STARTED
 
 FIELDS = 8  #: of an item of the table that `shares` fills
 
@@ -118,3 +122,11 @@ def shares(  # type: ignore[no-untyped-def]
         tl.store(item + 5, tl.maximum(low - start, 0) * BLOCK_N, mask=own)
         tl.store(item + 6, tl.minimum(high - start, work) * BLOCK_N, mask=own)
         tl.store(item + 7, (start + work - 1) // share - start // share + 1, mask=own)
+
+
+def constants(heads: int, block_n: int, block_r: int) -> dict[str, Any]:
+    """The constants and options of `shares`. block_r: `launch.block_of`."""
+    return {
+        "H": heads, "BLOCK_N": block_n, "BLOCK_R": block_r, "STARTED": STARTED, "SHORTEST": LEAST, "FIELDS": FIELDS,
+        "num_warps": max(1, min(8, block_r // 64)), **FUSED,
+    }  # fmt: skip

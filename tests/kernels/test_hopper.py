@@ -133,10 +133,11 @@ def test_every_launch_asks_for_fused_products_and_sums():
     assert len(own) >= 2 and len(direct) >= 11
     # options made in attn.kernels
     sources = Path(hopper.__file__).parent
-    makers = ("launch", "paged_launch", "kv_write", "latent_write", "hopper_prefill")
+    makers = ("launch", "paged_launch", "kv_write", "latent_write", "hopper_prefill", "hopper_mla", "mla_launch", "plan")
     assert all("**FUSED" in (sources / f"{name}.py").read_text() for name in makers)
     made = {"rules.prefill", "rules.decode(block_r)", "rules.merge", "FUSED", "rule.options()", "launch.options()"}
-    made |= {word for _, words in spread for word in words if word.startswith("constants(")}
+    of_rules = ("constants(", "plan.constants(", "dict(constants)")
+    made |= {word for _, words in spread for word in words if word.startswith(of_rules)}
     assert [name for name, words in spread if not words & made] == []
 
 
@@ -215,7 +216,7 @@ def measure(case, target, *rest):
 
     launched.clear()
     # these compile for seconds
-    paged_attention.attention = paged_attention.merge = mla_decode._attend = mla_decode._merge = General()
+    paged_attention.attention = paged_attention.merge = mla_decode.attend = mla_decode.merge = General()
     hopper_prefill._prefill = Broken(TritonError("no such operation"))
     hopper_mla._attend = Broken(RuntimeError("PassManager::run failed" if "indices" in case.name else "CUDA: out of memory"))
     try:

@@ -856,7 +856,7 @@ DEFECTS = (
     ),
     Defect(
         "mla_decode_selected_key",
-        "torch/kernels/mla_decode.py",
+        "kernels/mla_decode.py",
         "real = real & (position >= 0) & (position < seq_len)",
         "real = real & (position >= 0)",
         INTERPRETED,
@@ -904,7 +904,7 @@ DEFECTS = (
     ),
     Defect(
         "mla_decode_limits",
-        "torch/kernels/mla_decode.py",
+        "kernels/mla_decode.py",
         "seen = seq_len - q_len + token + 1",
         "seen = seq_len - q_len + token",
         INTERPRETED,

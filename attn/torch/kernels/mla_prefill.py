@@ -23,9 +23,9 @@ import triton.language as tl
 
 from attn.kernels import hopper
 from attn.kernels.launch import UNBOUNDED, power_of_two
+from attn.kernels.mla_launch import mla_prefill_launch
 from attn.kernels.paged_attention import request_of
 from attn.torch.kernels.direct import Kind, Prepared, arch, check_stride, kind_of, multiprocessors, operator
-from attn.torch.kernels.mla_launch import mla_prefill_launch
 
 LOG2E = 1.4426950408889634
 

@@ -5,7 +5,7 @@ import functools
 import torch
 
 from attn.kernels import plan
-from attn.kernels.launch import FUSED, LEAST, STARTED, block_of
+from attn.kernels.launch import block_of
 from attn.torch.kernels.direct import Kind, Prepared, kind_of
 
 
@@ -36,7 +36,5 @@ def shares(
 
 
 @functools.lru_cache(maxsize=256)
-def _prepared(kind: Kind, heads: int, block_n: int, block_r: int) -> Prepared:
-    sizes = {"STARTED": STARTED, "SHORTEST": LEAST, "FIELDS": plan.FIELDS}
-    warps = max(1, min(8, block_r // 64))
-    return Prepared(plan.shares, H=heads, BLOCK_N=block_n, BLOCK_R=block_r, **sizes, num_warps=warps, **FUSED)
+def _prepared(kind: Kind, *sizes: int) -> Prepared:
+    return Prepared(plan.shares, **plan.constants(*sizes))

@@ -7,8 +7,8 @@ import torch
 pytest.importorskip("triton")
 
 from attn.kernels.launch import STARTED
+from attn.kernels.mla_launch import mla_shares
 from attn.kernels.plan import FIELDS
-from attn.torch.kernels.mla_launch import mla_shares
 from attn.torch.kernels.plan import shares
 from tests.levels import sampled
 

@@ -50,8 +50,8 @@ def uses_hopper(spec: KVCacheSpec, device: Any) -> bool:
     plain = spec.kv_cache_dtype in ("auto", spec.dtype) and spec.dtype in ("bfloat16", "float16") and spec.head_size == 576
     if not plain or device is None or torch.device(device).type != "cuda":
         return False
+    from attn.kernels.mla_launch import prefers_hopper
     from attn.torch.kernels.direct import arch
-    from attn.torch.kernels.mla_launch import prefers_hopper
 
     return prefers_hopper(arch(), packed=False)
 

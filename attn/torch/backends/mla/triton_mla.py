@@ -1,6 +1,6 @@
 """TRITON_MLA: multi-head latent attention by this package's own Triton kernels, on NVIDIA and AMD GPUs.
 
-One kernel serves every decode (`attn.torch.kernels.mla_decode`): it splits keys, has 16 to 64 (token, head) rows per tile,
+One kernel serves every decode (`attn.kernels.mla_decode`): it splits keys, has 16 to 64 (token, head) rows per tile,
 and loads each tile of latents once for scores and values. Nothing waits for the device, so a decode can be captured in a CUDA
 graph and replayed for any batch within the bounds of its metadata. Prefills use an MLA prefill backend.
 """

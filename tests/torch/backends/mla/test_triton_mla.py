@@ -44,9 +44,9 @@ def test_e4m3_is_read_on_architectures_that_do_not_convert_it(cache):
 @pytest.mark.parametrize("backend", [TritonMLABackend, TritonMLASparseBackend])
 def test_codes_taken_as_bytes_conform(backend, monkeypatch):
     """What A100 and RDNA3 run: e4m3 codes, packed or not, made numbers by their bits."""
-    from attn.torch.kernels import mla_decode
+    from attn.kernels import mla_launch
 
-    monkeypatch.setattr(mla_decode, "converts_e4m3", lambda arch: False)
+    monkeypatch.setattr(mla_launch, "converts_e4m3", lambda arch: False)
     cases = {case.kv_cache_dtype: case for case in cases_of(subject_of(backend), "smoke") if case.dtype != "bfloat16"}
     for cache in ("fp8", "fp8_ds_mla"):
         check_conformance(backend, cases[cache].replace(query_lens=(1, 6, 3), seq_lens=(33, 9, 20)))
@@ -85,7 +85,7 @@ def test_a_float32_cache_needs_an_architecture_whose_shared_memory_holds_it(back
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_100", "gfx942", "gfx950", "interpreter"])
 def test_launches_fit_and_keep_the_state_in_registers(arch):
     from attn.kernels.memory import SHARED_MEMORY
-    from attn.torch.kernels.mla_launch import mla_launch, mla_prefill_launch
+    from attn.kernels.mla_launch import mla_launch, mla_prefill_launch
 
     for rows in (1, 16, 17, 64, 128, 512):
         for stored, packed in ((2, False), (1, False), (1, True)):
@@ -125,8 +125,7 @@ def test_short_prompts_are_absorbed_where_the_hopper_kernel_decodes(monkeypatch)
 
 @needs_triton
 def test_the_hopper_kernel_is_for_plain_latents_on_hopper(monkeypatch):
-    from attn.kernels import hopper
-    from attn.torch.kernels import mla_launch
+    from attn.kernels import hopper, mla_launch
 
     monkeypatch.setattr(hopper, "why_off", lambda kernel: "")
     assert mla_launch.prefers_hopper("sm_90", packed=False) and not mla_launch.prefers_hopper("sm_90", packed=True)
@@ -137,7 +136,7 @@ def test_the_hopper_kernel_is_for_plain_latents_on_hopper(monkeypatch):
 
 @needs_triton
 def test_splits_fill_the_device_and_cover_every_key():
-    from attn.torch.kernels.mla_launch import mla_split
+    from attn.kernels.mla_launch import mla_split
 
     assert mla_split(128, 4096, 64, 132) == 4096  # one wave as it is
     assert mla_split(32, 32768, 64, 132) == 8192

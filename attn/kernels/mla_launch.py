@@ -5,11 +5,12 @@ shared memory: at most 64 rows, held by eight warps.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from attn.kernels import hopper
-from attn.kernels.launch import LEAST, STARTED, Launch, power_of_two
+from attn.kernels.launch import FUSED, LEAST, STARTED, Launch, converts_e4m3, power_of_two
 from attn.kernels.memory import SHARED_MEMORY, UNKNOWN
+from attn.kernels.plan import FIELDS
 
 
 @functools.lru_cache(maxsize=1024)
@@ -42,8 +43,10 @@ def mla_launch(
     return wanted[-1]
 
 
+ROWS, KEYS = 64, 64  #: (token, head) pairs of a program of `hopper_mla`, and keys of its tiles
+RANK, ROPE = 512, 64
 #: The launch of `hopper_mla`, whose two consumers and ring are written for these tiles.
-HOPPER = Launch(64, 64, 8, 2)
+HOPPER = Launch(ROWS, KEYS, 8, 2)
 
 
 def prefers_hopper(arch: str, packed: bool) -> bool:
@@ -53,6 +56,17 @@ def prefers_hopper(arch: str, packed: bool) -> bool:
     Fewer rows: not measured.
     """
     return arch == "sm_90" and not packed and hopper.is_on("hopper_mla")
+
+
+def fits_hopper(
+    query: tuple[int, ...], cache: tuple[int, ...], strides: tuple[int, ...], rank: int, split: int, sparse: bool
+) -> bool:
+    """Whether `hopper_mla` supports query [T, H, L + Dr] and cache [N, P, L + Dr], of one 16-bit dtype, by their extents
+    without the first, and a cache's strides. split: keys per program, if it is fixed."""
+    (heads, width), (page, stored) = query, cache
+    if rank != RANK or not width == stored == RANK + ROPE or split % KEYS or any(stride % 16 for stride in strides):
+        return False
+    return heads % ROWS == 0 if sparse else page % 16 == 0
 
 
 def _shared(launch: Launch, rank: int, rope: int, itemsize: int, stored: int) -> int:
@@ -141,3 +155,97 @@ def _in_two_parts(size: int) -> int:
     """The width of a row of `size` as the sum of two powers of two, the larger first (`mla_prefill`)."""
     first = power_of_two(size) // 2
     return first + max(16, power_of_two(size - first))
+
+
+class Decode(NamedTuple):
+    """What calls of `mla_decode` with the same launches have in common.
+
+    arch, processors, early: as in `paged_launch.Kinds`. on_hopper: whether `hopper_mla` runs the first stage. requests,
+    max_query_len: of the batch; keys: the most keys of a row, or the length of a list of them. page: tokens of one. itemsize,
+    stored: bytes of an element of queries and of the cache. fixed_split: keys per program, 0 for the rule's choice. sparse:
+    whether rows have lists of keys. packed: whether rows of the cache are fp8_ds_mla's. uneven: cut keys by all lengths.
+    """
+
+    arch: str
+    processors: int
+    early: bool
+    on_hopper: bool
+    requests: int
+    heads: int
+    rank: int
+    rope: int
+    max_query_len: int
+    keys: int
+    page: int
+    itemsize: int
+    stored: int
+    fixed_split: int
+    sparse: bool
+    packed: bool
+    has_limits: bool
+    has_lse: bool
+    uneven: bool
+
+
+class Launches(NamedTuple):
+    """How a batch is launched, from its extents alone.
+
+    tiles: of rows, per request, or per group of a plan. split: keys per program. shares: how a batch of uneven lengths is cut
+    instead, or None. block_m, block_n: rows and keys per tile. attend, merge: the constants and options of the two stages (of
+    the first on Hopper, `hopper_mla` has its own).
+    """
+
+    tiles: int
+    splits: int
+    split: int
+    shares: Shares | None
+    block_m: int
+    block_n: int
+    attend: dict[str, Any]
+    merge: dict[str, Any]
+
+    def programs(self, requests: int) -> int:
+        """Programs of the first stage, in each of `splits` columns of the grid."""
+        return self.tiles * (requests if self.shares is None else self.shares.groups)
+
+    def merge_grid(self, requests: int, heads: int, max_query_len: int) -> tuple[int, int]:
+        """The grid of the second stage."""
+        if self.shares is None:
+            return requests * max_query_len, heads
+        return self.shares.groups, min(self.tiles * self.block_m, heads * max_query_len)
+
+    def states(self, rows: int) -> int:
+        """How many states of parts a batch of `rows` (token, head) pairs has."""
+        if self.shares is not None:
+            return 2 * self.shares.groups * self.tiles * self.block_m
+        return rows * self.splits if self.splits > 1 else 0
+
+
+def launches_of(of: Decode) -> Launches:
+    """The launches of a batch."""
+    rows = of.heads if of.sparse else of.heads * of.max_query_len
+    rule = HOPPER
+    if not of.on_hopper:
+        rule = mla_launch(of.arch, rows, of.rank, of.rope, of.itemsize, of.stored, of.sparse, of.packed)
+    tiles = -(-of.heads // rule.block_m) * of.max_query_len if of.sparse else -(-rows // rule.block_m)
+    split = of.fixed_split or mla_split(of.requests * tiles, of.keys, rule.block_n, of.processors)
+    splits = max(1, -(-of.keys // split))
+    shares = None
+    if not (of.sparse or of.fixed_split):
+        shares = mla_shares(of.requests, tiles, -(-of.keys // rule.block_n), of.processors, of.uneven)
+    if shares is not None:
+        tiles, splits = shares.span, 1
+    early = of.early and (splits > 1 or shares is not None)
+    common = {
+        "H": of.heads, "L": of.rank, "BLOCK_M": rule.block_m, "BLOCK_L": power_of_two(of.rank),
+        "PLANNED": shares is not None, "FIELDS": FIELDS, "SPARSE": of.sparse, "HAS_LIMITS": of.has_limits,
+        "HAS_LSE": of.has_lse, "EARLY": early, **FUSED,
+    }  # fmt: skip
+    attend = {
+        **common, "DR": of.rope, "P": of.page, "BLOCK_N": rule.block_n, "BLOCK_R": max(16, power_of_two(of.rope)),
+        "TILES": tiles, "SEVERAL": of.max_query_len > 1, "HAS_SPLITS": splits > 1, "PACKED": of.packed,
+        "PRECISION": "tf32x3" if of.itemsize == 4 and of.arch.startswith("sm") else "ieee",
+        "BYTES": not converts_e4m3(of.arch), "num_warps": rule.num_warps, "num_stages": rule.num_stages,
+    }  # fmt: skip
+    merge = {**common, "ROWS": tiles * rule.block_m, "BLOCK_S": 8, "num_warps": 4, **({"launch_pdl": True} if early else {})}
+    return Launches(tiles, splits, split, shares, rule.block_m, rule.block_n, attend, merge)

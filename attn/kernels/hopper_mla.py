@@ -1,0 +1,511 @@
+"""Absorbed MLA on Hopper for many rows, over all keys or selected keys: `mla_decode`'s first stage in Gluon for sm_90.
+
+A program computes 64 (token, head) rows of one request over a part of its keys, with two consumers of four warps and a
+producer that loads tiles for them. The result [64, 512] fills the registers of both consumers: consumer h holds columns 256
+h to 256 h + 255. Consumer w computes the scores and weights of the tiles w, w + 2, ... of 64 keys. It shares the weights
+through shared memory, and both consumers multiply them with their half of the tile's values, so that every product is
+computed once (the split of DeepSeek's FlashMLA, 2025).
+
+A tile has three pieces: latents 0-255, latents 256-511 and the rotary part. The producer looks up and copies each piece as
+soon as its buffer is free: one warp with the bulk tensor engine for keys in pages, four warps row by row for keys selected
+by a list (zeros for unused entries). Two tiles, the queries' latents and two tiles of weights fill shared memory (the
+queries' rotary part stays in registers), so the copy of a tile can only start once both consumers have used the tile two
+before it. This sets the order of a consumer's work: it uses the other consumer's tile and frees its buffer before it waits
+for its own next tile. Overlapping the scores of one tile with the exponentials of another would need that tile earlier than
+it can arrive.
+
+The grid, the split of keys or the plan, the states and their merge are those of `mla_decode`. A program of a plan has several
+items; while consumers end one, the producer loads the next one's tiles. Keys beyond what a row sees are masked. In tiles where
+rows differ in what they see, non-finite latents are replaced by 0 (the score of a row that sees them is already NaN). No length
+is fetched from the device.
+
+Layouts: q [T, H, 576], out [T, H, 512], both bf16 or float16; cache [N, P, 576] of the same dtype, strides multiples of 16;
+lse [H, T] float32, natural log. All keys: P is a multiple of 16. Selected keys: H is a multiple of 64, so that a program's
+rows are heads of one token.
+"""
+
+from typing import Any
+
+from attn.kernels.gluon import (
+    async_copy,
+    barrier,
+    copy_rows,
+    fence_async_shared,
+    gl,
+    gluon,
+    load_box,
+    mbarrier,
+    reinterpret,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from attn.kernels.launch import FUSED
+from attn.kernels.mla_launch import KEYS
+
+_REGISTERS = ((240, 24), (232, 40))  #: per thread (consumers, producer), for a producer that copies boxes and one that gathers
+_BATCH = ("row_tiles", "splits", "split", "topk", "num_pages", "lse_h", "table_r", "indices_t")
+
+
+@gluon.jit
+def _items_of(items, row_tiles, PLANNED: gl.constexpr):  # type: ignore[no-untyped-def]
+    """(first item of the program, the one after its last); without a plan the program itself is its only item."""
+    if PLANNED:
+        own = items + 2 * (gl.program_id(0) // row_tiles)
+        first, last = gl.load(own), gl.load(own + 1)
+    else:
+        first, last = 0, 1
+    return first, last
+
+
+@gluon.jit
+def _part(  # type: ignore[no-untyped-def]
+    item, query_start_loc, seq_lens, limits, items, row_tiles, split, topk,
+    H: gl.constexpr, HAS_LIMITS: gl.constexpr, SPARSE: gl.constexpr, PLANNED: gl.constexpr,
+):  # fmt: skip
+    """(request, its first token, tokens, keys, first row; keys that all rows, some row see, first key, tiles, state).
+
+    The state is -1 for an item that is all keys of its rows. Without work there are no tokens.
+    """
+    group = gl.program_id(0) // row_tiles
+    tile = gl.program_id(0) % row_tiles
+    own = items
+    if PLANNED:
+        own = items + gl.num_programs(0) // row_tiles * 2 + item * 8  # plan.FIELDS
+        r = gl.load(own)
+        begin = gl.load(own + 1)
+        q_len = gl.load(own + 2)
+        seq_len = gl.load(own + 3)
+        first_row = (gl.load(own + 4) * row_tiles + tile) * 64
+    else:
+        r = group
+        begin = gl.load(query_start_loc + r)
+        q_len = gl.load(query_start_loc + r + 1) - begin
+        seq_len = gl.load(seq_lens + r)
+        first_row = tile * 64
+    first = first_row // H
+    last = gl.minimum((first_row + 63) // H, q_len - 1)
+    low = seq_len - q_len + first + 1
+    high = seq_len - q_len + last + 1
+    if HAS_LIMITS:
+        low = seq_len
+        high = seq_len * 0
+        for i in range(first, last + 1):
+            seen = gl.load(limits + begin + i)
+            low = gl.minimum(low, seen)
+            high = gl.maximum(high, seen)
+    high = gl.minimum(gl.maximum(high, 0), seq_len)
+    if SPARSE:
+        high = topk
+    if PLANNED:
+        begins = gl.load(own + 5)
+        stop = gl.load(own + 6)
+        place = (2 * group + gl.where(begins == 0, 1, 0)) * row_tiles + tile
+        state = gl.where(gl.load(own + 7) > 1, place, -1)
+    else:
+        begins = gl.program_id(1) * split
+        stop = begins + split
+        count = (high + split - 1) // split
+        state = gl.where(count > 1, gl.program_id(1), -1)
+        q_len = gl.where(gl.program_id(1) < gl.maximum(count, 1), q_len, 0)
+    tiles = gl.where(first < q_len, (gl.maximum(gl.minimum(high, stop) - begins, 0) + 63) // 64, 0)
+    return r, begin, q_len, seq_len, first_row, low, high, begins, tiles, state
+
+
+@gluon.jit
+def _rows(begin, q_len, first_row, H: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """[64] each: token in the request, token in the batch, head, whether the row exists."""
+    row = first_row + gl.arange(0, 64, layout=LAYOUT)
+    token = row // H
+    return token, (begin + token).to(gl.int64), row % H, token < q_len
+
+
+@gluon.jit
+def _state(state, at, head, splits, H: gl.constexpr, PLANNED: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Where a row's state is among all states: by the item of the plan, or by the row and the number of the split."""
+    place = state.to(gl.int64) * 64 + gl.arange(0, 64, layout=LAYOUT)
+    return place if PLANNED else (at * H + head) * splits + state
+
+
+@gluon.jit
+def _gather(  # type: ignore[no-untyped-def]
+    cache, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, items, block_table, indices,
+    row_tiles, split, topk, c_block, c_slot, table_r, indices_t,
+    H: gl.constexpr, P: gl.constexpr, HAS_LIMITS: gl.constexpr, SPARSE: gl.constexpr, PLANNED: gl.constexpr,
+):  # fmt: skip
+    """Producer of four warps: copy the tiles of selected keys in order, row by row; zeros for unused entries."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    parts = reinterpret(k_ring, k_ring.dtype, [16, 64, 64], swizzled)
+    first, last = _items_of(items, row_tiles, PLANNED)
+    used_0, used_1 = 0, 0  # how often each stage of the rings was used by earlier items
+    for item in range(first, last):
+        r, begin, q_len, seq_len, first_row, low, high, begins, tiles, state = _part(
+            item, query_start_loc, seq_lens, limits, items, row_tiles, split, topk, H, HAS_LIMITS, SPARSE, PLANNED
+        )
+        table = block_table + r.to(gl.int64) * table_r
+        chosen = indices + (begin + first_row // H).to(gl.int64) * indices_t
+        column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
+        for i in range(tiles):
+            j = begins + i * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+            position = gl.load(chosen + j, mask=j < topk, other=-1)
+            real = (position >= 0) & (position < seq_len)
+            page = gl.load(table + position // P, mask=real, other=0)
+            rows = (cache + page.to(gl.int64) * c_block + (position % P) * c_slot)[:, None] + column[None, :]
+            stage = i % 2
+            phase = gl.where(stage == 0, used_0, used_1) + i // 2 & 1
+            mbarrier.wait(r_empty.index(stage), phase ^ 1)
+            copy_rows(r_ring.index(stage), rows + 512, mask=real[:, None])
+            async_copy.mbarrier_arrive(r_full.index(stage), increment_count=False)
+            for h in gl.static_range(2):
+                piece = stage * 2 + h
+                mbarrier.wait(k_empty.index(piece), phase ^ 1)
+                for c in gl.static_range(4):
+                    copy_rows(parts.index(piece * 4 + c), rows + (h * 256 + c * 64), mask=real[:, None])
+                async_copy.mbarrier_arrive(k_full.index(piece), increment_count=False)
+        used_0 += (tiles + 1) // 2
+        used_1 += tiles // 2
+
+
+@gluon.jit
+def _produce(  # type: ignore[no-untyped-def]
+    desc, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, items, block_table, row_tiles,
+    split, topk, num_pages, table_r,
+    H: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, HAS_LIMITS: gl.constexpr, SPARSE: gl.constexpr, PLANNED: gl.constexpr,
+):  # fmt: skip
+    """Producer of one warp: copy the tiles of keys in order, piece by piece, each as soon as its buffer is free."""
+    BOXES: gl.constexpr = 64 // BOX
+    k_boxes = reinterpret(k_ring, k_ring.dtype, [16 * BOXES, 1, BOX, 64], desc.layout)
+    r_boxes = reinterpret(r_ring, k_ring.dtype, [2 * BOXES, 1, BOX, 64], desc.layout)
+    first, last = _items_of(items, row_tiles, PLANNED)
+    used_0, used_1 = 0, 0  # how often each stage of the rings was used by earlier items
+    for item in range(first, last):
+        r, begin, q_len, seq_len, first_row, low, high, begins, tiles, state = _part(
+            item, query_start_loc, seq_lens, limits, items, row_tiles, split, topk, H, HAS_LIMITS, SPARSE, PLANNED
+        )
+        table = block_table + r.to(gl.int64) * table_r
+        for i in range(tiles):
+            start = begins + i * 64
+            pages = ()
+            places = ()
+            for b in gl.static_range(BOXES):
+                at = start + b * BOX
+                # not a valid page: the engine fills in zeros for accesses outside its tensor
+                pages = pages + (gl.load(table + at // P, mask=at < high, other=num_pages),)  # type: ignore[assignment]
+                places = places + (at % P,)  # type: ignore[assignment]
+            stage = i % 2
+            phase = gl.where(stage == 0, used_0, used_1) + i // 2 & 1
+            mbarrier.wait(r_empty.index(stage), phase ^ 1)
+            mbarrier.expect(r_full.index(stage), 64 * 64 * 2)
+            for b in gl.static_range(BOXES):
+                load_box(desc, [pages[b], places[b], 512], r_full.index(stage), r_boxes.index(stage * BOXES + b))
+            for h in gl.static_range(2):
+                piece = stage * 2 + h
+                mbarrier.wait(k_empty.index(piece), phase ^ 1)
+                mbarrier.expect(k_full.index(piece), 64 * 256 * 2)
+                for c in gl.static_range(4):
+                    for b in gl.static_range(BOXES):
+                        load_box(
+                            desc, [pages[b], places[b], h * 256 + c * 64], k_full.index(piece),
+                            k_boxes.index((piece * 4 + c) * BOXES + b),
+                        )  # fmt: skip
+        used_0 += (tiles + 1) // 2
+        used_1 += tiles // 2
+
+
+@gluon.jit
+def _scores(  # type: ignore[no-untyped-def]
+    q_tile, q_rope, k_ring, r_ring, k_full, r_full, k, SPARSE: gl.constexpr, S_LAYOUT: gl.constexpr, WHICH: gl.constexpr
+):  # fmt: skip
+    """Start the products of this consumer's tile, each piece as it arrives; they are still running on return."""
+    # always 0, but unknown to the compiler, which would otherwise keep the addresses of all operands in scarce registers
+    far = gl.inline_asm_elementwise("shr.u32 $0, $1, 31;", "=r,r", [k], gl.int32, is_pure=True, pack=1)
+    mbarrier.wait(r_full.index(WHICH), k & 1)
+    if SPARSE:  # makes rows that threads copied visible to the tensor cores
+        fence_async_shared()
+    nothing = gl.zeros([64, 64], gl.float32, S_LAYOUT)
+    s = warpgroup_mma(q_rope, r_ring.index(WHICH + far).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    for h in gl.static_range(2):
+        mbarrier.wait(k_full.index(WHICH * 2 + h), k & 1)
+        if SPARSE:
+            fence_async_shared()
+        s = warpgroup_mma(q_tile.index(far + h), k_ring.index(WHICH * 2 + h + far).permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, phase, WHICH: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Add the other consumer's tile. Returns (acc with its values, maximum, norm rescaled to that maximum)."""
+    OTHER: gl.constexpr = 1 - WHICH
+    mbarrier.wait(t_full.index(OTHER), phase)
+    above = tops.index(OTHER).load(top.type.layout)
+    shrink = gl.exp2(top - gl.where(above == float("-inf"), 0.0, above))
+    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
+    mbarrier.wait(p_full.index(OTHER), phase)
+    acc = warpgroup_mma(p_ring.index(OTHER), k_ring.index(OTHER * 2 + WHICH), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    barrier()
+    mbarrier.arrive(k_empty.index(OTHER * 2 + WHICH), count=1)
+    return acc, above, norm * shrink
+
+
+@gluon.jit
+def _clean(k_ring, least, WHICH: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Replace non-finite latents of this consumer's tile by 0 from row `least` on, after its scores were computed."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    parts = reinterpret(k_ring, k_ring.dtype, [64, 16, 64], gl.NVMMASharedLayout(128, 16, rank=2))
+    for column in range(8):
+        for i in range(gl.maximum(least, 0) // 16, 4):
+            part = parts.index(WHICH * 32 + column * 4 + i)
+            x = part.load(LAYOUT)
+            wide = x.to(gl.float32)
+            part.store(gl.where((wide - wide) != 0.0, gl.zeros([16, 64], k_ring.dtype, LAYOUT), x))
+
+
+@gluon.jit
+def _step(  # type: ignore[no-untyped-def]
+    acc, top, norm, q, q_rope, k_ring, r_ring, p_ring, tops, k_full, k_empty, r_full, r_empty, t_full, p_full,
+    chosen, k, start, seen, low, factor,
+    MASKED: gl.constexpr, SPARSE: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
+    """Process this consumer's tile: its scores, its weights, which the other consumer waits for, and its values.
+
+    SPARSE: `low` is the list's length, `seen` the number of keys.
+    """
+    j = start + gl.arange(0, 64, layout=gl.SliceLayout(0, S_LAYOUT))
+    if SPARSE:
+        position = gl.load(chosen + j, mask=j < low, other=-1)
+    s = _scores(q, q_rope, k_ring, r_ring, k_full, r_full, k, SPARSE, S_LAYOUT, WHICH)
+    s = warpgroup_mma_wait(0, deps=[s])
+    barrier()
+    mbarrier.arrive(r_empty.index(WHICH), count=1)
+    if SPARSE:
+        s = gl.where(((position >= 0) & (position < seen))[None, :], s, float("-inf"))
+    elif MASKED:
+        s = gl.where(j[None, :] < seen[:, None], s, float("-inf"))
+    above = gl.maximum(top, gl.max(s, 1) * factor)
+    tops.index(WHICH).store(above)
+    barrier()
+    # the other consumer rescales its sums to this maximum while this one computes exponentials
+    mbarrier.arrive(t_full.index(WHICH), count=1)
+    guard = gl.where(above == float("-inf"), 0.0, above)
+    weights = gl.exp2(s * factor - guard[:, None])
+    shrink = gl.exp2(top - guard)
+    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
+    norm = norm * shrink + gl.sum(weights, 1)
+    p = weights.to(k_ring.dtype)
+    p_ring.index(WHICH).store(p)
+    if MASKED:
+        _clean(k_ring, low - start, WHICH)
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(p_full.index(WHICH), count=1)
+    acc = warpgroup_mma(gl.convert_layout(p, P_LAYOUT), k_ring.index(WHICH * 2 + WHICH), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    barrier()
+    mbarrier.arrive(k_empty.index(WHICH * 2 + WHICH), count=1)
+    return acc, above, norm
+
+
+@gluon.jit
+def _consume(  # type: ignore[no-untyped-def]
+    out, lse, partial, partial_lse, query, q_tile, k_ring, r_ring, p_ring, tops, norms,
+    k_full, k_empty, r_full, r_empty, t_full, p_full, q_full, end, query_start_loc, seq_lens, limits, items, factor, v_factor,
+    indices, row_tiles, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
+    H: gl.constexpr, HAS_LIMITS: gl.constexpr, HAS_LSE: gl.constexpr, SPARSE: gl.constexpr,
+    PLANNED: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
+    """Consumer of four warps: the scores of every other tile, and half of the columns of the result."""
+    dtype: gl.constexpr = k_ring.dtype
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    ROPE_COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    first, last = _items_of(items, row_tiles, PLANNED)
+    own, other, turn = 0, 0, 0  # tiles of earlier items, this consumer's and the other's; the item's number modulo 2
+    for item in range(first, last):
+        r, begin, q_len, seq_len, first_row, low, high, begins, tiles, state = _part(
+            item, query_start_loc, seq_lens, limits, items, row_tiles, split, topk, H, HAS_LIMITS, SPARSE, PLANNED
+        )
+
+        token, at, head, live = _rows(begin, q_len, first_row, H, gl.SliceLayout(1, ROPE_COPY))
+        e = 512 + gl.arange(0, 64, layout=gl.SliceLayout(0, ROPE_COPY))
+        place = (at * q_t + head * q_h)[:, None] + e[None, :]
+        p_ring.index(WHICH).store(gl.load(query + place, mask=live[:, None], other=0.0))
+        copy_token, copy_at, copy_head, copy_live = _rows(begin, q_len, first_row, H, gl.SliceLayout(1, COPY))
+        d = WHICH * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, COPY))
+        copy_place = (copy_at * q_t + copy_head * q_h)[:, None] + d[None, :]
+        q_tile.index(WHICH).store(gl.load(query + copy_place, mask=copy_live[:, None], other=0.0))
+        fence_async_shared()
+        barrier()
+        mbarrier.arrive(q_full.index(0), count=1)
+        q_rope = p_ring.index(WHICH).load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+
+        row_token, row_at, row_head, row_live = _rows(begin, q_len, first_row, H, ROW)
+        chosen = indices
+        if SPARSE:
+            chosen = indices + (begin + first_row // H).to(gl.int64) * indices_t
+            seen = seq_len
+            low = topk
+        elif HAS_LIMITS:
+            seen = gl.load(limits + row_at, mask=row_live, other=0)
+        else:
+            seen = seq_len - q_len + row_token + 1
+        acc = gl.zeros([64, 256], gl.float32, O_LAYOUT)
+        norm = gl.zeros([64], gl.float32, ROW)
+        top = gl.full([64], float("-inf"), gl.float32, ROW)
+        mine = (tiles + 1 - WHICH) // 2
+        # every row sees the keys below `low`, so whole tiles below it need no mask
+        plain = mine
+        if not SPARSE:
+            plain = (gl.minimum(gl.maximum(low - begins, 0) // 64, tiles) + 1 - WHICH) // 2
+        mbarrier.wait(q_full.index(0), turn)
+        if WHICH == 1 and tiles > 0:
+            acc, top, norm = _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, other & 1, WHICH)
+        for k in range(0, plain):
+            acc, top, norm = _step(
+                acc, top, norm, q_tile, q_rope, k_ring, r_ring, p_ring, tops, k_full, k_empty, r_full, r_empty, t_full, p_full,
+                chosen, own + k, begins + (2 * k + WHICH) * 64, seen, low, factor, False, SPARSE, S_LAYOUT, P_LAYOUT, WHICH,
+            )  # fmt: skip
+            if 2 * k + WHICH + 1 < tiles:
+                phase = (other + k + WHICH) & 1
+                acc, top, norm = _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, phase, WHICH)
+        if not SPARSE:
+            for k in range(plain, mine):
+                acc, top, norm = _step(
+                    acc, top, norm, q_tile, q_rope, k_ring, r_ring, p_ring, tops, k_full, k_empty, r_full, r_empty, t_full,
+                    p_full, chosen, own + k, begins + (2 * k + WHICH) * 64, seen, low, factor, True, False, S_LAYOUT, P_LAYOUT,
+                    WHICH,
+                )  # fmt: skip
+                if 2 * k + WHICH + 1 < tiles:
+                    phase = (other + k + WHICH) & 1
+                    acc, top, norm = _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, phase, WHICH)
+
+        # both have the same maximum at the end; each has the sum of its own tiles' weights
+        norms.index(WHICH).store(norm)
+        barrier()
+        mbarrier.arrive(end.index(WHICH), count=1)
+        mbarrier.wait(end.index(1 - WHICH), turn)
+        norm += norms.index(1 - WHICH).load(ROW)
+        sum_ = gl.convert_layout(norm, gl.SliceLayout(1, O_LAYOUT))
+        share = v_factor / gl.where(sum_ == 0, 1.0, sum_)
+        acc = gl.where((sum_ == 0)[:, None], 0.0, acc * share[:, None])
+        log = gl.where(norm == 0, float("-inf"), top + gl.log2(norm))
+        if state >= 0:
+            column = WHICH * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, O_LAYOUT))
+            o_token, o_at, o_head, o_live = _rows(begin, q_len, first_row, H, gl.SliceLayout(1, O_LAYOUT))
+            part = _state(state, o_at, o_head, splits, H, PLANNED, gl.SliceLayout(1, O_LAYOUT)) * 512
+            gl.store(partial + part[:, None] + column[None, :], acc, mask=o_live[:, None])
+            if WHICH == 0:
+                gl.store(partial_lse + _state(state, row_at, row_head, splits, H, PLANNED, ROW), log, mask=row_live)
+        else:
+            # through the queries' buffer, which is no longer read, so that each thread writes 16 bytes of a row
+            q_tile.index(WHICH).store(acc.to(dtype))
+            barrier()
+            o_place = (copy_at * o_t + copy_head * o_h)[:, None] + d[None, :]
+            gl.store(out + o_place, q_tile.index(WHICH).load(COPY), mask=copy_live[:, None])
+            if HAS_LSE and WHICH == 0:
+                gl.store(lse + row_head * lse_h + row_at, log * 0.6931471805599453, mask=row_live)
+        own += mine
+        other += (tiles + WHICH) // 2
+        turn ^= 1
+
+
+@gluon.jit
+def _fill(  # type: ignore[no-untyped-def]
+    cache, desc, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, items, block_table,
+    indices, row_tiles, split, topk, num_pages, c_block, c_slot, table_r, indices_t,
+    H: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, HAS_LIMITS: gl.constexpr, SPARSE: gl.constexpr, PLANNED: gl.constexpr,
+):  # fmt: skip
+    """The keys' way in: gathered one by one, or page by page."""
+    if SPARSE:
+        _gather(
+            cache, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, items, block_table,
+            indices, row_tiles, split, topk, c_block, c_slot, table_r, indices_t, H, P, HAS_LIMITS, SPARSE, PLANNED,
+        )  # fmt: skip
+    else:
+        _produce(
+            desc, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, items, block_table,
+            row_tiles, split, topk, num_pages, table_r, H, P, BOX, HAS_LIMITS, SPARSE, PLANNED,
+        )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=_BATCH)
+def attend(  # type: ignore[no-untyped-def]
+    out, lse, partial, partial_lse, query, cache, query_start_loc, seq_lens, limits, items, block_table, indices, desc, factor,
+    v_factor, row_tiles, splits, split, topk, num_pages, lse_h, table_r, indices_t, o_t, o_h, q_t, q_h, c_block,
+    c_slot,
+    H: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, HAS_LIMITS: gl.constexpr, HAS_LSE: gl.constexpr, SPARSE: gl.constexpr,
+    PLANNED: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = query.dtype.element_ty
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    lines: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_tile = gl.allocate_shared_memory(dtype, [2, 64, 256], swizzled)
+    k_ring = gl.allocate_shared_memory(dtype, [4, 64, 256], swizzled)
+    r_ring = gl.allocate_shared_memory(dtype, [2, 64, 64], swizzled)
+    p_ring = gl.allocate_shared_memory(dtype, [2, 64, 64], swizzled)
+    tops = gl.allocate_shared_memory(gl.float32, [2, 64], lines)
+    norms = gl.allocate_shared_memory(gl.float32, [2, 64], lines)
+    k_full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    r_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    r_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    t_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    p_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    end = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    FILLERS: gl.constexpr = 128 if SPARSE else 1
+    for i in gl.static_range(4):
+        mbarrier.init(k_full.index(i), count=FILLERS)
+        mbarrier.init(k_empty.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(r_full.index(i), count=FILLERS)
+        mbarrier.init(r_empty.index(i), count=1)
+        mbarrier.init(t_full.index(i), count=1)
+        mbarrier.init(p_full.index(i), count=1)
+        mbarrier.init(end.index(i), count=1)
+    mbarrier.init(q_full.index(0), count=2)
+    fence_async_shared()
+    # the merge may already be launched: it waits for the end of this grid before it reads
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+    # a tuple with a name would hold values alone, and lose what is known when the program is made: the two are written out
+    gl.warp_specialize(
+        [
+            (_consume, (
+                out, lse, partial, partial_lse, query, q_tile, k_ring, r_ring, p_ring, tops, norms,
+                k_full, k_empty, r_full, r_empty, t_full, p_full, q_full, end, query_start_loc, seq_lens, limits, items, factor,
+                v_factor, indices, row_tiles, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
+                H, HAS_LIMITS, HAS_LSE, SPARSE, PLANNED, 0,
+            )),
+            (_consume, (
+                out, lse, partial, partial_lse, query, q_tile, k_ring, r_ring, p_ring, tops, norms,
+                k_full, k_empty, r_full, r_empty, t_full, p_full, q_full, end, query_start_loc, seq_lens, limits, items, factor,
+                v_factor, indices, row_tiles, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
+                H, HAS_LIMITS, HAS_LSE, SPARSE, PLANNED, 1,
+            )),
+            (_fill, (
+                cache, desc, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, items,
+                block_table, indices, row_tiles, split, topk, num_pages, c_block, c_slot, table_r, indices_t, H, P, BOX,
+                HAS_LIMITS, SPARSE, PLANNED,
+            )),
+        ],
+        [4, 4 if SPARSE else 1],
+        [CONSUMER_REGS, PRODUCER_REGS],
+    )  # fmt: skip
+
+
+def map_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """(shape, strides, box) of the copies from a cache [N, P, 576]: no box is of two pages."""
+    return shape, strides, (1, min(shape[1] & -shape[1], KEYS), 64)
+
+
+def constants(heads: int, page: int, *, limits: bool, lse: bool, sparse: bool, planned: bool) -> dict[str, Any]:
+    """Constants and options of a launch. sparse: whether keys are selected by a list; planned: whether there is a plan."""
+    consumers, producer = _REGISTERS[sparse]
+    return {
+        "H": heads, "P": page, "BOX": min(page & -page, KEYS), "HAS_LIMITS": limits, "HAS_LSE": lse, "SPARSE": sparse,
+        "PLANNED": planned, "CONSUMER_REGS": consumers, "PRODUCER_REGS": producer, "num_warps": 4, **FUSED,
+    }  # fmt: skip

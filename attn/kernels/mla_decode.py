@@ -1,0 +1,422 @@
+"""Absorbed MLA over a paged cache of latents, over all keys or a list of selected keys: split keys, one merge.
+
+All H heads attend to the same row [latent L | rotary Dr], and the latent is also the value. A program computes BLOCK_M
+rows, each a (token, head) pair of one request, over a part of its keys, BLOCK_N at a time, with an online softmax in base 2
+(Dao et al., FlashAttention-2, 2023; Flash-Decoding for the split). A tile of keys is loaded once and used twice, transposed
+for the scores and unchanged for the values: this keeps the bytes per operation low, of which MLA has 2 (2 L + Dr) per key
+and head.
+
+    grid (requests x row tiles, splits); row tiles vary fastest, so that heads that share keys run together and share L2. In a
+    batch of uneven lengths (groups x row tiles of a group), each of which has an equal share of all keys (`plan.shares`).
+    dense   the rows of a request's tokens in order; row i sees its first seq_len - q_len + i + 1 keys (or limits[i]).
+    sparse  a tile is one token's heads; its keys are those in `indices`, where -1 (or beyond the sequence) means no key.
+
+On Hopper, programs of 64 rows over 16-bit latents run in `hopper_mla` (`mla_launch.prefers_hopper`), with the same grid, states
+and merge.
+
+A program that processes all keys of its rows writes the result, otherwise a float32 state that `merge` merges. No lengths
+are fetched from the device and grids depend only on extents and maxima: a captured launch serves any batch within those
+bounds.
+
+Masked keys are selected away: their score is -inf, and the row loaded in their place is one that is seen (or zeros). Where
+tokens differ in what they see, non-finite values are replaced by 0 (the score of a row that sees them is already NaN).
+Offsets into a cache of 2^31 elements or more are 64-bit.
+
+Layouts: q [T, H, L + Dr], out [T, H, L]; cache [N, P, W], dense in the last dimension; lse [H, T] float32, natural log.
+Rows of a `packed` cache are fp8_ds_mla's 656 bytes. Rows of tokens beyond query_start_loc[R] are not written: they are
+undefined.
+"""
+
+import triton
+import triton.language as tl
+
+from attn.kernels.codes import number_in
+
+_BATCH = ("splits", "split", "groups", "max_query", "lse_h", "table_r")  # changes between batches do not recompile
+
+
+@triton.jit
+def _places(  # type: ignore[no-untyped-def]
+    start, last, table, chosen, seq_len,
+    MASKED: tl.constexpr, SPARSE: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """(key indices j, whether a list's entry is valid, page, slot in it) of a tile; past the last key a valid one is read."""
+    j = start + tl.arange(0, BLOCK_N)
+    at = tl.minimum(j, last) if MASKED else j
+    real = j <= last
+    if SPARSE:
+        position = tl.load(chosen + at)
+        real = real & (position >= 0) & (position < seq_len)
+        # missing keys read an existing address, the sequence's first key, and are masked
+        at = tl.where(real, position, 0)
+    if P % BLOCK_N == 0 and not SPARSE:  # noqa: SIM108  (one is known when compiling)
+        page = tl.load(table + start // P)
+    else:
+        page = tl.load(table + at // P)
+    if WIDE:
+        page = page.to(tl.int64)
+    return j, real, page, at % P
+
+
+@triton.jit
+def _softmax(s, norm, top, factor):  # type: ignore[no-untyped-def]
+    """(weights, factor for earlier sums, norm, maximum) after a tile of scores."""
+    above = tl.maximum(top, tl.max(s, 1) * factor)
+    guard = tl.where(above == float("-inf"), 0.0, above)
+    p = tl.exp2(s * factor - guard[:, None])
+    shrink = tl.exp2(top - guard)
+    return p, shrink, norm * shrink + tl.sum(p, 1), above
+
+
+@triton.jit
+def _step(  # type: ignore[no-untyped-def]
+    acc, norm, top, q, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len, factor,
+    MASKED: tl.constexpr, NAN_SAFE: tl.constexpr, SPARSE: tl.constexpr, P: tl.constexpr, L: tl.constexpr, DR: tl.constexpr,
+    BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Process one tile of keys.
+
+    `seen` [M]: number of keys that each row sees; `last`: the last key that some row sees. Without MASKED every row sees
+    every key of the tile.
+    """
+    j, real, page, slot = _places(start, last, table, chosen, seq_len, MASKED, SPARSE, P, BLOCK_N, WIDE)
+    d = tl.arange(0, BLOCK_L)
+    e = tl.arange(0, BLOCK_R)
+    rows = cache + (page * c_block + slot * c_slot)[:, None]
+    rope_at = rows + L + e[None, :]
+    if SPARSE:  # zeros where there is no key, so that arbitrary cache contents are never multiplied by a weight of 0
+        k = tl.load(rows + d[None, :], mask=real[:, None] & (d < L)[None, :], other=0.0)
+        k_rope = tl.load(rope_at, mask=real[:, None] & (e < DR)[None, :], other=0.0)
+    else:
+        k = tl.load(rows + d[None, :]) if L == BLOCK_L else tl.load(rows + d[None, :], mask=(d < L)[None, :], other=0.0)
+        k_rope = tl.load(rope_at) if DR == BLOCK_R else tl.load(rope_at, mask=(e < DR)[None, :], other=0.0)
+    k, k_rope = number_in(k, q.dtype), number_in(k_rope, q.dtype)
+    s = tl.dot(q_rope, tl.trans(k_rope), input_precision=PRECISION)
+    s = tl.dot(q, tl.trans(k), s, input_precision=PRECISION)
+    if SPARSE:
+        s = tl.where(real[None, :], s, float("-inf"))
+    elif MASKED:
+        s = tl.where(j[None, :] < seen[:, None], s, float("-inf"))
+    p, shrink, norm, top = _softmax(s, norm, top, factor)
+    acc = acc * shrink[:, None]
+    if NAN_SAFE:
+        wide = k.to(tl.float32)
+        k = tl.where((wide - wide) != 0.0, 0.0, wide).to(q.dtype)
+    acc = tl.dot(p.to(q.dtype), k, acc, input_precision=PRECISION)
+    return acc, norm, top
+
+
+@triton.jit
+def _quarter(codes, own, at):  # type: ignore[no-untyped-def]
+    """(codes [N, 128] of one quarter as numbers, its scale [N]) of packed rows."""
+    k = number_in(tl.load(codes[:, None] + at + tl.arange(0, 128)[None, :]), tl.float32)
+    return k, tl.load(own + at // 128)
+
+
+@triton.jit
+def _packed_step(  # type: ignore[no-untyped-def]
+    a0, a1, a2, a3, norm, top, q0, q1, q2, q3, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len,
+    factor, SPARSE: tl.constexpr, P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, BYTES: tl.constexpr,
+):  # fmt: skip
+    """`_step` for rows of 656 bytes.
+
+    A quarter's scale multiplies its scores and its weights, so that codes stay codes, which are exact in every dtype of a
+    query.
+    """
+    j, real, page, slot = _places(start, last, table, chosen, seq_len, True, SPARSE, P, BLOCK_N, WIDE)
+    rows = cache + page * c_block + slot * c_slot
+    codes = rows if BYTES else rows.to(tl.pointer_type(tl.float8e4nv))
+    own = rows.to(tl.pointer_type(tl.float32)) + 128
+    rope_at = (rows.to(tl.pointer_type(tl.bfloat16)) + 264)[:, None] + tl.arange(0, BLOCK_R)[None, :]
+    dtype = q0.dtype
+    s = tl.dot(q_rope, tl.trans(tl.load(rope_at).to(dtype)), input_precision=PRECISION)
+    k0, w0 = _quarter(codes, own, 0)
+    k1, w1 = _quarter(codes, own, 128)
+    k2, w2 = _quarter(codes, own, 256)
+    k3, w3 = _quarter(codes, own, 384)
+    s += tl.dot(q0, tl.trans(k0.to(dtype)), input_precision=PRECISION) * w0[None, :]
+    s += tl.dot(q1, tl.trans(k1.to(dtype)), input_precision=PRECISION) * w1[None, :]
+    s += tl.dot(q2, tl.trans(k2.to(dtype)), input_precision=PRECISION) * w2[None, :]
+    s += tl.dot(q3, tl.trans(k3.to(dtype)), input_precision=PRECISION) * w3[None, :]
+    s = tl.where(real[None, :], s, float("-inf")) if SPARSE else tl.where(j[None, :] < seen[:, None], s, float("-inf"))
+    p, shrink, norm, top = _softmax(s, norm, top, factor)
+    a0 = _weighed(a0, p, shrink, k0, w0, dtype, PRECISION)
+    a1 = _weighed(a1, p, shrink, k1, w1, dtype, PRECISION)
+    a2 = _weighed(a2, p, shrink, k2, w2, dtype, PRECISION)
+    a3 = _weighed(a3, p, shrink, k3, w3, dtype, PRECISION)
+    return a0, a1, a2, a3, norm, top
+
+
+@triton.jit
+def _weighed(acc, p, shrink, k, own, dtype, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Add a quarter's values to acc; non-finite values count as 0, since rows that see them have NaN as a weight."""
+    own = tl.where((own - own) != 0.0, 0.0, own)
+    values = tl.where(k != k, 0.0, k).to(dtype)
+    return tl.dot((p * own[None, :]).to(dtype), values, acc * shrink[:, None], input_precision=PRECISION)
+
+
+@triton.jit
+def _store(  # type: ignore[no-untyped-def]
+    out, partial, acc, norm, v_factor, at, head, live, column, o_t, o_h, state,
+    L: tl.constexpr, WIDTH: tl.constexpr, IS_PART,
+):  # fmt: skip
+    """Store the columns from `column` of the result: in the output, or in the state that `merge` merges."""
+    d = column + tl.arange(0, WIDTH)
+    result = tl.where(norm[:, None] == 0, 0.0, acc / norm[:, None]) * v_factor
+    lanes = live[:, None] & (d < L)[None, :]
+    if IS_PART:
+        tl.store(partial + state[:, None] * L + d[None, :], result, mask=lanes)
+    else:
+        tl.store(out + at[:, None] * o_t + head[:, None] * o_h + d[None, :], result.to(out.dtype.element_ty), mask=lanes)
+
+
+@triton.jit
+def _rows(  # type: ignore[no-untyped-def]
+    out, lse, partial, partial_lse, query, cache, limits, block_table, indices, k_scale,
+    r, begin, q_len, seq_len, tile, begins, stop, state, factor, v_factor, splits, split, lse_h, table_r, topk, indices_t,
+    o_t, o_h, q_t, q_h, c_block, c_slot,
+    H: tl.constexpr, L: tl.constexpr, DR: tl.constexpr, P: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, TILES: tl.constexpr,
+    SEVERAL: tl.constexpr, SPARSE: tl.constexpr, HAS_SPLITS: tl.constexpr, HAS_LIMITS: tl.constexpr, HAS_LSE: tl.constexpr,
+    HAS_K_SCALE: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, BYTES: tl.constexpr,
+    PLANNED: tl.constexpr,
+):  # fmt: skip
+    """Compute one row tile of a request over a part of its keys: the program's split, or keys begins..stop of an item.
+
+    state: the first of the item's rows among all states, -1 if the item is all keys of its rows.
+    """
+    row = tl.arange(0, BLOCK_M)
+    if SPARSE:  # a tile is BLOCK_M heads of one token
+        heads: tl.constexpr = (H + BLOCK_M - 1) // BLOCK_M
+        token = tile // heads + tl.zeros((BLOCK_M,), tl.int32)
+        head = tile % heads * BLOCK_M + row
+        first = tile // heads
+    else:
+        token = (tile * BLOCK_M + row) // H
+        head = (tile * BLOCK_M + row) % H
+        first = tile * BLOCK_M // H
+    live = (token < q_len) & (head < H)
+    at = (begin + token).to(tl.int64)
+    chosen = indices
+    if SPARSE:
+        seen = tl.zeros((BLOCK_M,), tl.int32)
+        low, high = topk, topk
+        chosen = indices + (begin + first).to(tl.int64) * indices_t
+    else:
+        seen = seq_len - q_len + token + 1
+        if HAS_LIMITS:
+            seen = tl.load(limits + at, mask=live, other=0)
+        seen = tl.maximum(tl.where(live, seen, 0), 0)
+        high = tl.minimum(tl.max(seen, 0), seq_len)  # keys that some row of the tile sees
+        low = tl.min(tl.where(live, seen, high), 0)  # keys that every live row sees
+    has_work = first < q_len
+    is_part = False
+    place = at * 0
+    if PLANNED:
+        stop = tl.minimum(high, stop)
+        is_part = state >= 0
+        place = state.to(tl.int64) + row
+    elif HAS_SPLITS:
+        s = tl.program_id(1)
+        count = tl.cdiv(high, split)
+        has_work = has_work & (s < tl.maximum(count, 1))
+        is_part = count > 1
+        place = (at * H + head) * splits + s
+        begins = s * split
+        stop = tl.minimum(high, begins + split)
+    else:
+        stop = high
+    if has_work:
+        d = tl.arange(0, BLOCK_L)
+        e = tl.arange(0, BLOCK_R)
+        q_at = query + at[:, None] * q_t + head[:, None] * q_h
+        q_rope = tl.load(q_at + L + e[None, :], mask=live[:, None] & (e < DR)[None, :], other=0.0)
+        if HAS_K_SCALE:
+            scale = tl.load(k_scale)
+            factor = factor * scale
+            v_factor = v_factor * scale
+        table = block_table + r.to(tl.int64) * table_r
+        norm = tl.zeros((BLOCK_M,), tl.float32)
+        top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        if SPARSE:  # a sequence without keys has none to read in place of a missing one
+            stop = tl.where(seq_len > 0, stop, begins)
+            last = topk - 1
+        else:
+            last = high - 1
+        if PACKED:
+            part = tl.arange(0, 128)
+            q0 = tl.load(q_at + part[None, :], mask=live[:, None], other=0.0)
+            q1 = tl.load(q_at + 128 + part[None, :], mask=live[:, None], other=0.0)
+            q2 = tl.load(q_at + 256 + part[None, :], mask=live[:, None], other=0.0)
+            q3 = tl.load(q_at + 384 + part[None, :], mask=live[:, None], other=0.0)
+            a0 = tl.zeros((BLOCK_M, 128), tl.float32)
+            a1, a2, a3 = a0, a0, a0
+            for start in tl.range(begins, stop, BLOCK_N):
+                a0, a1, a2, a3, norm, top = _packed_step(
+                    a0, a1, a2, a3, norm, top, q0, q1, q2, q3, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot,
+                    seq_len, factor, SPARSE, P, BLOCK_R, BLOCK_N, WIDE, PRECISION, BYTES,
+                )  # fmt: skip
+            _store(out, partial, a0, norm, v_factor, at, head, live, 0, o_t, o_h, place, L, 128, is_part)
+            _store(out, partial, a1, norm, v_factor, at, head, live, 128, o_t, o_h, place, L, 128, is_part)
+            _store(out, partial, a2, norm, v_factor, at, head, live, 256, o_t, o_h, place, L, 128, is_part)
+            _store(out, partial, a3, norm, v_factor, at, head, live, 384, o_t, o_h, place, L, 128, is_part)
+        else:
+            q = tl.load(q_at + d[None, :], mask=live[:, None] & (d < L)[None, :], other=0.0)
+            acc = tl.zeros((BLOCK_M, BLOCK_L), tl.float32)
+            # every row sees the keys below `low`, so whole tiles below it need no mask
+            rest = begins if SPARSE else tl.maximum(begins, tl.minimum(low, stop) // BLOCK_N * BLOCK_N)
+            if not SPARSE:
+                for start in tl.range(begins, rest, BLOCK_N):
+                    acc, norm, top = _step(
+                        acc, norm, top, q, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len, factor,
+                        False, False, False, P, L, DR, BLOCK_L, BLOCK_R, BLOCK_N, WIDE, PRECISION,
+                    )  # fmt: skip
+                for start in tl.range(rest, stop, BLOCK_N, num_stages=1):
+                    acc, norm, top = _step(
+                        acc, norm, top, q, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len, factor,
+                        True, SEVERAL, False, P, L, DR, BLOCK_L, BLOCK_R, BLOCK_N, WIDE, PRECISION,
+                    )  # fmt: skip
+            else:
+                for start in tl.range(begins, stop, BLOCK_N):
+                    acc, norm, top = _step(
+                        acc, norm, top, q, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len, factor,
+                        True, False, True, P, L, DR, BLOCK_L, BLOCK_R, BLOCK_N, WIDE, PRECISION,
+                    )  # fmt: skip
+            _store(out, partial, acc, norm, v_factor, at, head, live, 0, o_t, o_h, place, L, BLOCK_L, is_part)
+
+        log = tl.where(norm == 0, float("-inf"), top + tl.log2(norm))
+        if is_part:
+            tl.store(partial_lse + place, log, mask=live)
+        elif HAS_LSE:
+            tl.store(lse + head * lse_h + at, log * 0.6931471805599453, mask=live)
+
+
+@triton.jit(do_not_specialize=_BATCH)
+def attend(  # type: ignore[no-untyped-def]
+    out, lse, partial, partial_lse, query, cache, query_start_loc, seq_lens, limits, block_table, indices, items, k_scale,
+    factor, v_factor, splits, split, lse_h, table_r, topk, indices_t, o_t, o_h, q_t, q_h, c_block, c_slot,
+    H: tl.constexpr, L: tl.constexpr, DR: tl.constexpr, P: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, TILES: tl.constexpr,
+    SEVERAL: tl.constexpr, SPARSE: tl.constexpr, HAS_SPLITS: tl.constexpr, HAS_LIMITS: tl.constexpr, HAS_LSE: tl.constexpr,
+    HAS_K_SCALE: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    BYTES: tl.constexpr, PLANNED: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    if EARLY:
+        # the merge may already be launched: it waits for the end of this grid before it reads
+        tl.extra.cuda.gdc_launch_dependents()
+    group = tl.program_id(0) // TILES
+    tile = tl.program_id(0) % TILES
+    if PLANNED:
+        rest = items + 2 * (tl.num_programs(0) // TILES)
+        for i in tl.range(tl.load(items + 2 * group), tl.load(items + 2 * group + 1), num_stages=1):
+            item = rest + i * FIELDS
+            begins = tl.load(item + 5)
+            state = ((2 * group + (begins == 0)) * TILES + tile) * BLOCK_M
+            _rows(
+                out, lse, partial, partial_lse, query, cache, limits, block_table, indices, k_scale,
+                tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4) * TILES + tile,
+                begins, tl.load(item + 6), tl.where(tl.load(item + 7) > 1, state, -1),
+                factor, v_factor, splits, split, lse_h, table_r, topk, indices_t, o_t, o_h, q_t, q_h, c_block, c_slot,
+                H, L, DR, P, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R, TILES, SEVERAL, SPARSE, HAS_SPLITS, HAS_LIMITS, HAS_LSE,
+                HAS_K_SCALE, PACKED, WIDE, PRECISION, BYTES, PLANNED,
+            )  # fmt: skip
+    else:
+        begin = tl.load(query_start_loc + group)
+        _rows(
+            out, lse, partial, partial_lse, query, cache, limits, block_table, indices, k_scale,
+            group, begin, tl.load(query_start_loc + group + 1) - begin, tl.load(seq_lens + group), tile, 0, 0, -1,
+            factor, v_factor, splits, split, lse_h, table_r, topk, indices_t, o_t, o_h, q_t, q_h, c_block, c_slot,
+            H, L, DR, P, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R, TILES, SEVERAL, SPARSE, HAS_SPLITS, HAS_LIMITS, HAS_LSE,
+            HAS_K_SCALE, PACKED, WIDE, PRECISION, BYTES, PLANNED,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_BATCH)
+def merge(  # type: ignore[no-untyped-def]
+    out, lse, partial, partial_lse, query_start_loc, seq_lens, limits, items, splits, split, groups, max_query, lse_h,
+    topk, o_t, o_h,
+    H: tl.constexpr, L: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_S: tl.constexpr,
+    SPARSE: tl.constexpr, HAS_LIMITS: tl.constexpr, HAS_LSE: tl.constexpr, EARLY: tl.constexpr,
+    PLANNED: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The second stage: one program merges the parts of one row. Parts without keys are not read.
+
+    Grid (R x max_query, H), or, in a plan, (groups, ROWS) for the ROWS rows of the block that a group begins and does not end.
+    """
+    if PLANNED:
+        group = tl.program_id(0)
+        end = tl.load(items + 2 * group + 1)
+        if end == tl.load(items + 2 * group):
+            return
+        item = items + 2 * groups + (end - 1) * FIELDS
+        count = tl.load(item + 7)
+        if (count == 1) | (tl.load(item + 5) > 0):
+            return
+        r = tl.load(item)
+        begin = tl.load(item + 1)
+        q_len = tl.load(item + 2)
+        row = tl.load(item + 4) * ROWS + tl.program_id(1)
+        token = row // H
+        head = row % H
+    else:
+        r = tl.program_id(0) // max_query
+        token = tl.program_id(0) % max_query
+        head = tl.program_id(1)
+        begin = tl.load(query_start_loc + r)
+        q_len = tl.load(query_start_loc + r + 1) - begin
+    if token >= q_len:
+        return
+    at = (begin + token).to(tl.int64)
+    if PLANNED:
+        high = 0
+    elif SPARSE:
+        high = topk
+    else:
+        # the number of splits is that of the row's tile, which its last token determines
+        tail = tl.minimum((((token * H + head) // BLOCK_M + 1) * BLOCK_M - 1) // H, q_len - 1)
+        seq_len = tl.load(seq_lens + r)
+        high = seq_len - q_len + tail + 1
+        if HAS_LIMITS:
+            head_token = (token * H + head) // BLOCK_M * BLOCK_M // H
+            high = 0
+            for i in tl.range(head_token, tail + 1, num_stages=1):
+                high = tl.maximum(high, tl.load(limits + begin + i))
+        high = tl.minimum(tl.maximum(high, 0), seq_len)
+    if PLANNED:
+        state = tl.program_id(1).to(tl.int64)
+    else:
+        count = tl.cdiv(high, split)
+        state = (at * H + head) * splits
+    if count <= 1:
+        return
+    d = tl.arange(0, BLOCK_L)
+    part = tl.arange(0, BLOCK_S)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    top = -float("inf")
+    for s in tl.range(0, count, BLOCK_S, num_stages=1):
+        at_state = state + s + part
+        if PLANNED:
+            at_state = state + (2 * (group + s + part) + (s + part == 0)).to(tl.int64) * ROWS
+        logs = tl.load(partial_lse + at_state, mask=s + part < count, other=float("-inf"))
+        top = tl.maximum(top, tl.max(logs, 0))
+    guard = tl.where(top == float("-inf"), 0.0, top)
+    acc = tl.zeros((BLOCK_L,), tl.float32)
+    norm = 0.0
+    for s in tl.range(0, count, BLOCK_S, num_stages=1):
+        at_state = state + s + part
+        if PLANNED:
+            at_state = state + (2 * (group + s + part) + (s + part == 0)).to(tl.int64) * ROWS
+        logs = tl.load(partial_lse + at_state, mask=s + part < count, other=float("-inf"))
+        full = logs != float("-inf")
+        weight = tl.exp2(logs - guard)
+        rows = at_state[:, None] * L + d[None, :]
+        values = tl.load(partial + rows, mask=full[:, None] & (d < L)[None, :], other=0.0)
+        acc += tl.sum(values * weight[:, None], 0)
+        norm += tl.sum(weight, 0)
+    result = tl.where(norm == 0, 0.0, acc / norm)
+    tl.store(out + at * o_t + head * o_h + d, result.to(out.dtype.element_ty), mask=d < L)
+    if HAS_LSE:
+        log = tl.where(norm == 0, float("-inf"), top + tl.log2(norm))
+        tl.store(lse + head * lse_h + at, log * 0.6931471805599453)
