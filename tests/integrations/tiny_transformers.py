@@ -157,3 +157,64 @@ def batching() -> Any:
     page = "page_size" if "page_size" in known else "block_size"
     more = {"auto_switch_to_flash": False} if "auto_switch_to_flash" in known else {}
     return ContinuousBatchingConfig(**{page: 16, "num_blocks": 24, "max_batch_tokens": 16, **more})
+
+
+#: Images and blocks of `image_model`: two of each prompt's 17 tokens, apart.
+KINDS = torch.tensor([[0] * 6 + [1] * 3 + [0] * 2 + [1] * 4 + [0] * 2] * 2)
+_TOWER = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
+
+
+def _image_config(kind: str) -> tuple[str, dict[str, Any]]:
+    """The class of a model with tokens that see each other, and its configuration."""
+    text = {**SMALL, "head_dim": 16}
+    heads = {"num_key_value_heads": 2, "head_dim": 8}
+    if kind == "molmo2":
+        adapter = {"vision_feature_layer": [0], "hidden_size": 16, "intermediate_size": 16, "text_hidden_size": 32}
+        return "Molmo2ForConditionalGeneration", {
+            "text_config": text,
+            "vision_config": {**_TOWER, **heads, "image_size": [8, 8]},
+            "adapter_config": {**adapter, **heads, "num_attention_heads": 2},
+        }
+    if kind == "pi0":
+        tower = {**_TOWER, "model_type": "siglip_vision_model", "projection_dim": 32, "vision_use_head": False}
+        gemma = {**text, "model_type": "gemma"}
+        seeing = {"model_type": "paligemma", "text_config": gemma, "vision_config": tower, "projection_dim": 32}
+        return "PI0ForConditionalGeneration", {
+            "vlm_config": {**seeing, "image_token_index": 63},
+            "dit_config": gemma,
+            "chunk_size": 5,
+            "max_state_dim": 4,
+            "max_action_dim": 4,
+            "num_inference_steps": 3,
+        }
+    if kind == "deepseek_ocr2":
+        sam = {**_TOWER, "image_size": 64, "patch_size": 16, "output_channels": 8, "downsample_channels": [16, 32]}
+        experts = {"n_group": 1, "topk_group": 1, "n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+        return "DeepseekOcr2ForConditionalGeneration", {
+            "vision_config": {"sam_config": {**sam, "window_size": 2, "global_attn_indexes": [0]}, "encoder_config": SMALL},
+            "text_config": {**SMALL, **experts, "n_shared_experts": 1, "mlp_layer_types": ["dense", "sparse"]},
+        }
+    experts = {"num_experts": 2, "top_k_experts": 1, "moe_intermediate_size": 16}
+    text |= {**experts, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 16}
+    return "DiffusionGemmaForBlockDiffusion", {
+        "text_config": {**text, "num_global_key_value_heads": 2, "use_bidirectional_attention": "vision"},
+        "vision_config": {**_TOWER, **heads, "position_embedding_size": 16},
+        **{"boi_token_id": 60, "eoi_token_id": 61, "image_token_id": 63, "canvas_length": 8},
+    }
+
+
+def image_model(kind: str) -> Any:
+    """A tiny model of "molmo2", "pi0", "deepseek_ocr2" or "diffusion_gemma"; None if this transformers has no such model."""
+    name, options = _image_config(kind)
+    if not hasattr(transformers, name):
+        return None
+    torch.manual_seed(0)
+    cls = getattr(transformers, name)
+    return sharpened(cls._from_config(cls.config_class(**options), attn_implementation="eager"))

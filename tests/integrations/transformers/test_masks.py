@@ -1,5 +1,7 @@
 """Chunks, and blocks of tokens that see each other, are recognised exactly: masks and models against eager's."""
 
+import inspect
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -13,7 +15,7 @@ from attn.integrations.transformers import dispatch, packing  # noqa: E402
 from attn.integrations.transformers.call import CAUSAL, Call, replaced  # noqa: E402
 from attn.integrations.transformers.masks import read, translated  # noqa: E402
 from attn.visibility import BatchMask, LayerMask  # noqa: E402
-from tests.integrations.tiny_transformers import SMALL, batch, sharpened  # noqa: E402
+from tests.integrations.tiny_transformers import KINDS, SMALL, batch, decoder, image_model, sharpened  # noqa: E402
 
 IMAGES = [[-1, 0, 0, 0, 0, 0, 0, 0, -1, 1, 1, 1, 1, -1, -1, -1, -1], [0, 0, 0, 0, -1, -1, -1, 1, 1, 1, 1, 1, 1, 1, 1, 1, -1]]
 
@@ -318,6 +320,133 @@ def test_image_text_models(kind, padding, paged, monkeypatch):
     assert spans.count(True) >= (1 if kind == "gemma4" else 2)  # Gemma 4's full layers are causal
     monkeypatch.setattr(dispatch, "pack", lambda call: packed(call, keep=False))
     assert (ran("attn") - want).abs().max() > 0.001
+
+
+def found_by(model, run, implementations=("eager", "attn")):
+    """What `run(model)` gives with each implementation; skips if this transformers has no such model."""
+    if model is None:
+        pytest.skip(f"no such model in transformers {transformers.__version__}")
+    attn_transformers.register()
+    found = []
+    for implementation in implementations:
+        model.set_attn_implementation(implementation)
+        torch.manual_seed(2)
+        with torch.no_grad():
+            found.append(run(model))
+    return found
+
+
+def without_spans(monkeypatch):
+    pack = dispatch.pack
+    monkeypatch.setattr(dispatch, "pack", lambda call: pack(replaced(call, seen=call.seen._replace(batch=BatchMask()))))
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+def test_molmo2_with_two_images(padding):
+    """All image tokens are one block, which is in pieces: no span, so the mask is materialised."""
+    inputs = batch(padding)
+    live, image = inputs["attention_mask"].bool(), {"mm_token_type_ids": KINDS}
+
+    def run(model, kinds=image):
+        tokens = model.generate(**inputs, **kinds, max_new_tokens=8, do_sample=False)
+        return model(**inputs, **kinds).logits[live], tokens
+
+    model = image_model("molmo2")
+    (want, tokens), (got, same) = found_by(model, run)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert torch.equal(same, tokens)
+    one = {"mm_token_type_ids": torch.where(torch.arange(17) < 10, KINDS, 0)}  # the control: the first image alone
+    assert (run(model, one)[0] - want).abs().max() > 0.001
+
+
+@pytest.mark.parametrize("padding", [False, True])
+def test_pi0(padding, monkeypatch):
+    """Actions see the images, the prompt, the robot's state and each other; the state does not see actions."""
+    torch.manual_seed(1)
+    mask = torch.ones(2, 13, dtype=torch.long)
+    mask[1, 11:] = 0 if padding else 1
+    given = {"state": torch.randn(2, 4), "noise": torch.randn(2, 5, 4), "pixel_values": torch.randn(2, 2, 3, 8, 8)}
+    given |= {"attention_mask": mask, "pixel_attention_mask": torch.ones(2, 2, dtype=torch.bool)}
+    ids = torch.randint(2, 60, (2, 13))
+
+    def run(model):
+        ids[:, :8] = model.config.vlm_config.image_token_id
+        return model.sample_actions(input_ids=ids, **given)
+
+    model = image_model("pi0")
+    want, got = found_by(model, run)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    without_spans(monkeypatch)
+    assert (found_by(model, run, ["attn"])[0] - want).abs().max() > 0.001
+
+
+def test_deepseek_ocr2s_encoder(monkeypatch):
+    """Patches of the image see each other, queries after them are causal."""
+    torch.manual_seed(1)
+    x = torch.randn(2, 18, 32)
+
+    def run(model):
+        return model.model.vision_tower.vision_encoder(inputs_embeds=x, num_patches=9).last_hidden_state
+
+    model = image_model("deepseek_ocr2")
+    want, got = found_by(model, run)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    without_spans(monkeypatch)
+    assert (found_by(model, run, ["attn"])[0] - want).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize(
+    "cache",
+    [
+        {},
+        {"cache_implementation": "static", "disable_compile": True},
+        pytest.param({"cache_implementation": "static"}, marks=pytest.mark.full),
+    ],
+    ids=["dynamic", "static", "compiled"],
+)
+def test_diffusion_gemma(padding, cache):
+    """The canvas sees the whole cache and itself; its layers pass the window all the same. Eager does not generate
+    (transformers 5.23: `torch.finfo` of a mask's dtype), so text is compared with sdpa's."""
+    inputs = batch(padding)
+    inputs["input_ids"] = inputs["input_ids"].clamp(max=59)
+    canvas = torch.randint(2, 59, (2, 8))
+    beside = torch.cat([inputs["attention_mask"], torch.ones(2, 8, dtype=torch.long)], 1)
+
+    def run(model):
+        return model(**inputs, decoder_input_ids=canvas, decoder_attention_mask=beside).logits
+
+    model = image_model("diffusion_gemma")
+    want, got = found_by(model, run)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    more = {"max_new_tokens": 16, "mm_token_type_ids": KINDS, **cache}
+    tokens = [x.sequences for x in found_by(model, lambda model: model.generate(**inputs, **more), ("sdpa", "attn"))]
+    assert torch.equal(*tokens) and tokens[0].shape[1] > 17
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+def test_block_diffusion_with_a_causal_decoder(padding, monkeypatch):
+    """Blocks of 4 tokens see each other and all before (SDAR, Fast-dLLM): a prompt, then a block over its cache."""
+    if "block_sequence_ids" not in inspect.signature(mu.create_causal_mask).parameters:
+        pytest.skip(f"transformers {transformers.__version__} takes no blocks")
+    inputs = batch(padding, rows=16)
+    live, whole = inputs["attention_mask"].bool(), torch.cat([inputs["attention_mask"], torch.ones(2, 4, dtype=torch.long)], 1)
+    blocks = (torch.arange(20) // 4).expand(2, 20)
+
+    def run(model):
+        cache, found = transformers.DynamicCache(config=model.config), []
+        for ids, mask in ((inputs["input_ids"], inputs["attention_mask"]), (torch.tensor([[5, 9, 7, 3]] * 2), whole)):
+            rows = model.get_input_embeddings()(ids)
+            seen = mu.create_causal_mask(model.config, rows, mask, cache, block_sequence_ids=blocks[:, : mask.shape[1]])
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            found.append(model(inputs_embeds=rows, attention_mask=seen, position_ids=positions, past_key_values=cache).logits)
+        return torch.cat([found[0][live], found[1].flatten(0, 1)])
+
+    model = decoder("qwen3")
+    want, got = found_by(model, run)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    without_spans(monkeypatch)
+    assert (found_by(model, run, ["attn"])[0] - want).abs().max() > 0.01
 
 
 def test_gradients_and_weights_under_spans_are_eagers():
