@@ -32,11 +32,25 @@ class Pointer(NamedTuple):
     dtype: str
 
 
+class Boxes(NamedTuple):
+    """An array as an argument from which the bulk tensor engine copies boxes (`gluon.descriptor`): the name of its elements'
+    type, of 16 bits; its shape, its strides in elements, and a box."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+
+
+#: A parameter of a launch: an array's name, a number with its type, or boxes of an array.
+Parameter = str | tuple[str, int | float] | Boxes
+
+
 class Program(NamedTuple):
     """A compiled kernel: its name in `image`, the code for one architecture (a cubin or an hsaco); threads in units of the
     device's warps; bytes of shared memory.
 
-    parameters: of a launch, in order: the names of arrays, and numbers with their types.
+    parameters: of a launch, in order.
     """
 
     name: str
@@ -44,7 +58,7 @@ class Program(NamedTuple):
     num_warps: int
     num_ctas: int
     shared: int
-    parameters: tuple[str | tuple[str, int | float], ...]
+    parameters: tuple[Parameter, ...]
 
 
 class Specialised(NamedTuple):
@@ -53,11 +67,11 @@ class Specialised(NamedTuple):
     signature: dict[str, str]
     constants: dict[tuple[int], Any]
     attributes: dict[tuple[int], list[list[Any]]]
-    parameters: tuple[str | tuple[str, int | float], ...]
+    parameters: tuple[Parameter, ...]
 
 
 def specialise(kernel: Any, arguments: Mapping[str, Any]) -> Specialised:
-    """Return what a launch of a Triton function with `arguments` compiles: arrays (`Pointer`), numbers, constants and None.
+    """Return what a launch of a Triton function with `arguments` compiles: `Pointer`, `Boxes`, numbers, constants and None.
 
     Raises TypeError for a parameter without an argument, or the reverse, and for an argument of another type.
     """
@@ -65,7 +79,7 @@ def specialise(kernel: Any, arguments: Mapping[str, Any]) -> Specialised:
     if missing := [*set(names).symmetric_difference(arguments)]:
         raise TypeError(f"{kernel.__name__}: {', '.join(sorted(missing))}: must be parameters, each with one argument")
     made = Specialised({}, {}, {}, ())
-    passed: list[str | tuple[str, int | float]] = []
+    passed: list[Parameter] = []
     for at, parameter in enumerate(kernel.params):
         name, value = parameter.name, arguments[parameter.name]
         special = not parameter.do_not_specialize
@@ -75,6 +89,12 @@ def specialise(kernel: Any, arguments: Mapping[str, Any]) -> Specialised:
         if isinstance(value, Pointer):
             made.signature[name] = "*" + TYPES[value.dtype]
             passed.append(name)
+        elif isinstance(value, Boxes):
+            from attn.kernels.gluon import layout_of
+
+            made.signature[name] = f"tensordesc<{TYPES[value.dtype]}{[*value.box]},{layout_of(value.box)!r}>"
+            # the map, then what it is made of
+            passed += [value, *(("i32", n) for n in value.shape), *(("i64", n) for n in value.strides)]
         elif type(value) in (int, float):
             kind = "fp32" if isinstance(value, float) else "i32" if -(2**31) <= value < 2**31 else "i64"
             made.signature[name] = kind
@@ -114,6 +134,8 @@ def _compiled(
         target, form = GPUTarget("cuda", int(arch[3:]), 32), "cubin"
     else:
         target, form = GPUTarget("hip", arch, 32 if arch.startswith("gfx1") else 64), "hsaco"
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
     source = ASTSource(kernel, dict(signature), dict(constants), dict.fromkeys(aligned, _ALIGNED))
     made = triton.compile(source, target=target, options=dict(options))
     about = made.metadata

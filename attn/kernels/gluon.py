@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
-    "async_copy", "barrier", "copy_rows", "descriptor", "fence_async_shared", "gl", "gluon", "lacking", "load_box",
+    "async_copy", "barrier", "copy_rows", "descriptor", "fence_async_shared", "gl", "gluon", "lacking", "layout_of", "load_box",
     "mbarrier", "reinterpret", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip
 
@@ -67,8 +67,12 @@ def descriptor(
     address: int, dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
 ) -> TensorDescriptor:
     """A descriptor of copies of boxes of 16-bit elements, with swizzled rows of 128 bytes."""
-    layout = gl.NVMMASharedLayout(128, 16, rank=len(box))
-    return TensorDescriptor(_Address(address, dtype), list(shape), list(strides), list(box), layout)
+    return TensorDescriptor(_Address(address, dtype), list(shape), list(strides), list(box), layout_of(box))
+
+
+def layout_of(box: tuple[int, ...]) -> Any:
+    """How boxes of 16-bit elements are laid out in shared memory: swizzled rows of 128 bytes."""
+    return gl.NVMMASharedLayout(128, 16, rank=len(box))
 
 
 #: The names in `gl` that the kernels use.

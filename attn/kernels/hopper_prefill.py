@@ -20,9 +20,9 @@ key that a row of the tile sees, are not used: the producer overwrites them. If 
 infinite, a consumer repeats its tile key by key, so that it affects only the rows that see it.
 
 Layouts: query [T, H, D], output [T, H, Dv]; caches [N, P, K, D] and [N, P, K, Dv] of any strides (multiples of 16 bytes; last
-dimension dense), or a call's own keys and values [m, K, D] and [m, K, Dv] as one page, of the rows or, `ragged`, of others; lse
-[H, T] float32, natural log. D is a multiple of 8 up to 256, Dv one that is not padded to more than D is, G at most 128, and the
-batch has at most REQUESTS requests.
+dimension dense), or one array [2N, P, K, D] of both, or a call's own keys and values [m, K, D] and [m, K, Dv] as one page, of
+the rows or, `ragged`, of others; lse [H, T] float32, natural log. D is a multiple of 8 up to 256, Dv one that is not padded to
+more than D is, G at most 128, and the batch has at most REQUESTS requests.
 """
 
 from typing import Any, NamedTuple
@@ -111,7 +111,7 @@ def _produce(  # type: ignore[no-untyped-def]
     v_empty, v_raw, counters, query_start_loc, seq_lens, block_table, left, right, min_query, num_reqs, num_pages, table_r,
     K: gl.constexpr, G: gl.constexpr, BLOCK_D: gl.constexpr, PIECES: gl.constexpr, BLOCK_V: gl.constexpr, P: gl.constexpr,
     BOX: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-    PAGED: gl.constexpr, RAGGED: gl.constexpr, HAS_RIGHT: gl.constexpr, R: gl.constexpr,
+    PAGED: gl.constexpr, RAGGED: gl.constexpr, HAS_RIGHT: gl.constexpr, R: gl.constexpr, VALUES_AT: gl.constexpr,
 ):  # fmt: skip
     """Producer of one warp: copy tiles of keys and values into the ring, in the order in which the consumers use them, and
     the next unit's queries while they still compute this one's (Q_STAGES = 2)."""
@@ -189,7 +189,7 @@ def _produce(  # type: ignore[no-untyped-def]
                 for b in gl.static_range(BOXES):
                     for h in gl.static_range(HALVES):
                         load_box(
-                            v_desc, [pages[b], places[b], kv_head, h * COLUMNS], v_raw,
+                            v_desc, [pages[b] + VALUES_AT, places[b], kv_head, h * COLUMNS], v_raw,
                             v_boxes.index(stage * (HALVES * BOXES) + h * BOXES + b),
                         )  # fmt: skip
                 mbarrier.wait(v_raw, raw_phase)
@@ -211,7 +211,7 @@ def _produce(  # type: ignore[no-untyped-def]
                 for b in gl.static_range(BOXES):
                     for h in gl.static_range(HALVES):
                         load_box(
-                            v_desc, [pages[b], places[b], kv_head, h * COLUMNS], v_bar,
+                            v_desc, [pages[b] + VALUES_AT, places[b], kv_head, h * COLUMNS], v_bar,
                             v_boxes.index(stage * (HALVES * BOXES) + h * BOXES + b),
                         )  # fmt: skip
             count += 1
@@ -506,9 +506,11 @@ def prefill(  # type: ignore[no-untyped-def]
     P: gl.constexpr, BOX: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr, PAGED: gl.constexpr, RAGGED: gl.constexpr, NEGATE: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, R: gl.constexpr,
-    CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr, VALUES_AT: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = query.dtype.element_ty
+    if value_cache is None:
+        value_cache = key_cache + VALUES_AT * k_block.to(gl.int64)  # one array holds the keys, and the values behind them
     ring: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     q_ring = gl.allocate_shared_memory(dtype, [2 * Q_STAGES, 64, BLOCK_D], ring)
     # dimensions of a tile are powers of two: 129 to 192 columns of keys are three tiles of 64
@@ -561,7 +563,7 @@ def prefill(  # type: ignore[no-untyped-def]
                 q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full, u_empty, k_full, k_empty,
                 v_full, v_empty, v_raw, counters, query_start_loc, seq_lens, block_table, left, right, min_query, num_reqs,
                 num_pages, table_r, K, G, BLOCK_D, PIECES, BLOCK_V, P, BOX, BLOCK_Q, BLOCK_N, STAGES, Q_STAGES, PAGED, RAGGED,
-                HAS_RIGHT, R,
+                HAS_RIGHT, R, VALUES_AT,
             )),
         ],
         [4, 1],
@@ -641,10 +643,11 @@ def plan_of(arrays: Arrays, num_reqs: int, page: int, paged: bool, rules: Rules,
 
 
 def constants(
-    sizes: tuple[int, ...], rules: Rules, *, paged: bool, ragged: bool, ahead: bool, sinks: bool, lse: bool
+    sizes: tuple[int, ...], rules: Rules, *, paged: bool, ragged: bool, ahead: bool, sinks: bool, lse: bool, values_at: int = 0
 ) -> dict[str, Any]:
-    """Constants and options of a launch. sizes: `Plan`'s; ahead: whether queries are copied one unit ahead; the others:
-    whether the arguments are there (ragged: keys without pages, of starts of their own)."""
+    """Constants and options of a launch. sizes: `Plan`'s; ahead: whether queries are copied one unit ahead; values_at: the page
+    at which values begin in the array of the keys; the others: whether the arguments are there (ragged: keys without pages, of
+    starts of their own)."""
     heads, group, size, width, page = sizes
     return {
         "cap": rules.cap, "left": rules.left, "right": rules.right, "min_query": rules.min_query, "H": heads, "G": group,
@@ -652,7 +655,8 @@ def constants(
         "BOX": _box(page, size, width), "BLOCK_Q": ROWS // group, "BLOCK_N": _keys(size, width), "STAGES": _stages(size),
         "Q_STAGES": 1 + ahead, "PAGED": paged, "RAGGED": ragged, "NEGATE": rules.negate, "HAS_LEFT": rules.has_left,
         "HAS_RIGHT": rules.right < UNBOUNDED, "HAS_CAP": rules.cap != 0, "HAS_SINKS": sinks, "HAS_LSE": lse, "R": REQUESTS,
-        "CONSUMER_REGS": _REGISTERS[0], "PRODUCER_REGS": _REGISTERS[1], "num_warps": 4, **FUSED,
+        "CONSUMER_REGS": _REGISTERS[0], "PRODUCER_REGS": _REGISTERS[1], "VALUES_AT": values_at, "num_warps": 4,
+        **FUSED,
     }  # fmt: skip
 
 

@@ -63,6 +63,11 @@ class Layer(NamedTuple):
             "SPAN_LEFT": self.span_window, "SPARSE": sparse,
         }  # fmt: skip
 
+    def of_prompts(self, min_query: int) -> dict[str, Any]:
+        """`hopper_prefill.Rules` for requests of more than `min_query` tokens."""
+        sides = {"left": bound(self.left), "right": bound(self.right), "has_left": self.left is not None}
+        return {"cap": self.soft_cap * LOG2E, "negate": self.scale < 0, **sides, "min_query": min_query}
+
 
 class Kinds(NamedTuple):
     """What calls of the same launches have in common beside the layer.
@@ -96,7 +101,7 @@ class Launches:
 
     tokens: of a request that fit in one decode tile, 0 without a block table. prefill: the constants and options of
     `attention` for requests of more tokens, or None; its tile holds `prefill_tokens`. merge: those of `merge`. beside: whether
-    decodes run beside `hopper_prefill`, which `on_hopper` says takes the prompts.
+    decodes run beside `hopper_prefill`, which `on_hopper` says takes the prompts, where launches may overlap.
     """
 
     def __init__(self, kinds: Kinds, layer: Layer) -> None:
@@ -117,7 +122,7 @@ class Launches:
         plain = not any(given[x] for x in ("slopes", "tree", "spans", "prefix", "is_causal", *_SCALES))
         plain = plain and not (fixed or in_row or layer.sparse or layer.chunk_size)
         self.on_hopper = kinds.hopper and plain and kinds.queries > most
-        self.beside = self.on_hopper and self.paged
+        self.beside = self.on_hopper and self.paged and kinds.early
         if self.beside and tuned[0] is None:
             decode = decode_launch(name, group, *sizes, beside=True)
         if self.paged and fixed % decode.block_n:

@@ -42,13 +42,15 @@ def test_arguments_that_no_launch_takes(arguments: dict[str, Any], words: str) -
 #: What Triton makes of the arguments of torch's launches, beside what `specialise` makes of them.
 SCRIPT = """
 import torch, triton
-from attn.kernels.compiled import Pointer, specialise
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from attn.kernels.compiled import Boxes, Pointer, specialise
 from attn.kernels.memory import SHARED_MEMORY
 from attn.tools.aot import triton as aot
 from attn.kernels import hopper
 from attn.torch.kernels import kv_write, merge_states, paged_attention
 
-hopper.is_on = lambda kernel: False
+on_hopper = False
+hopper.is_on = lambda kernel: on_hopper
 
 triton.runtime.driver.set_active(aot._placeholder("sm_90", SHARED_MEMORY["sm_90"]))
 jit, seen = triton.runtime.jit.JITFunction, []
@@ -58,7 +60,11 @@ pack = jit._pack_args
 def packed(self, backend, kwargs, bound, specialization, options):
     made = pack(self, backend, kwargs, bound, specialization, options)
     assert all(x.data_ptr() % 16 == 0 for x in bound.values() if isinstance(x, torch.Tensor))
-    name = lambda x: Pointer(str(x.dtype).removeprefix("torch.")) if isinstance(x, torch.Tensor) else x
+    def name(x):
+        if isinstance(x, TensorDescriptor):
+            return Boxes(str(x.base.dtype).removeprefix("torch."), *map(tuple, (x.shape, x.strides, x.block_shape)))
+        return Pointer(str(x.dtype).removeprefix("torch.")) if isinstance(x, torch.Tensor) else x
+
     ours = specialise(self, {key: name(x) for key, x in bound.items()})
     _, signature, constants, attributes = made
     attributes = {at: words for at, words in attributes.items() if words}  # a constant of type str has an empty list
@@ -90,7 +96,10 @@ for dtype, stored in kinds:
     cache = torch.zeros(2, 8, 16, 2, 64, dtype=stored)
     kv_write.write_kv(key, key, cache[0], cache[1], torch.arange(3), codes.get("k_scale"), codes.get("v_scale"))
 merge_states.merge_states(torch.zeros(2, 3, 2, 64), torch.zeros(2, 2, 3))
-assert {"attention", "merge", "write"} <= set(seen), seen
+on_hopper = True
+for dtype in (torch.bfloat16, torch.float16):
+    attend([900, 70], [20, 1], dtype, dtype, left=100, soft_cap=5.0, sinks=torch.zeros(8))
+assert {"attention", "merge", "write", "prefill"} <= set(seen), seen
 print("equal", len(seen))
 """
 

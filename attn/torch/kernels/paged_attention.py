@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from attn.kernels import hopper
-from attn.kernels.launch import LOG2E, TUNED, Launch, can_launch_early, converts_e4m3
+from attn.kernels.launch import TUNED, Launch, can_launch_early, converts_e4m3
 from attn.kernels.paged_attention import attention, merge
-from attn.kernels.paged_launch import OF_MERGE, Kinds, Launches, Layer, bound, strides_of
+from attn.kernels.paged_launch import OF_MERGE, Kinds, Launches, Layer, strides_of
 from attn.torch.kernels.direct import Kind, Prepared, arch, kind_of, multiprocessors, operator
 
 _UNTUNED: tuple[Launch | None, ...] = (None, None)
@@ -27,6 +27,7 @@ class _Launches:
 
     def __init__(self, kinds: Kinds, layer: Layer) -> None:
         self._rules = rules = Launches(kinds, layer)
+        self._of_prompts = layer.of_prompts(rules.tokens)
         self._prefill = None if rules.prefill is None else Prepared(attention, **rules.prefill)
         #: by BLOCK_R, 0 for decodes that stay whole
         self._decode = functools.cache(lambda block_r: Prepared(attention, **rules.decode(block_r)))
@@ -45,9 +46,8 @@ class _Launches:
         if rules.on_hopper:
             given = output, lse, query, key_cache, value_cache, starts, seq_lens, table, sinks
             _hopper_prefill().prefill(
-                *given, factor=factor, v_factor=v_factor, cap=layer.soft_cap * LOG2E, negate=layer.scale < 0,
-                left=bound(layer.left), right=bound(layer.right), has_left=layer.left is not None, min_query=rules.tokens,
-                programs=prefill_programs or rules.kinds.processors,
+                *given, factor=factor, v_factor=v_factor, programs=prefill_programs or rules.kinds.processors,
+                **self._of_prompts,
             )  # fmt: skip
         elif self._prefill is not None:
             tiles = query.shape[0] // rules.prefill_tokens + num_reqs  # type: ignore[union-attr]

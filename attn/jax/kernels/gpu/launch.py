@@ -16,14 +16,14 @@ import math
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxlib import version as jaxlib
 
-from attn.kernels.compiled import Pointer, Program, compile_kernel
+from attn.kernels.compiled import Boxes, Parameter, Pointer, Program, compile_kernel
 from attn.kernels.launch import PROCESSORS
 
 TARGET = "triton_kernel_call_ffi"
@@ -72,10 +72,17 @@ def _bytes(field: int, data: bytes) -> bytes:
     return _varint(field << 3 | 2) + _varint(len(data)) + data
 
 
-def _parameter(given: str | tuple[str, int | float]) -> bytes:
+#: The driver's numbers of the types and of the swizzling of a tensor map (CUtensorMapDataType, CUtensorMapSwizzle).
+_MAPPED, _SWIZZLED = {"float16": 6, "bfloat16": 9}, 3
+
+
+def _parameter(given: Parameter) -> bytes:
     """A message `TritonKernelCall.Parameter`."""
     if isinstance(given, str):
         return _bytes(1, _number(2, 16))  # an array whose address is a multiple of 16
+    if isinstance(given, Boxes):
+        extents = (_bytes(3 + i, b"".join(map(_varint, part))) for i, part in enumerate(given[1:]))
+        return _bytes(9, _bytes(1, _number(1, _MAPPED[given.dtype]) + _number(2, _SWIZZLED) + b"".join(extents)))
     kind, value = given
     if kind == "fp32":
         return _varint(7 << 3 | 5) + struct.pack("<f", value)
@@ -96,30 +103,48 @@ def payload(program: Program, arch: str, grid: tuple[int, int, int]) -> bytes:
     return zlib.compress(_bytes(1, call) + _bytes(4, name), 1)
 
 
+class Boxed(NamedTuple):
+    """An array as an argument of `launch` from which the bulk tensor engine copies boxes: shape, strides in elements, box."""
+
+    array: jax.Array
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+
+
 def launch(
     kernel: Any, arch: str, grid: Sequence[int], arguments: Mapping[str, Any], writes: Sequence[str], **types: str
 ) -> tuple[jax.Array, ...]:
     """Launch a Triton function, and return the arrays that it `writes`, in that order, as they are afterwards.
 
-    arguments: one for each parameter, by name: arrays, numbers, None for what a call does without; the others are options of
-    the launch (`num_warps`). grid: up to three extents. types: names of elements' types that arrays are read as, where they
-    are not the arrays' own.
+    arguments: one for each parameter, by name: arrays, `Boxed` ones, numbers, None for what a call does without; the others
+    are options of the launch (`num_warps`). grid: up to three extents. types: names of elements' types that arrays are read
+    as, where they are not the arrays' own.
     """
     given = {name: arguments[name] for name in kernel.arg_names}
     options = {name: value for name, value in arguments.items() if name not in given}
-    arrays = {name: value for name, value in given.items() if isinstance(value, jax.Array | np.ndarray)}
-    given |= {name: Pointer(types.get(name) or array.dtype.name) for name, array in arrays.items()}
+    operands: dict[str, Any] = {}
+    for name, value in given.items():
+        if isinstance(value, Boxed):
+            operands[name], given[name] = value.array, Boxes(value.array.dtype.name, *value[1:])
+        elif isinstance(value, jax.Array | np.ndarray):
+            operands[name], given[name] = value, Pointer(types.get(name) or value.dtype.name)
     program = compile_kernel(kernel, arch, given, options)
     extents = (*grid, 1, 1)[:3]
     if not math.prod(extents):
-        return tuple(jnp.asarray(arrays[name]) for name in writes)
+        return tuple(jnp.asarray(operands[name]) for name in writes)
     importlib.import_module("jaxlib.gpu_triton")  # registers the call
-    places = [*arrays]
+    places = [*operands]
     call = jax.ffi.ffi_call(
         TARGET,
-        [jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in writes],
+        [jax.ShapeDtypeStruct(operands[name].shape, operands[name].dtype) for name in writes],
         input_output_aliases={places.index(name): nth for nth, name in enumerate(writes)},
     )
     # XLA would fuse a call with slices of its arrays, as a scan makes them, and forget that results are in operands' memory
-    operands = jax.lax.optimization_barrier(tuple(arrays.values()))
-    return tuple(jax.lax.optimization_barrier(tuple(call(*operands, opaque=payload(program, arch, extents)))))
+    ready = jax.lax.optimization_barrier(tuple(operands.values()))
+    return tuple(jax.lax.optimization_barrier(tuple(call(*ready, opaque=payload(program, arch, extents)))))
+
+
+def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a dense array, in elements."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

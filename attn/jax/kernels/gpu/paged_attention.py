@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from attn.jax.kernels.gpu.launch import launch, target
-from attn.kernels import kv_write
+from attn.jax.kernels.gpu.launch import dense_strides, launch, target
+from attn.kernels import hopper, kv_write
 from attn.kernels.launch import converts_e4m3
 from attn.kernels.paged_attention import attention, merge
 from attn.kernels.paged_launch import ARRAYS, OF_MERGE, Kinds, Launches, Layer, strides_of
@@ -92,7 +91,7 @@ def paged_attention(
     if stored.dtype == jnp.float8_e4m3fn and not converts_e4m3(arch):
         read = {"key_cache": "uint8"} | ({} if keys.values is None else {"value_cache": "uint8"})
     dtypes = {name: None if array is None else read.get(name, array.dtype.name) for name, array in given.items()}
-    dense, of_rows, blocks = _strides(held), _strides(query.shape), held[0]
+    dense, of_rows, blocks = dense_strides(held), dense_strides(query.shape), held[0]
     strides, same, wide = strides_of(of_rows, of_rows, dense, dense, blocks, keys.cache is not None)
     kinds = Kinds(
         arch=arch,
@@ -104,10 +103,36 @@ def paged_attention(
         queries=min(extents.max_query_len, _FEW + 1),
         same=same,
         wide=wide,
+        hopper=arch == "sm_90" and extents.max_query_len > 1 and _serves(given),
     )
     rules = Launches(kinds, layer)
     call = _Call(rules, arch, given, read, strides, blocks if keys.cache is not None else 0)
-    return call.run(num_reqs, extents.max_seq_len)
+    try:
+        return call.run(num_reqs, extents.max_seq_len)
+    except hopper.CannotCompile:
+        return paged_attention(query, starts, keys, layer, extents, mask, slopes=slopes, sinks=sinks, return_lse=return_lse)
+
+
+def _prompts(given: dict[str, Any]) -> Any:
+    """The arrays as `hopper_prefill.Prompts`; that module is imported on Hopper only."""
+    from attn.jax.kernels.gpu.hopper_prefill import Prompts
+
+    keys = {
+        "keys": given["key_cache"],
+        "values": given["value_cache"],
+        "lens": given["seq_lens"],
+        "table": given["block_table"],
+    }
+    return Prompts(given["query"], given["query_start_loc"], sinks=given["sinks"], **keys)
+
+
+def _serves(given: dict[str, Any]) -> bool:
+    """Whether the Hopper prefill supports the arrays."""
+    if not hopper.is_on("hopper_prefill"):
+        return False
+    from attn.jax.kernels.gpu import hopper_prefill
+
+    return hopper_prefill.serves(_prompts(given))
 
 
 _STRIDES = ("o_t", "o_h", "q_t", "q_h", "k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head")
@@ -140,12 +165,23 @@ class _Call:
 
     def run(self, num_reqs: int, max_seq_len: int) -> tuple[jax.Array, jax.Array | None]:
         rules = self.rules
-        if rules.prefill is not None:
+        if rules.on_hopper:
+            self._on_hopper()
+        elif rules.prefill is not None:
             tiles = self.given["query"].shape[0] // rules.prefill_tokens + num_reqs
             self._attend(tiles * rules.kv_heads, rules.prefill)
         if rules.paged:
             self._decode(num_reqs, max_seq_len)
         return self.given["output"], self.given["lse"]
+
+    def _on_hopper(self) -> None:
+        from attn.jax.kernels.gpu.hopper_prefill import prefill
+        from attn.kernels.hopper_prefill import Rules
+
+        layer, given, kinds = self.rules.layer, self.given, self.rules.kinds
+        rules, factor = Rules(**layer.of_prompts(self.rules.tokens)), self.numbers["factor"]
+        made = prefill(given["output"], given["lse"], _prompts(given), rules, factor, self.arch, kinds.processors)
+        given["output"], given["lse"] = made
 
     def _decode(self, num_reqs: int, max_seq_len: int) -> None:
         rules, split_kv = self.rules, self.rules.parts(num_reqs, max_seq_len, False)
@@ -198,7 +234,7 @@ def write_kv(
     (tokens, heads, size), (blocks, page) = key.shape, kv_cache.shape[1:3]
     stored, code = kv_cache.dtype, kv_write.kind_of_code(key.dtype.name, kv_cache.dtype.name)
     scales = tuple(None if x is None or not code else jnp.asarray(x, jnp.float32) for x in (k_scale, v_scale))
-    block, slot, head, _ = _strides(kv_cache.shape[1:])
+    block, slot, head, _ = dense_strides(kv_cache.shape[1:])
     arguments = {
         "key": key,
         "value": value,
@@ -224,8 +260,3 @@ def write_kv(
 
 def _scale_strides(scale: Any) -> tuple[int, ...] | None:
     return None if scale is None else (1,) * scale.ndim
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a dense array."""
-    return tuple(int(np.prod(shape[i + 1 :], dtype=np.int64)) for i in range(len(shape)))

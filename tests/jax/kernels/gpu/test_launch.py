@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import pytest
 
 from attn.jax.kernels.gpu import launch as module
-from attn.kernels.compiled import Pointer, Program
+from attn.kernels.compiled import Boxes, Pointer, Program
 from tests.compilers import without_barriers
 
 NUMBERS = (("i32", 5), ("i32", -3), ("i64", 1 << 40), ("fp32", 0.5), ("i32", 0))
-PROGRAM = Program("kernel", b"\x7fELF code" * 40, 12, 2, 4096, ("x", *NUMBERS[:2], "y", *NUMBERS[2:]))
+BOXES = Boxes("bfloat16", (1, 300, 8, 128), (307200, 1024, 128, 1), (1, 16, 1, 64))
+PROGRAM = Program("kernel", b"\x7fELF code" * 40, 12, 2, 4096, ("x", *NUMBERS[:2], "y", BOXES, *NUMBERS[2:]))
 
 
 def _varint(data: bytes) -> tuple[int, bytes]:
@@ -43,6 +44,14 @@ def _fields(data: bytes) -> list[tuple[int, Any]]:
     return found
 
 
+def _varints(data: bytes) -> list[int]:
+    found = []
+    while data:
+        value, data = _varint(data)
+        found.append(value)
+    return found
+
+
 def test_the_message_has_the_fields_that_jaxlib_reads() -> None:
     (_, call), (user, name) = _fields(zlib.decompress(module.payload(PROGRAM, "sm_90", (7, 300, 1))))
     assert (user, name) == (4, b"kernel")
@@ -53,9 +62,13 @@ def test_the_message_has_the_fields_that_jaxlib_reads() -> None:
     assert dict(_fields(fields[11])) == {1: PROGRAM.image, 2: b"kernel", 3: 4096}
     passed = [_fields(message) for field, message in rest[3:] if field == 5]
     assert passed == [
-        [(1, b"\x10\x10")], [(3, 5)], [(3, (1 << 64) - 3)], [(1, b"\x10\x10")], [(5, 1 << 40)], [(7, struct.pack("<f", 0.5))],
-        [(3, 0)],
+        [(1, b"\x10\x10")], [(3, 5)], [(3, (1 << 64) - 3)], [(1, b"\x10\x10")], passed[4], [(5, 1 << 40)],
+        [(7, struct.pack("<f", 0.5))], [(3, 0)],
     ]  # fmt: skip
+    (field, boxes), *_ = passed[4]
+    elements, swizzle, shape, strides, box = _fields(dict(_fields(boxes))[1])
+    assert (field, elements, swizzle) == (9, (1, 9), (2, 3)), "the driver's numbers of bfloat16 and of rows of 128 bytes"
+    assert [_varints(part) for _, part in (shape, strides, box)] == [list(part) for part in BOXES[1:]]
 
 
 def test_programs_of_one_name_do_not_share_a_module() -> None:
@@ -81,10 +94,15 @@ def test_the_message_is_the_one_that_jaxlib_makes() -> None:
     call = _fields(zlib.decompress(module.payload(PROGRAM, "sm_90", (7, 300, 1))))[0][1]
     text = dict(_fields(_fields(call)[0][1]))[4].decode()
     makes = {"i32": "i32", "i64": "i64", "fp32": "fp32"}
-    params = [
-        gpu.create_array_parameter(0, 16) if isinstance(p, str) else gpu.create_scalar_parameter(p[1], makes[p[0]])
-        for p in PROGRAM.parameters
-    ]
+
+    def made(parameter: Any) -> Any:
+        if isinstance(parameter, Boxes):
+            return gpu.create_tma_descriptor_parameter(9, 3, *parameter[1:], 0)
+        if isinstance(parameter, str):
+            return gpu.create_array_parameter(0, 16)
+        return gpu.create_scalar_parameter(parameter[1], makes[parameter[0]])
+
+    params = [made(parameter) for parameter in PROGRAM.parameters]
     kernel = gpu.TritonKernel(PROGRAM.name, PROGRAM.num_warps, PROGRAM.num_ctas, PROGRAM.shared, text, "", 90)
     theirs = _fields(gpu.TritonKernelCall(kernel, 7, 300, 1, params).to_proto("kernel", b""))
     ours = _fields(zlib.decompress(module.payload(PROGRAM, "sm_90", (7, 300, 1))))

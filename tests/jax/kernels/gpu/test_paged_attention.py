@@ -12,6 +12,7 @@ from tests.compilers import PLACES, needs_triton, output
 SAME = """
 import importlib
 import jax, jax.numpy as jnp, numpy as np, torch, triton
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attn.kernels import paged_attention as device_code
 from attn.kernels.paged_launch import Layer
 from attn.kernels.memory import SHARED_MEMORY
@@ -20,10 +21,13 @@ from attn.kernels import hopper
 from attn.torch.kernels import direct, kv_write
 from attn.torch.kernels import paged_attention as of_torch
 from attn.visibility import BatchMask
+from attn.jax.kernels.gpu import hopper_prefill
 ours = importlib.import_module("attn.jax.kernels.gpu.paged_attention")
+on_hopper = False
 
 triton.runtime.driver.set_active(aot._placeholder("sm_90", SHARED_MEMORY["sm_90"]))
-hopper.is_on = lambda kernel: False
+hopper.is_on = lambda kernel: on_hopper
+of_torch.can_launch_early = lambda arch: False
 direct.multiprocessors.__globals__["_multiprocessors"] = lambda device: 8
 ours.target = lambda: ("sm_90", 8)
 for name in ("paged_attention", "write_kv"):
@@ -40,7 +44,7 @@ def by_jax(kernel, arch, grid, arguments, writes, **types):
     return tuple(arguments[name] for name in writes)
 
 direct.Prepared.__call__ = by_torch
-ours.launch = by_jax
+ours.launch = hopper_prefill.launch = by_jax
 
 DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8,
          "float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2, "bool": torch.bool, "int32": torch.int32}
@@ -48,10 +52,14 @@ DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.
 def plain(value):
     if isinstance(value, (torch.Tensor, jax.Array, np.ndarray)):
         return str(value.dtype).removeprefix("torch."), tuple(value.shape)
+    if isinstance(value, hopper_prefill.Boxed):
+        return value[1:]
+    if isinstance(value, TensorDescriptor):
+        return tuple(value.shape), tuple(value.strides), tuple(value.block_shape)
     return value
 
 #: How the launches differ: two arrays of a cache are one under jax, and launches do not overlap.
-DIFFER = {"launch_pdl", "EARLY", "key_cache", "value_cache", "values_at"}
+DIFFER = {"key_cache", "value_cache", "values_at", "VALUES_AT", "num_pages", "k_desc", "v_desc", "counters"}
 
 def compare():
     assert len(found["torch"]) == len(found["jax"]) > 0, [[x[0] for x in y] for y in found.values()]
@@ -59,6 +67,8 @@ def compare():
         assert (name, programs) == (mine, grid), (name, programs, mine, grid)
         assert set(theirs) - DIFFER == set(given) - DIFFER, set(theirs) ^ set(given)
         for key in sorted(set(given) - DIFFER):
+            if key == "q_desc" and given["Q_STAGES"] == 1:
+                continue  # any other's
             a, b = plain(theirs[key]), plain(given[key])
             if isinstance(a, float):
                 assert abs(a - b) <= 1e-12 * abs(a), (name, key, a, b)
@@ -69,6 +79,12 @@ def compare():
             assert given["values_at"] == blocks * block
         elif "values_at" in given:
             assert plain(theirs["value_cache"]) == plain(given["value_cache"])
+        if "k_desc" in given:
+            paged, (shape, *of) = given["PAGED"], plain(theirs["k_desc"])
+            of = ((1 + paged) * shape[0], *shape[1:]), *of  # values are behind the keys
+            assert plain(given["k_desc"]) == plain(given["v_desc"]) == of, (plain(given["k_desc"]), of)
+            pages = shape[0] if paged else 0
+            assert (given["VALUES_AT"], given["num_pages"]) == (pages, 2 * pages if paged else theirs["num_pages"])
     names = [name for name, *_ in found["jax"]]
     for launched in found.values():
         launched.clear()
@@ -135,16 +151,26 @@ assert tokens_of_launches(even, [1] * n, fixed_split=2048) == [("attention", Tru
 assert tokens_of_launches(even + [0] * 9, [1] * n + [0] * 9)[0][2] == n, "padding is no request"
 assert tokens_of_launches(even, [40] + [1] * 299)[0][2] == n + 39, "a prompt's own launch comes first"
 
+# prompts on Hopper
+on_hopper = True
+assert both([900, 70], [20, 1]) == ["prefill", "attention", "merge"]
+assert both([900, 70], [20, 1], left=100, sinks=True, lse=False, cap=5.0, scale=-0.3) == ["prefill", "attention", "merge"]
+assert both([900, 70], [900, 70], "float16", size=256) == ["prefill", "attention", "merge"]
+assert both([900, 70], [20, 1], "float32") == both([900, 70], [20, 1], page=24) == ["attention", "attention", "merge"]
+assert both([900, 70], [20, 1], slopes=True) == ["attention", "attention", "merge"]
+
 # encoders: keys are the call's own
-for dtype in ("bfloat16", "float32"):
+ways = ("bfloat16", None, False), ("float32", None, True), ("bfloat16", 0, True), ("float16", None, True)
+for dtype, right, on_hopper in ways:
     starts, query = np.asarray([0, 20, 23], np.int32), torch.zeros(23, 8, 64, dtype=DTYPE[dtype])
     keys = torch.zeros(23, 2, 64, dtype=DTYPE[dtype])
     at = torch.from_numpy(starts)
-    of_torch.paged_attention(torch.empty_like(query), torch.empty(8, 23), query, keys, keys, at, None, None, 20, 20, 0.3)
-    like, layer = jnp.zeros(keys.shape, dtype), Layer(0.3, 0.0, None, None, None, None, False, 0, None)
+    of_torch.paged_attention(
+        torch.empty_like(query), torch.empty(8, 23), query, keys, keys, at, None, None, 20, 20, 0.3, right=right)
+    like, layer = jnp.zeros(keys.shape, dtype), Layer(0.3, 0.0, None, right, None, None, False, 0, None)
     keys = ours.Keys(keys=like, values=like)
     ours.paged_attention(jnp.zeros(query.shape, dtype), starts, keys, layer, ours.Extents(20, 20))
-    assert compare() == ["attention"]
+    assert compare() == ["prefill" if on_hopper and dtype != "float32" else "attention"]
 
 # writes
 for given, stored, scaled in (
@@ -252,6 +278,14 @@ def stacked(query, key, value, caches, starts, lens, table, slots):
         cache = write_kv(key, value, cache, slots)
         return paged_attention(query, starts, Keys(cache, lens, table), layer, Extents(1, 4096))[0], cache
     return jax.lax.scan(one, query, caches)
+
+def prompts(query, cache, starts, lens, table):
+    return paged_attention(query, starts, Keys(cache, lens, table), layer, Extents(2048, 2048), return_lse=False)[0]
+
+of_prompts = S((R * 2048, 8, 64), jnp.bfloat16), *shapes[3:7]
+with compiling_for("sm_90"):
+    made = jax.jit(prompts).trace(*of_prompts).lower().compile()
+assert made.as_text().count('custom_call_target="triton_kernel_call_ffi"') == 3, "the prompts, parts of decodes, their merge"
 
 with compiling_for("sm_90"):
     made = jax.jit(stacked).trace(*shapes[:3], S((2, *cache.shape), jnp.bfloat16), *shapes[4:]).lower().compile().as_text()

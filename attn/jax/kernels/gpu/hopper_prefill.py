@@ -1,0 +1,95 @@
+"""The Hopper prefill, `attn.kernels.hopper_prefill`, launched by XLA.
+
+Its counters are zeros that every launch is given; it runs on all multiprocessors, since launches do not overlap.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from attn.jax.kernels.gpu.launch import Boxed, dense_strides, launch
+from attn.kernels import hopper
+from attn.kernels.hopper_prefill import ROWS, Arrays, Rules, constants, fits, plan_of
+from attn.kernels.hopper_prefill import prefill as _prefill
+
+_STRIDES = ("o_t", "o_h", "q_t", "q_h", "k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head")
+
+
+class Prompts(NamedTuple):
+    """A batch of requests.
+
+    query: [T, H, D]; starts: [R + 1] int32. keys: [T, K, D] and values: [T, K, Dv], where each request sees its own rows; or
+    [m, K, D] and [m, K, Dv], and key_starts: [R + 1] int32, where each request's keys begin; or keys: [2, N, P, K, D], keys,
+    then values, lens: [R] and table: [R, B], int32. sinks: [H] float32 or None.
+    """
+
+    query: jax.Array
+    starts: jax.Array
+    keys: jax.Array
+    values: jax.Array | None = None
+    key_starts: jax.Array | None = None
+    lens: jax.Array | None = None
+    table: jax.Array | None = None
+    sinks: jax.Array | None = None
+
+
+def serves(batch: Prompts) -> bool:
+    """Whether the kernel supports these shapes and dtypes; the caller checks the architecture and features."""
+    query, keys = batch.query, batch.keys
+    values, page = (keys, keys.shape[2]) if batch.values is None else (batch.values, ROWS)
+    if query.dtype.name not in ("bfloat16", "float16") or not query.dtype == keys.dtype == values.dtype:
+        return False
+    (_, heads, size), kv_heads = query.shape, keys.shape[-2]
+    return fits(size, values.shape[-1], batch.starts.shape[0] - 1, heads // kv_heads, page)
+
+
+def prefill(
+    output: jax.Array, lse: jax.Array | None, batch: Prompts, rules: Rules, factor: float, arch: str, processors: int
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return output [T, H, Dv] and lse [H, T] with the rows of all requests of more than `rules.min_query` tokens.
+
+    factor: as in `attn.torch.kernels.hopper_prefill.prefill`. Raises `hopper.CannotCompile` if the installed Triton does not
+    compile it, for which the kernel is off from then on.
+    """
+    query, keys, values, num_reqs = batch.query, batch.keys, batch.values, batch.starts.shape[0] - 1
+    pages = 0
+    if values is None:
+        pages, keys = keys.shape[1], keys.reshape(-1, *keys.shape[2:])
+    shapes = query.shape, keys.shape, (keys if values is None else values).shape
+    of = Arrays(*shapes, *map(dense_strides, (*shapes, output.shape)))
+    page, ragged = keys.shape[1] if pages else ROWS, batch.key_starts is not None
+    plan = plan_of(of, num_reqs, page, pages > 0, rules, True)
+    q_map, k_map, v_map = plan.maps
+    k_desc = Boxed(keys, *k_map)
+    there = {"paged": pages > 0, "sinks": batch.sinks is not None, "lse": lse is not None}
+    arguments = {
+        "output": output,
+        "lse": lse,
+        "query": query,
+        "key_cache": keys,
+        "value_cache": values,
+        "query_start_loc": batch.starts,
+        "seq_lens": batch.key_starts if ragged else batch.lens,
+        "block_table": batch.table,
+        "sinks": batch.sinks,
+        "counters": jnp.zeros(2, jnp.int32),
+        "q_desc": k_desc if q_map is None else Boxed(query, *q_map),
+        "k_desc": k_desc,
+        "v_desc": Boxed(keys if values is None else values, *v_map),
+        "factor": factor,
+        "v_factor": 1.0,
+        "num_reqs": num_reqs,
+        "num_pages": keys.shape[0],
+        "lse_h": 0 if lse is None else lse.shape[1],
+        "table_r": 0 if batch.table is None else batch.table.shape[1],
+        **dict(zip(_STRIDES, plan.strides, strict=True)),
+        **constants(plan.sizes, rules, ragged=ragged, ahead=q_map is not None, values_at=pages, **there),
+    }
+    writes = ["output", *(["lse"] if lse is not None else []), "counters"]
+    try:
+        output, *rest = launch(_prefill, arch, (min(plan.tiles, processors),), arguments, writes)
+    except Exception as error:
+        hopper.turn_off("hopper_prefill", error)
+        raise
+    return output, None if lse is None else rest[0]
