@@ -5,7 +5,8 @@ import json
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter, is_
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -102,11 +103,25 @@ class PagedAttentionMetadata(AttentionMetadata):
     mask_cpu: BatchMask = BatchMask()
     block_size: int | None = None
 
+    #: Reads the fields that launches depend on.
+    _launched_by: ClassVar = attrgetter(*ARRAYS, *_BOUNDS, "causal", "mask", "block_size")
+
     def __post_init__(self) -> None:
         self.handle = 0  # a batch built within a graph is only its tensors: it cannot be looked up
         if not torch.compiler.is_compiling():
             self.handle = next(_counter)
             alive[self.handle] = self
+
+    def calls(self) -> dict[Any, Any]:
+        """What layers keep of their calls over this batch, by everything else that these depend on. Assigning a field, but not
+        changing a tensor in place, forgets it."""
+        fields, kept = self._launched_by(self), self.__dict__.get("_calls")
+        if kept is None or not all(map(is_, kept[0], fields)):
+            kept = self.__dict__["_calls"] = fields, {}
+        return kept[1]  # type: ignore[no-any-return]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_calls"}
 
     def tensors(self) -> list[torch.Tensor | None]:
         """The batch's tensors on the device, in the order of `ARRAYS` and of the mask's fields."""

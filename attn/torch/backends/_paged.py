@@ -7,7 +7,7 @@ unsupported layer is rejected before any weight is loaded.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,6 +36,7 @@ from attn.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
 from attn.torch import kv_cache as caches
 from attn.torch.alignment import aligned
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder, check_device
+from attn.visibility import Visibility
 
 #: The dtype of the output when output_scale is given.
 FUSED_OUTPUT = torch.float8_e4m3fn
@@ -64,6 +65,31 @@ class HeadsFirstBackend(PagedAttentionBackend):
         return kv_cache[0].transpose(1, 2), kv_cache[1].transpose(1, 2)
 
 
+#: The query, key and value that a caller passed.
+Given = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+class Known(NamedTuple):
+    """What is kept of a call that passed its checks, for calls with an equal signature over the same batch.
+
+    mask: what its rows see; shape, strides: of its output [T, H, D]; has_lse: whether it returns a log-sum-exp; launches:
+    repeats its launches with other tensors (`attn.torch.kernels.kept`), or None.
+    """
+
+    mask: Visibility
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    has_lse: bool
+    launches: Callable[..., bool] | None
+
+
+def _of_scale(scale: Any) -> Any:
+    """What a call depends on of a scale: its value, if the host has it."""
+    if isinstance(scale, torch.Tensor) and (scale.ndim or scale.device.type != "cpu"):
+        return scale.shape, scale.stride(), scale.dtype, scale.device, scale.requires_grad
+    return float(scale)
+
+
 class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
     """Base of paged implementations. A subclass names its backend and implements `_attend`.
 
@@ -87,6 +113,8 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         self._elements = {
             getattr(torch, dtype): caches.element_type(self.kv_cache_dtype, dtype) for dtype in self.backend.capabilities.dtypes
         }
+        #: Whether a cache holds codes that scales multiply, for some dtype of a query.
+        self._quantised = any(map(caches.is_quantised, self._elements.values()))
 
     @staticmethod
     def _float32(values: Any) -> torch.Tensor:
@@ -137,9 +165,17 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> Any:
-        scale = None
+        given = query, key, value
+        scale, signature, known = None, None, None
         if output_scale is not None or output_block_scale is not None:
             scale = self._check_output_scale(query, output_scale, output_block_scale)
+        elif isinstance(attn_metadata, PagedAttentionMetadata) and not torch.compiler.is_compiling():
+            signature = self._signature(layer, (*given, kv_cache, output))
+            known = attn_metadata.calls().get(signature)
+            if known is not None and known.launches is not None:
+                result = self._repeat(known, layer, given, kv_cache, output)
+                if result is not None:
+                    return result
         query = self._by_head("query", query, self.num_heads)
         key = None if key is None else self._by_head("key", key, self.num_kv_heads)
         value = None if value is None else self._by_head("value", value, self.num_kv_heads)
@@ -148,26 +184,104 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         if attn_metadata is None:
             out.zero_()
             return out if output is None else output
-        self._check_call(layer, query, key, value, kv_cache, attn_metadata)
+        if known is None:
+            self._check_call(layer, query, key, value, kv_cache, attn_metadata)
         self._move_to(query.device)
         query = aligned(fold_sign(query, self.signed_scale))
         lse = None
         if self.need_to_return_lse_for_decode:
             lse = query.new_empty(self.num_heads, query.shape[0], dtype=torch.promote_types(query.dtype, torch.float32))
+        mask = self.visible(attn_metadata) if known is None else known.mask
         call = PagedCall(
-            query, attn_metadata, self.visible(attn_metadata), layer=layer, output=out, lse=lse, output_scale=scale
+            query,
+            attn_metadata,
+            mask,
+            kv_cache=kv_cache,
+            key=key,
+            value=value,
+            layer=layer,
+            output=out,
+            lse=lse,
+            output_scale=scale,
         )
-        if self.attn_type in ENCODER_TYPES:
-            self._attend_ragged(call._replace(key=aligned(key), value=aligned(value)))
+        if known is not None or signature is None or envs.debug("device"):
+            self._run(call)
         else:
-            if self.kv_sharing_target_layer_name is None and key is not None:
-                slots = attn_metadata.slot_mapping
-                if self.attn_type != AttentionType.ENCODER_DECODER:  # its rows are the encoder's, without padding
-                    slots = slots[: attn_metadata.num_actual_tokens]
-                self.do_kv_cache_update(layer, key, value, kv_cache, slots)
-            self._attend(call._replace(kv_cache=kv_cache))
+            launches = self._run_first(call, given)
+            attn_metadata.calls()[signature] = Known(mask, out.shape, out.stride(), lse is not None, launches)
         result = out if output is None else output
         return result if lse is None else (result, lse)
+
+    def _run(self, call: PagedCall) -> None:
+        """Write the new tokens, unless they belong to another layer's cache, and attend."""
+        key, meta = call.key, call.meta
+        if self.attn_type in ENCODER_TYPES:
+            self._attend_ragged(call._replace(kv_cache=None, key=aligned(key), value=aligned(call.value)))
+            return
+        if self.kv_sharing_target_layer_name is None and key is not None:
+            slots = meta.slot_mapping
+            if self.attn_type != AttentionType.ENCODER_DECODER:  # its rows are the encoder's, without padding
+                slots = slots[: meta.num_actual_tokens]
+            self.do_kv_cache_update(call.layer, key, call.value, call.kv_cache, slots)
+        self._attend(call)
+
+    def _run_first(self, call: PagedCall, given: Given) -> Callable[..., bool] | None:
+        """Run a call of which the batch knows no equal. given: its query, key and value as they were passed; the call may have
+        copies. Returns what repeats its launches with other tensors, those of `_launched`, and says whether it did; None if
+        nothing can."""
+        self._run(call)
+        return None
+
+    def _repeat(
+        self,
+        known: Known,
+        layer: AttentionLayer,
+        given: Given,
+        kv_cache: torch.Tensor | None,
+        output: torch.Tensor | None,
+    ) -> Any:
+        """Repeat the launches of an equal call. Returns what `forward` does; None if they could not be repeated."""
+        assert known.launches is not None
+        query, out, lse = given[0], output, None
+        if out is None:
+            out = torch.empty_strided(known.shape, known.strides, dtype=query.dtype, device=query.device)
+        if known.has_lse:
+            lse = query.new_empty(self.num_heads, known.shape[0], dtype=torch.float32)
+        if not known.launches(*[x for x in self._launched(layer, out, lse, *given, kv_cache) if x is not None]):
+            return None
+        return out if lse is None else (out, lse)
+
+    def _launched(self, layer: AttentionLayer, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Return every tensor whose address a call's launches depend on, the batch's excepted. tensors: the output, the
+        log-sum-exp, and the arguments of the call."""
+        if self._quantised:
+            scales = [scale for scale in (layer._k_scale, layer._v_scale) if isinstance(scale, torch.Tensor)]
+            return (*tensors, self.sinks, self.alibi_slopes, *scales)
+        return (*tensors, self.sinks, self.alibi_slopes)
+
+    def _signature(self, layer: AttentionLayer, tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Return what checks and launches of a call depend on beside its batch; None if not all of `tensors` are plain ones."""
+        found = [*self._constants(), torch.is_grad_enabled()]
+        for x in tensors:
+            if type(x) is torch.Tensor:
+                found += x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+            elif x is None:
+                found.append(None)
+            else:
+                return None
+        found += [None if x is None else (x.dtype, x.device, x.stride()) for x in (self.sinks, self.alibi_slopes)]
+        if self._quantised:
+            found += map(_of_scale, (layer._k_scale, layer._v_scale))
+            found += (getattr(layer, f"{which}_scale_float", None) for which in ("_k", "_v"))
+        return tuple(found)
+
+    def _constants(self) -> tuple[Any, ...]:
+        """Return what launches depend on of this layer; layers for which it is equal share what is kept of a call."""
+        return (
+            type(self), self.num_heads, self.num_kv_heads, self.head_size, self.signed_scale, self.logits_soft_cap, self.mask,
+            self.attn_type, self.kv_cache_dtype, self.kv_sharing_target_layer_name is None, self.batch_invariant,
+            self.need_to_return_lse_for_decode,
+        )  # fmt: skip
 
     def do_kv_cache_update(
         self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor

@@ -9,7 +9,7 @@ launches that are all correct. By default split-KV is planned for all decodes of
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,10 +25,13 @@ from attn.kernels.launch import FIXED_SPLIT
 from attn.kernels.memory import group_reason
 from attn.torch import kv_cache as caches
 from attn.torch.backends import _hopper
-from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
+from attn.torch.backends._paged import Given, PagedAttentionBackend, PagedAttentionImpl
 from attn.torch.interpreter import judged_on, prepare
 from attn.torch.kernels.runs import Runs
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
+
+if TYPE_CHECKING:  # loaded with Triton
+    from attn.torch.kernels.kept import Kept
 
 FEATURES = PAGED_FEATURES | {Feature.PER_HEAD_SCALES, Feature.OUTPUT_SCALE, Feature.NAN_SAFE, Feature.BATCH_INVARIANT}
 KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", *sorted(PER_TOKEN_HEAD))
@@ -110,6 +113,18 @@ class TritonPagedImpl(PagedAttentionImpl):
         super().__init__(*args, **kwargs)
         prepare(self.backend.get_name())
 
+    def _constants(self) -> tuple[Any, ...]:
+        pattern = self._sparse()
+        return (*super()._constants(), self.fixed_split_size, None if pattern is None else tuple(pattern))
+
+    def _run_first(self, call: PagedCall, given: Given) -> "Kept | None":
+        from attn.torch.kernels.kept import Keeper
+
+        tensors = self._launched(call.layer, call.output, call.lse, *given, call.kv_cache)
+        with Keeper(tensors, call.meta.tensors()) as keeper:
+            self._run(call)
+        return keeper.kept
+
     def do_kv_cache_update(
         self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> torch.Tensor:
@@ -144,11 +159,13 @@ class TritonPagedImpl(PagedAttentionImpl):
         )
         if not self._fixed_split() and not torch.compiler.is_compiling() and envs.switch("ATTN_AUTOTUNE"):
             from attn.torch import autotune
+            from attn.torch.kernels.kept import unkept
 
             kind = "decode" if meta.max_query_len == 1 else "prefill"
             sizes = (call.query.element_size(), key_cache.element_size())
             launch = functools.partial(paged_attention, **arguments)
-            autotune.tune(kind, (self.num_heads // self.num_kv_heads, self.head_size, *sizes), launch, call.query.device)
+            with unkept():
+                autotune.tune(kind, (self.num_heads // self.num_kv_heads, self.head_size, *sizes), launch, call.query.device)
         paged_attention(**arguments)
 
     def _fixed_split(self) -> int:

@@ -8,7 +8,8 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from operator import or_
-from typing import Any, ParamSpec, TypeVar
+from threading import get_ident
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import triton
@@ -16,7 +17,7 @@ from torch import library
 
 from attn.kernels.hopper import CannotCompile
 from attn.kernels.launch import power_of_two
-from attn.torch.kernels.driver import Launch, launcher
+from attn.torch.kernels.driver import Bound, Launcher, launcher
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -76,6 +77,52 @@ def strides_that_count(strides: tuple[int, ...]) -> tuple[int, ...] | None:
     return strides if functools.reduce(or_, strides) & _UNEVEN else None
 
 
+class Compiled(NamedTuple):
+    """A compiled kernel, its launcher (None: Triton's), and its last arguments, which are constants."""
+
+    kernel: Any
+    launcher: Launcher | None
+    last: tuple[Any, ...]
+
+    def __call__(self, programs: int, columns: int, device: int, addresses: Sequence[int], numbers: Sequence[Any]) -> None:
+        arguments = *addresses, *numbers, *self.last
+        if is_profiled():  # Triton prepares more for a profiler
+            self.kernel[programs, columns, 1](*arguments)
+            return
+        stream = triton.runtime.driver.active.get_current_stream(device)
+        if self.launcher is None or not self.launcher(programs, columns, stream, arguments):
+            self._run(programs, columns, stream, arguments)
+
+    def bind(self, programs: int, columns: int, arguments: Sequence[Any], changing: Sequence[int]) -> Bound:
+        """Return the launch of such a grid with these arguments, of which those at indices `changing` differ by call."""
+        if self.launcher is not None:
+            return self.launcher.bind(programs, columns, (*arguments, *self.last), changing)
+        passed = [*arguments, *self.last]
+
+        def run(stream: int, values: Sequence[Any]) -> bool:
+            for at, value in zip(changing, values, strict=True):
+                passed[at] = value
+            self._run(programs, columns, stream, passed)
+            return True
+
+        return run
+
+    def _run(self, programs: int, columns: int, stream: int, arguments: Sequence[Any]) -> None:
+        kernel = self.kernel
+        handles = kernel.function, kernel.packed_metadata, None, None, None  # no profiler's data and hooks
+        kernel.run(programs, columns, 1, stream, *handles, *arguments)
+
+
+def is_profiled() -> bool:
+    """Whether a profiler's hooks are called at each of Triton's launches."""
+    enter, leave = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+#: What collects the launches of the call that a thread makes (`kept.Keeper`), by thread.
+keepers: dict[int, Any] = {}
+
+
 class Prepared:
     """A Triton kernel for launches that differ in addresses, in numbers that it does not specialize, and in even strides.
 
@@ -86,9 +133,8 @@ class Prepared:
         """constants: the kernel's last arguments, and the options of its launch."""
         self._kernel, self._constants = kernel, constants
         self._device = 0 if triton.knobs.runtime.interpret else triton.runtime.driver.active.get_current_device()
-        #: by the alignment of arrays (None: all to 16 bytes): the compiled kernel, its launcher (None: Triton's), and the
-        #: last arguments
-        self._kept: dict[tuple[bool, ...] | None, tuple[Any, Launch | None, tuple[Any, ...]]] = {}
+        #: by the alignment of arrays; None: all to 16 bytes
+        self._kept: dict[tuple[bool, ...] | None, Compiled] = {}
 
     def __call__(self, programs: int, arrays: Sequence[torch.Tensor | None], *numbers: Any, columns: int = 1) -> None:
         """Launch a grid of `programs` x `columns`. numbers: floats, and integers that are not specialized or strides."""
@@ -97,24 +143,22 @@ class Prepared:
         alignment = tuple([address & 15 == 0 for address in addresses]) if uneven else None
         kept = self._kept.get(alignment)
         if kept is not None:
-            kernel, launch, last = kept
-            knobs = triton.knobs.runtime
-            enter, leave = knobs.launch_enter_hook, knobs.launch_exit_hook
-            if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a profiler's, for which Triton prepares more
-                kernel[programs, columns, 1](*addresses, *numbers, *last)
-                return
-            stream = triton.runtime.driver.active.get_current_stream(self._device)
-            arguments = *addresses, *numbers, *last
-            if launch is None or not launch(programs, columns, stream, arguments):
-                # no profiler's data and hooks
-                handles = kernel.function, kernel.packed_metadata, None, None, None
-                kernel.run(programs, columns, 1, stream, *handles, *arguments)
-            return
-        compiled = self._kernel[programs, columns](*arrays, *numbers, **self._constants)
-        if isinstance(compiled, triton.compiler.CompiledKernel):  # else it is interpreted, or still being compiled
-            names = self._kernel.arg_names[len(addresses) + len(numbers) :]
-            last = tuple(self._constants[name] for name in names)
-            self._kept[alignment] = compiled, launcher(compiled), last
+            kept(programs, columns, self._device, addresses, numbers)
+        else:
+            compiled = self._kernel[programs, columns](*arrays, *numbers, **self._constants)
+            if isinstance(compiled, triton.compiler.CompiledKernel):  # else it is interpreted, or still being compiled
+                names = self._kernel.arg_names[len(addresses) + len(numbers) :]
+                last = tuple(self._constants[name] for name in names)
+                kept = self._kept[alignment] = Compiled(compiled, launcher(compiled), last)
+        if keepers and (keeper := keepers.get(get_ident())) is not None:
+            keeper.launched(kept, programs, columns, self._device, addresses, numbers)
+
+
+def temporary(memory: torch.Tensor) -> torch.Tensor:
+    """Return memory whose contents are of this call alone: a call that repeats its launches gives them other memory."""
+    if keepers and (keeper := keepers.get(get_ident())) is not None:
+        keeper.temporary(memory)
+    return memory
 
 
 def on_device(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -173,6 +217,13 @@ _captured: list[torch.Tensor] = []
 def memory_of_stream(device: torch.device, floats: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return float32 memory, and int32 counters that are 0 and that a kernel leaves at 0; both are kept per stream, whose
     launches run one after the other. A CUDA graph has its own, since it may be replayed on any stream."""
+    memory = _memory_of_stream(device, floats, counters)
+    if keepers and (keeper := keepers.get(get_ident())) is not None:
+        keeper.of_stream(memory, floats, counters)
+    return memory
+
+
+def _memory_of_stream(device: torch.device, floats: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
     stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
     if stream and torch.cuda.is_current_stream_capturing():
         memory = _memory(device, floats, counters)

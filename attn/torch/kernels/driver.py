@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
-#: `(programs, columns, stream, arguments)` -> whether it launched; False if the thread has no CUDA context yet.
-Launch = Callable[[int, int, int, Sequence[Any]], bool]
+#: `(stream, values of the arguments that change)` -> whether it launched; False if the thread has no CUDA context yet.
+Bound = Callable[[int, Sequence[Any]], bool]
 
 _CODES = {
     "i8": "b",
@@ -28,6 +28,7 @@ _CODES = {
 }
 #: CUlaunchConfig: grid, block, bytes of shared memory; stream, attributes and their number
 _CONFIG = "7I4xQQI4x"
+_STREAM = 4  #: its place in units of 8 bytes
 _SUCCESS, _INVALID_CONTEXT = 0, 201
 #: An argument: its index, its format, bytes of the kernel's parameters for it.
 _Field = tuple[int, str, tuple[int, ...]]
@@ -62,7 +63,7 @@ def _library() -> Any:
     return library
 
 
-def launcher(compiled: Any) -> Launch | None:
+def launcher(compiled: Any) -> "Launcher | None":
     """Return a launcher of Triton's compiled kernel, which takes all of its arguments; None if the kernel needs Triton's own.
 
     The driver's own description of the kernel must match the parameters that the signature gives.
@@ -88,7 +89,7 @@ def launcher(compiled: Any) -> Launch | None:
             return None
     sizes = [size for _, _, parts in fields for size in parts]
     unused = _unused(library, compiled.function, sizes)
-    return None if unused is None else _Launcher(library, compiled, fields, encodings, unused)
+    return None if unused is None else Launcher(library, compiled, fields, encodings, unused)
 
 
 def _unused(library: Any, function: int, sizes: Sequence[int]) -> int | None:
@@ -102,7 +103,10 @@ def _unused(library: Any, function: int, sizes: Sequence[int]) -> int | None:
     return count - len(sizes) if count >= len(sizes) > 1 else None
 
 
-class _Launcher:
+class Launcher:
+    """A compiled kernel's launches: `(programs, columns, stream, arguments)` -> whether it launched; False if the thread has no
+    CUDA context yet."""
+
     def __init__(self, library: Any, compiled: Any, fields: Sequence[_Field], encodings: dict[int, Any], unused: int) -> None:
         metadata = compiled.metadata
         self._library, self._launch, self._function = library, library.cuLaunchKernelEx, compiled.function
@@ -111,10 +115,12 @@ class _Launcher:
         self._encodings = encodings
         self._pick = itemgetter(*[i for i, _, _ in fields])
         code, at, self._offsets = "=" + _CONFIG, struct.calcsize("=" + _CONFIG), list[int]()
-        for _, kind, sizes in fields:
+        self._places = dict[int, int]()  #: of arguments in the buffer, by index
+        for i, kind, sizes in fields:
             pad = -at % (_ALIGNED if sizes[0] == _MAP else 8)
             code += f"{pad}x{kind}"
             at += pad
+            self._places[i] = at
             for size in sizes:
                 self._offsets.append(at)
                 at += size
@@ -135,23 +141,54 @@ class _Launcher:
         return storage, skip, config, parameters
 
     def __call__(self, programs: int, columns: int, stream: int, arguments: Sequence[Any]) -> bool:
-        if self._encodings:
-            arguments = list(arguments)
-            for i, about in self._encodings.items():
-                arguments[i] = getattr(arguments[i], "packed", None) or self._encode(arguments[i], about)
         try:
             buffer = self._free.pop()
         except IndexError:
             buffer = self._buffer()
-        storage, at, config, parameters = buffer
-        self._format.pack_into(storage, at, programs, columns, *self._fixed, stream, *self._attributes, *self._pick(arguments))
-        status = self._launch(config, self._function, parameters, None)
+        self._pack(buffer, programs, columns, stream, arguments)
+        launched = self._launched(self._launch(buffer[2], self._function, buffer[3], None))
         self._free.append(buffer)
-        if status == _INVALID_CONTEXT:
-            return False
-        if status != _SUCCESS:
+        return launched
+
+    def bind(self, programs: int, columns: int, arguments: Sequence[Any], changing: Sequence[int]) -> Bound:
+        """Return a launch of such a grid with these arguments, of which addresses and tensor maps at indices `changing` differ
+        from call to call. Threads must not call it at the same time."""
+        storage, skip, config, parameters = buffer = self._buffer()
+        self._pack(buffer, programs, columns, 0, arguments)
+        octets = memoryview(storage).cast("B")[skip : skip + self._bytes]
+        words, launch, function = octets.cast("Q"), self._launch, self._function
+        plain = [(n, self._places[i] // 8) for n, i in enumerate(changing) if i not in self._encodings]
+        maps = [(n, i, self._places[i]) for n, i in enumerate(changing) if i in self._encodings]
+
+        def run(stream: int, values: Sequence[Any]) -> bool:
+            words[_STREAM] = stream
+            for n, at in plain:
+                words[at] = values[n]
+            for n, i, place in maps:
+                packed = self._packed(values[n], i)
+                octets[place : place + len(packed)] = packed
+            status = launch(config, function, parameters, None)
+            return status == _SUCCESS or self._launched(status)
+
+        return run
+
+    def _pack(
+        self, buffer: tuple[Any, int, int, int], programs: int, columns: int, stream: int, arguments: Sequence[Any]
+    ) -> None:
+        if self._encodings:
+            arguments = list(arguments)
+            for i in self._encodings:
+                arguments[i] = self._packed(arguments[i], i)
+        storage, at, *_ = buffer
+        self._format.pack_into(storage, at, programs, columns, *self._fixed, stream, *self._attributes, *self._pick(arguments))
+
+    def _packed(self, descriptor: Any, argument: int) -> bytes:
+        return getattr(descriptor, "packed", None) or self._encode(descriptor, self._encodings[argument])
+
+    def _launched(self, status: int) -> bool:
+        if status not in (_SUCCESS, _INVALID_CONTEXT):
             raise RuntimeError(f"CUDA error {status} in the launch of a kernel: {self._message(status)}")
-        return True
+        return status == _SUCCESS
 
     def _encode(self, descriptor: Any, about: Any) -> bytes:
         """The tensor map of a descriptor, its shape and its strides, kept with it."""

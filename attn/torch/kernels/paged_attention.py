@@ -9,7 +9,7 @@ from attn.kernels import hopper
 from attn.kernels.launch import TUNED, Launch, can_launch_early, converts_e4m3
 from attn.kernels.paged_attention import attention, merge
 from attn.kernels.paged_launch import OF_MERGE, Kinds, Launches, Layer, strides_of
-from attn.torch.kernels.direct import Kind, Prepared, arch, kind_of, multiprocessors, operator
+from attn.torch.kernels.direct import Kind, Prepared, arch, kind_of, multiprocessors, operator, temporary
 
 _UNTUNED: tuple[Launch | None, ...] = (None, None)
 
@@ -59,7 +59,7 @@ class _Launches:
             self._decode(0)(num_reqs * kv_heads + rules.beside, (None, *arrays), *numbers, *no_plan, *strides)
             return
         states, floats = rules.states(num_reqs, split_kv)
-        scratch = query.new_empty(floats, dtype=torch.float32)  # type: ignore[union-attr]
+        scratch = temporary(query.new_empty(floats, dtype=torch.float32))  # type: ignore[union-attr]
         plan = states, lse_h, table_r, tree_w, split_kv.split_tiles, split_kv.max_splits, split_kv.whole_from
         programs = split_kv.items * kv_heads + rules.beside
         self._decode(split_kv.block_r)(programs, (scratch, *arrays), *numbers, *plan, *strides)

@@ -16,14 +16,12 @@ import torch
 ROOT = Path(__file__).parents[3]
 COMPILERS = Path(sys.prefix) / "compilers"
 
-#: Every call is made twice: by Triton, and by what was kept of the calls before.
-SCRIPT = """
+#: Compiles for sm_90; `launched` lists what launches pass to the kernels' parameters.
+DRIVER = """
 import ctypes, os, struct
 import torch, triton
 from attn.tools.aot import triton as aot
-from attn.torch.kernels.runs import Runs
-from attn.torch.kernels import dense_decode, direct, driver, kv_write, latent_write, merge_states, mla_decode, mla_prefill
-from attn.torch.kernels import paged_attention as kernels
+from attn.torch.kernels import direct, driver
 from attn.kernels.memory import SHARED_MEMORY
 
 launched, compiled, used = [], [], set()
@@ -141,6 +139,16 @@ def taken():
     found = list(launched)
     launched.clear()
     return found
+
+"""
+
+#: Every call is made twice: by Triton, and by what was kept of the calls before.
+SCRIPT = (
+    DRIVER
+    + """
+from attn.torch.kernels.runs import Runs
+from attn.torch.kernels import dense_decode, kv_write, latent_write, merge_states, mla_decode, mla_prefill
+from attn.torch.kernels import paged_attention as kernels
 
 def twice(function, arguments):
     # what two calls pass to compiled kernels: with what was kept before, and by Triton
@@ -281,6 +289,28 @@ wanted = {
 assert used == {(of.__name__, name) for of, names in wanted.items() for name in names.split()}, used
 print("equal", len(calls))
 """
+)
+
+
+needs_compiler = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1"
+    or (importlib.util.find_spec("triton") is None and not (COMPILERS / "triton").is_dir()),
+    reason="needs Triton's compiler: not the interpreter, and installed, or in the folder compilers (make compilers)",
+)
+
+
+def assert_equal(script: str, cache: Path) -> None:
+    """Run a script in a process that compiles with Triton, and keeps programs in a folder; it prints "equal" at its end."""
+    path = [os.environ.get("PYTHONPATH", ""), *([str(COMPILERS)] if importlib.util.find_spec("triton") is None else [])]
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, path)]),
+        "TRITON_CACHE_DIR": str(cache),
+        "TRITON_INTERPRET": "0",
+    }
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("equal")
 
 
 def test_a_launch_is_on_the_device_of_its_first_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,19 +335,6 @@ def test_a_launch_is_on_the_device_of_its_first_tensor(monkeypatch: pytest.Monke
     assert call(torch.zeros(1), 3) == (0, 3)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None and not (COMPILERS / "triton").is_dir(),
-    reason="triton is neither installed nor in the environment's folder compilers (make compilers puts it there)",
-)
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles; runs where Triton does not interpret")
+@needs_compiler
 def test_a_direct_launch_passes_what_tritons_own_passes(tmp_path: Path) -> None:
-    path = [os.environ.get("PYTHONPATH", ""), *([str(COMPILERS)] if importlib.util.find_spec("triton") is None else [])]
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, path)]),
-        "TRITON_CACHE_DIR": str(tmp_path),
-        "TRITON_INTERPRET": "0",
-    }
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("equal")
+    assert_equal(SCRIPT, tmp_path)

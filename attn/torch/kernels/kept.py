@@ -1,0 +1,190 @@
+"""The launches of a call, kept to be repeated: by layers of the same shape, over the same batch, with tensors of their own.
+
+The first layer's call examines its arguments, chooses kernels and compiles them. For the next layer nothing differs but where
+tensors are, so a `Keeper` collects what the first call launched, and `Kept` launches it again with other addresses, as a CUDA
+graph would on the device. A batch holds it, by everything else that calls depend on (`PagedAttentionMetadata.calls`).
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from operator import itemgetter, or_
+from threading import get_ident
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+import triton
+
+from attn.torch.kernels.direct import Compiled, is_profiled, keepers, memory_of_stream
+
+_ALIGNED = 16  #: bytes, of a call's tensors and of every part of its temporary memory
+Place = tuple[str, Any]  #: what is at an address, see `_Step`
+
+
+class _Step(NamedTuple):
+    """A launch; changing: the index of each argument that differs from call to call, and its place: ("tensor", index),
+    ("inside", (index of a tensor, offset)), ("temporary", index), ("stream", (index, 0 or 1)), or ("map", (place, what else
+    it depends on))."""
+
+    compiled: Compiled
+    programs: int
+    columns: int
+    arguments: tuple[Any, ...]
+    changing: tuple[tuple[int, Place], ...]
+
+
+class Keeper:
+    """Collects the launches of a call while it is entered; after that, `kept` repeats them, or is None if nothing can.
+
+    Nothing can where a launch was interpreted, or reads memory that is neither the call's, nor the batch's, nor temporary: a
+    copy that the call made, which launches alone would not make again.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor | None], held: Iterable[torch.Tensor | None]) -> None:
+        """tensors: the call's, which `Kept` takes in the same order without None; the first one is on the device. held: those
+        of the batch."""
+        self._tensors = [x for x in tensors if x is not None]
+        self._held = {x.data_ptr() for x in held if x is not None}
+        self._places: dict[int, Place] = {x.data_ptr(): ("tensor", i) for i, x in enumerate(self._tensors)}
+        # two tensors in one place may be in two the next time
+        self._complete = len(self._places) == len(self._tensors) and not self._held & self._places.keys()
+        self._complete &= not functools.reduce(or_, self._places) % _ALIGNED and 0 not in self._places
+        self._temporary, self._of_stream = list[torch.Tensor](), list[tuple[int, int]]()
+        self._steps, self._device = list[_Step](), 0
+        self.kept: Kept | None = None
+
+    def __enter__(self) -> Self:
+        keepers[get_ident()] = self
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        del keepers[get_ident()]
+        if kind is None and self._complete and self._steps:
+            sizes = [memory.nbytes for memory in self._temporary]
+            self.kept = Kept(self._tensors, self._device, self._steps, sizes, self._of_stream)
+
+    def temporary(self, memory: torch.Tensor) -> None:
+        self._places[memory.data_ptr()] = "temporary", len(self._temporary)
+        self._temporary.append(memory)  # alive, so that its address is no other tensor's during the call
+
+    def of_stream(self, memory: tuple[torch.Tensor, torch.Tensor], floats: int, counters: int) -> None:
+        for x in memory:
+            self._places[x.data_ptr()] = "stream", (len(self._of_stream), int(x is memory[1]))
+        self._of_stream.append((floats, counters))
+
+    def launched(
+        self, compiled: Compiled | None, programs: int, columns: int, device: int, addresses: Sequence[int], numbers: Any
+    ) -> None:
+        """Add a launch. compiled: None if it was interpreted."""
+        changing = list[tuple[int, Place]]()
+        for i, address in enumerate(addresses):
+            if address and address not in self._held:
+                changing.append((i, self._place(address)))
+        for i, number in enumerate(numbers, len(addresses)):
+            if (base := getattr(number, "base", None)) is not None:  # of a tensor map
+                about = base.dtype, tuple(number.shape), tuple(number.strides), tuple(number.block_shape)
+                changing.append((i, ("map", (self._place(base.data_ptr()), about))))
+        self._complete &= compiled is not None
+        self._device = device
+        if compiled is not None and self._complete:
+            self._steps.append(_Step(compiled, programs, columns, (*addresses, *numbers), tuple(changing)))
+
+    def _place(self, address: int) -> Place:
+        if address in self._places:
+            return self._places[address]
+        inside = [(i, address - x.data_ptr()) for i, x in enumerate(self._tensors) if 0 < address - x.data_ptr() < _extent(x)]
+        self._complete &= len(inside) == 1
+        return "inside", inside[0] if inside else (0, 0)
+
+
+@contextmanager
+def unkept() -> Iterator[None]:
+    """Collect no launches: those that a call makes besides its own, to measure them."""
+    keeper = keepers.pop(get_ident(), None)
+    try:
+        yield
+    finally:
+        if keeper is not None:
+            keepers[get_ident()] = keeper
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+class Kept:
+    """Launches that can be repeated for tensors of the same shapes, strides and dtypes at other addresses."""
+
+    def __init__(
+        self, like: Sequence[torch.Tensor], device: int, steps: Sequence[_Step], temporary: Sequence[int], streams: Any
+    ) -> None:
+        """like: the tensors of the call; device: of the launches, as Triton numbers it; temporary: bytes of each; streams:
+        arguments of each `memory_of_stream`."""
+        self._device, self._number, self._of_stream = like[0].device, device, tuple(streams)
+        self._index = self._device.index if self._device.type == "cuda" else None
+        self._stream = triton.runtime.driver.active.get_current_stream
+        ends = [0, *accumulate(size + -size % _ALIGNED for size in temporary)]
+        self._begins, self._floats = ends[:-1], ends[-1] // 4
+        places = list(dict.fromkeys(place for step in steps for _, place in step.changing))
+        self._inside = [place[1] for place in places if place[0] == "inside"]
+        maps = [place[1] for place in places if place[0] == "map"]
+        # the addresses of a call, in the order in which `__call__` finds them, and then its tensor maps
+        order: list[tuple[str, Any]] = [("tensor", i) for i in range(len(like))]
+        order += [("inside", which) for which in self._inside] + [("temporary", i) for i in range(len(temporary))]
+        order += [("stream", (i, which)) for i in range(len(self._of_stream)) for which in (0, 1)]
+        order += [("map", which) for which in maps]
+        at = {place: i for i, place in enumerate(order)}
+        self._maps = [(at[place], about) for place, about in maps]
+        bound = [
+            (step.compiled.bind(step.programs, step.columns, step.arguments, [i for i, _ in step.changing]), step.changing)
+            for step in steps
+        ]
+        #: Each launch, and which values it takes. One thread has them at a time.
+        self._idle = [[(launch, _picker([at[place] for _, place in changing])) for launch, changing in bound]]
+
+    def __call__(self, *tensors: torch.Tensor) -> bool:
+        """Repeat the launches. Returns whether it did; False: a tensor is aligned to less than 16 bytes, another device is the
+        current one, a profiler wants to see each launch, or another thread is launching them."""
+        values: list[Any] = [x.data_ptr() for x in tensors]
+        if functools.reduce(or_, values) % _ALIGNED or is_profiled():
+            return False
+        if self._index is not None and torch._C._cuda_getDevice() != self._index:
+            return False
+        try:
+            steps = self._idle.pop()
+        except IndexError:
+            return False
+        try:
+            for i, offset in self._inside:
+                values.append(values[i] + offset)
+            if self._floats:
+                memory = tensors[0].new_empty(self._floats, dtype=torch.float32)
+                address = memory.data_ptr()
+                values += [address + begin for begin in self._begins]
+            for floats, counters in self._of_stream:
+                values += [x.data_ptr() for x in memory_of_stream(self._device, floats, counters)]
+            for i, about in self._maps:
+                values.append(_descriptor()(values[i], *about))
+            stream = self._stream(self._number)
+            return all([launch(stream, pick(values)) for launch, pick in steps])
+        finally:
+            self._idle.append(steps)
+
+
+@functools.cache
+def _descriptor() -> Callable[..., Any]:
+    """The function `descriptor` of Gluon's, which is imported where kernels need it only."""
+    from attn.kernels.gluon import descriptor
+
+    return descriptor
+
+
+def _picker(indices: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
+    """Return a function that picks items of a list."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return lambda values: [values[i] for i in indices]
