@@ -22,6 +22,8 @@ from attn.logger import fork_safe_lock
 
 _lock = fork_safe_lock()
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+#: Between the names of two backends that serve a layer together, one its decodes, one its prompts: `TRITON_ATTN+FLASH_ATTN`.
+PAIR = "+"
 
 
 class _Generation:
@@ -102,8 +104,10 @@ class BackendEnumMeta(enum.EnumMeta):
     unset: str
     methods: tuple[str, ...]
     variables: tuple[str, ...]
+    pairs: str
     overrides: dict[Any, str]
     customs: dict[str, Any]
+    joined: dict[str, Any]
     objects: dict[Any, type]
 
     def __getitem__(cls, name: str) -> Any:
@@ -118,9 +122,23 @@ class BackendEnumMeta(enum.EnumMeta):
 
     def _find(cls, name: str) -> Any:
         """Return the member or registered custom backend of this name, or of this name in another case; or None."""
+        if cls.pairs and PAIR in str(name):
+            return cls._find_pair(*name.split(PAIR, 1))
         names = cls.names()
         known = name if name in names else next((known for known in names if known.upper() == str(name).upper()), None)
         return None if known is None else cls.__members__.get(known) or cls.customs[known]
+
+    def _find_pair(cls, decodes: str, prompts: str) -> Any:
+        """Return the pair of two backends, which is in no list of names; None if either is unknown, or both are one."""
+        parts = tuple(cls._find(name.strip()) for name in (decodes, prompts) if PAIR not in name)
+        if None in parts or len(set(parts)) < 2:
+            return None
+        name = PAIR.join(part.name for part in parts)
+        if name not in cls.joined:
+            pair: Any = object.__new__(cls)  # type: ignore[arg-type]
+            pair._name_, pair._value_ = name, f"{cls.pairs}.{name.replace(PAIR, '__')}"
+            cls.joined.setdefault(name, pair)
+        return cls.joined[name]
 
     def names(cls) -> list[str]:
         """Return member names in order, then registered custom ones."""
@@ -138,16 +156,16 @@ class BackendEnum(enum.Enum, metaclass=BackendEnumMeta):
 
     Class keywords: `kind` ("attention backend", for messages), `unset` (message for a path read before registration, with
     `{name}`), `methods` (those that every backend of the registry must have), `variables` (environment variables that
-    name a backend; the first that is set applies).
+    name a backend; the first that is set applies), `pairs` (the module that has the class of a pair; none: no pairs).
     """
 
-    def __init_subclass__(
-        cls, *, kind: str, unset: str, variables: tuple[str, ...] = (), methods: tuple[str, ...] = (), **kwargs: Any
-    ) -> None:
+    def __init_subclass__(cls, *, kind: str, unset: str, **kwargs: Any) -> None:
+        facts: dict[str, Any] = {"variables": (), "methods": (), "pairs": ""}
+        facts |= {name: kwargs.pop(name) for name in list(kwargs) if name in facts} | {"kind": kind, "unset": unset}
         super().__init_subclass__(**kwargs)
         # set through type, since Enum makes members of plain assignments in the body
-        tables = {"overrides": _Overrides(), "customs": {}, "objects": {}}
-        for name, value in {"kind": kind, "unset": unset, "methods": methods, "variables": variables, **tables}.items():
+        tables = {"overrides": _Overrides(), "customs": {}, "objects": {}, "joined": {}}
+        for name, value in {**facts, **tables}.items():
             type.__setattr__(cls, name, value)
 
     def get_path(self, include_classname: bool = True) -> str:
@@ -178,6 +196,11 @@ class BackendEnum(enum.Enum, metaclass=BackendEnumMeta):
     def clear_override(self) -> None:
         """Clear any override for this backend, reverting to the default."""
         self._table("overrides").pop(self, None)
+
+    @property
+    def parts(self) -> tuple[Self, ...]:
+        """Both backends of a pair, the one of decodes first; of any other only itself."""
+        return tuple(type(self)[name] for name in self.name.split(PAIR))
 
     def under(self, framework: str) -> Self:
         """Return the backend with this one's kernels for a framework: `NAME_JAX` under jax, if there is one, else this one."""

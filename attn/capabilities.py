@@ -8,6 +8,7 @@ Block sizes and the LSE are not fields, since vLLM's methods `get_supported_kern
 
 import enum
 import fnmatch
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -123,6 +124,24 @@ def supports_size(size: int, allowed: Iterable[int | MultipleOf]) -> bool:
     [True, False, True, False]
     """
     return any(size in rule if isinstance(rule, MultipleOf) else size == rule for rule in allowed)
+
+
+def sizes_of_both(one: Iterable[int | MultipleOf], other: Iterable[int | MultipleOf]) -> tuple[int | MultipleOf, ...]:
+    """Return the sizes, or rules for them, that two backends have in common.
+
+    >>> sizes_of_both((64, MultipleOf(8, 32, 256)), (64, 100, MultipleOf(16)))
+    (64, multiples of 16 from 32 up to 256)
+    """
+    one, other = tuple(one), tuple(other)
+    exact = dict.fromkeys(size for size in (*one, *other) if isinstance(size, int))
+    found: list[int | MultipleOf] = [size for size in exact if supports_size(size, one) and supports_size(size, other)]
+    for a in (rule for rule in one if isinstance(rule, MultipleOf)):
+        for b in (rule for rule in other if isinstance(rule, MultipleOf)):
+            base, ends = math.lcm(a.base, b.base), [end for end in (a.maximum, b.maximum) if end is not None]
+            least, most = -(-max(a.minimum, b.minimum) // base) * base, min(ends, default=None)
+            if most is None or least <= most:
+                found.append(MultipleOf(base, least, most))
+    return tuple(found)
 
 
 @dataclass(frozen=True)

@@ -186,6 +186,35 @@ class CommonAttentionMetadata:
         """Return a copy with some fields changed."""
         return replace(self, **changes)
 
+    def select(self, first: int, last: int) -> Self:
+        """Return the requests first..last, last excluded, as a batch of their own: slices of this one's arrays.
+
+        Raises `MetadataError` without mirrors of the lengths on the host.
+        """
+        start, seq_lens = self.query_start_loc_cpu, self.seq_lens_cpu
+        if start is None or seq_lens is None:
+            name = "query_start_loc_cpu" if start is None else "seq_lens_cpu"
+            raise MetadataError(name, None, None, "a NumPy mirror of the lengths, by which a batch is divided")
+        requests, rows = slice(first, last), slice(int(start[first]), int(start[last]))
+        starts = self.query_start_loc[first : last + 1]
+        own_starts, own_lens = start[first : last + 1] - start[first], seq_lens[requests]
+        per_request = {name: getattr(self, name) for name in ("tree_mask", "prefix", "dcp_local_seq_lens")}
+        return self.replace(
+            query_start_loc=own_starts if self.query_start_loc is start else starts - rows.start if rows.start else starts,
+            seq_lens=self.seq_lens[requests],
+            block_table=self.block_table[requests],
+            slot_mapping=self.slot_mapping[rows],
+            num_reqs=last - first,
+            num_actual_tokens=rows.stop - rows.start,
+            max_query_len=int((own_starts[1:] - own_starts[:-1]).max(initial=0)),
+            max_seq_len=int(own_lens.max(initial=0)),
+            causal=self.causal[requests] if hasattr(self.causal, "shape") else self.causal,
+            query_start_loc_cpu=own_starts,
+            seq_lens_cpu=own_lens,
+            spans=None if self.spans is None else self.spans[rows],
+            **{name: array if array is None else array[requests] for name, array in per_request.items()},
+        )
+
     def on_host(self) -> Self:
         """Return a copy with every array copied to the host, so that `validate` sees all values. Waits for the device."""
         arrays = {

@@ -27,6 +27,7 @@ class AttentionBackendEnum(
     unset=("Backend {name} must be registered before use. Use register_backend(Backend.{name}, 'your.module.YourClass')"),
     variables=("ATTN_BACKEND", "VLLM_ATTENTION_BACKEND"),
     methods=("get_name", "get_impl_cls"),
+    pairs="attn.torch.backends.pair",
 ):
     """Enumeration of all supported attention backends.
 

@@ -132,10 +132,10 @@ def decide(
     if asked.member is not None:
         member = asked.member.under(device.framework)
         return _logged(choose([member.candidate()], request, device, asked.source), registry, role)
-    candidates = [
-        Candidate(m.name, problem=f"disabled by {out[m.name]}") if m.name in out else m.candidate()
-        for m in ranked(registry, order(request, device))
-    ]
+    candidates = []
+    for member in ranked(registry, order(request, device)):
+        by = next((out[name] for name in (member.name, *(part.name for part in member.parts)) if name in out), None)
+        candidates.append(member.candidate() if by is None else Candidate(member.name, problem=f"disabled by {by}"))
     selection = choose(candidates, request, device, asked.source)
     if measured_on is not None:
         selection = preferences.preferred(selection, candidates, measured_on)

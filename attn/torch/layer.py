@@ -132,7 +132,7 @@ class Attention(BaseAttention, _Module):
             else:
                 self.register_buffer("sinks", self.impl.sinks)
         self._share_sinks()
-        self.graph_key = "" if self.impl.traceable else graphs.paged_key(self.impl, self.kv_cache_spec)
+        self.graph_key = graphs.paged_key(self.impl, self.kv_cache_spec)
 
     def _share_sinks(self) -> None:
         """Let the implementation read this module's sinks, as float32. Numbers that moved to "meta" keep their values there."""
@@ -166,7 +166,7 @@ class Attention(BaseAttention, _Module):
             return self._with_weights(result, query, key, value, kv_cache, attn_metadata)
         if torch.compiler.is_compiling():
             self._in_graph()
-            if not self.impl.traceable:
+            if attn_metadata is not None and not self.impl.traces(attn_metadata):
                 shape = (self.impl.num_heads, self.impl.head_size)
                 return graphs.call(self, query, key, value, kv_cache, attn_metadata, shape)
         elif self.recorder is not None:

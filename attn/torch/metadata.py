@@ -107,6 +107,8 @@ class PagedAttentionMetadata(AttentionMetadata):
     _launched_by: ClassVar = attrgetter(*ARRAYS, *_BOUNDS, "causal", "mask", "block_size")
 
     def __post_init__(self) -> None:
+        #: What `attn.torch.backends.pair` divides the batch into; empty: the layer's backend serves it whole.
+        self.parts: tuple[Any, ...] = ()
         self.handle = 0  # a batch built within a graph is only its tensors: it cannot be looked up
         if not torch.compiler.is_compiling():
             self.handle = next(_counter)

@@ -27,7 +27,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attn.capabilities import ATTN_TYPES, WINDOW_FEATURES, Capabilities, Device, Feature, MultipleOf, Request, supports_size
+from attn.capabilities import (
+    ATTN_TYPES,
+    WINDOW_FEATURES,
+    Capabilities,
+    Device,
+    Feature,
+    MultipleOf,
+    Request,
+    arch_matches,
+    supports_size,
+)
 from attn.errors import BackendLoadError, UnsupportedError
 from attn.imports import assumed, installed, loading
 from attn.torch.backends._vendor import lacking
@@ -190,6 +200,7 @@ class Provider:
     needs: tuple[tuple[str, tuple[str, ...]], ...]
     attend: Callable[[Any, VarlenCall], State]
     narrow_values: Callable[[int, int], bool] = lambda keys, values: False  #: whether values need no padding
+    sizes_on: tuple[tuple[str, MultipleOf], ...] = ()  #: head sizes on architectures that serve fewer than the record
     compiled: str = ""
 
     def present(self) -> bool:
@@ -210,6 +221,9 @@ class Provider:
         The package is imported only if there is no other reason. A failed import is a reason too.
         """
         why = self.capabilities.reasons(request, device)
+        for rule, sizes in self.sizes_on:
+            if device is not None and arch_matches(device.arch, rule) and request.head_size not in sizes:
+                why.append(f"head_size={request.head_size} on {device.arch} (supports {sizes})")
         if request.block_size is not None and not supports_size(request.block_size, (self.block_size,)):
             why.append(f"block_size={request.block_size} (supports {self.block_size})")
         try:
@@ -224,12 +238,12 @@ def _lacking(provider: Provider) -> tuple[str, ...]:
     return lacking(provider.module, provider.load(), provider.needs)
 
 
-def _record(archs: tuple[str, ...], features: frozenset[Feature], largest: int = 256) -> Capabilities:
+def _record(archs: tuple[str, ...], features: frozenset[Feature]) -> Capabilities:
     return Capabilities(
         framework="torch",
         platforms=("cuda",),
         dtypes=("bfloat16", "float16"),
-        head_sizes=(MultipleOf(8, 32, largest),),
+        head_sizes=(MultipleOf(8, 32, 256),),
         attn_types=ATTN_TYPES,
         features=features,
         archs=(("cuda", archs),),
@@ -264,8 +278,9 @@ PROVIDERS: tuple[Provider, ...] = (
     ),
     Provider(
         "FlashAttention 4", "flash_attn.cute.interface", "flash-attn-4",
-        _record(("sm_90", "sm_10*"), _FEATURES, 128), MultipleOf(16),
+        _record(("sm_90", "sm_10*"), _FEATURES), MultipleOf(16),
         (("flash_attn_varlen_func", ("page_table", "seqused_k", "window_size", "softcap", "return_lse")),), _fa4,
+        sizes_on=(("sm_10*", MultipleOf(8, 32, 128)),),  # its interface asserts these; 256 has a kernel of its own there
     ),
     Provider(
         "FlashAttention 2", "flash_attn.flash_attn_interface", "flash-attn",

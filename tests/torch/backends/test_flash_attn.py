@@ -91,6 +91,7 @@ def _why(request: Request, device: Device = H200) -> str:
         (("fa2", "fa4"), PLAIN, H200, "FlashAttention 4"),
         (("fa2", "fa3"), PLAIN, H200, "FlashAttention 3"),
         (("fa3",), replace(PLAIN, head_size=256), H200, "FlashAttention 3"),
+        (("fa4",), replace(PLAIN, head_size=256), H200, "FlashAttention 4"),
         (("fa2", "fa3"), replace(PLAIN, block_size=256), A100, "FlashAttention 2"),
         (("fa2",), replace(PLAIN, block_size=256, features=frozenset({Feature.ALIBI})), H200, "FlashAttention 2"),
         (("fa2", "fa3", "vllm_fa"), PLAIN, H200, "FlashAttention 3"),
@@ -115,6 +116,15 @@ def test_a_refusal_names_every_provider_with_its_reasons(standins: Callable[...,
     for words in ("FlashAttention 3: alibi not supported", "FlashAttention 2: block_size=16 (supports multiples of 256)"):
         assert words in told
     assert "PyTorch's varlen_attn: alibi not supported, soft_cap not supported" in told
+
+
+def test_sizes_may_depend_on_the_architecture(standins: Callable[..., None]) -> None:
+    standins("fa4")
+    b200 = Device("torch", "cuda", "NVIDIA B200", "sm_100")
+    assert _why(PLAIN, b200) == ""
+    assert "FlashAttention 4: head_size=256 on sm_100 (supports multiples of 8 from 32 up to 128)" in _why(
+        replace(PLAIN, head_size=256), b200
+    )
 
 
 def test_without_a_provider_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,254 @@
+"""Two backends that serve one layer together, over one cache: `TRITON_ATTN+FLASH_ATTN`.
+
+The first named serves *decodes*, requests of up to `FEW_ROWS` new tokens, and the second *prompts*, longer ones. A batch of
+both is divided where its first prompt begins, if most requests from there on are prompts, which is how engines order a batch.
+The first serves any other batch whole: prompts and decodes in no order, and lengths that only the device knows, so that a
+graph which was captured with such a batch serves any. The parts of a batch are decided once, when its metadata is built.
+
+A pair serves what both of its backends serve. Its first backend writes the cache; both read it, so their layouts must be equal.
+`batch_invariant` is not served, since the place of a request in its batch decides who serves it. There are no pairs under jax:
+`PALLAS` shares its layout with no other backend, and the number of decodes, which would divide a batch, is a value that a
+compiled program does not know. MLA layers have a backend for prompts already (`prefill_backend`).
+
+Nothing here is chosen: pairs are named like any other backend, by a platform's list, by `attn tune` or by the caller. A pair's
+class is the attribute of this module that has both names: `attn.torch.backends.pair.TRITON_ATTN__FLASH_ATTN`.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from attn.backend_enum import PAIR
+from attn.backends.abstract import AttentionLayer, AttentionMetadataBuilder, AttentionType
+from attn.backends.metadata import CommonAttentionMetadata
+from attn.backends.paged import PagedCall
+from attn.backends.registry import AttentionBackendEnum
+from attn.capabilities import Capabilities, Device, Feature, Request, sizes_of_both
+from attn.torch.alignment import aligned
+from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
+from attn.torch.metadata import PagedAttentionMetadata
+
+#: Most new tokens of a request that counts as a decode, as in the decode kernels of this package: speculated tokens too.
+FEW_ROWS = 16
+_PHASES = ("decodes", "prompts")
+
+
+class Part(NamedTuple):
+    """Some requests of a batch: which backend of the pair serves them, their rows, and their metadata, which is its own."""
+
+    which: int
+    rows: slice
+    meta: PagedAttentionMetadata
+
+
+#: Features that a pair does not have though both its backends do.
+_ALONE = frozenset({Feature.BATCH_INVARIANT, Feature.BACKWARD})
+#: What the layer sets on the implementation after it was made, and the members read.
+_SHARED = ("alibi_slopes", "sinks", "need_to_return_lse_for_decode", "layer_dtype")
+
+
+class PairedBackend(PagedAttentionBackend):
+    """Base of all pairs. `members`: the backends of decodes and of prompts."""
+
+    members: ClassVar[tuple[type[Any], type[Any]]]
+
+    @classmethod
+    def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
+        """Return each member's reasons, whether their caches differ, and what a pair does not serve."""
+        if strange := [member.get_name() for member in cls.members if not issubclass(member, PagedAttentionBackend)]:
+            return [f"{' and '.join(strange)}: a pair is of two backends for torch over pages of keys and values"]
+        why = [
+            f"{member.get_name()}, for {phase}: {reason}"
+            for member, phase in zip(cls.members, _PHASES, strict=True)
+            for reason in member.why_not(request, device)
+        ]
+        one, other = (_layout(member, request) for member in cls.members)
+        if one != other:
+            names = " and ".join(member.get_name() for member in cls.members)
+            why.append(f"{names} lay their caches out differently: {list(one[0])} and {list(other[0])} for 7 blocks")
+        if request.attn_type != AttentionType.DECODER:
+            why.append(f"attn_type={request.attn_type} (a pair supports {AttentionType.DECODER})")
+        return why + [f"{feature} not supported by a pair" for feature in sorted(request.features & _ALONE)]
+
+    @classmethod
+    def off_paths(cls, device: Device | None = None) -> tuple[str, ...]:
+        return tuple(f"{member.get_name()}: {off}" for member in cls.members for off in member.off_paths(device))
+
+    @classmethod
+    def rules(cls, device: Device | None = None) -> tuple[str, ...]:
+        decodes, prompts = (member.get_name() for member in cls.members)
+        return (
+            f"{decodes} serves requests of up to {FEW_ROWS} new tokens, {prompts} longer ones; {decodes} serves all of a batch "
+            "that has both in no order, or whose lengths only the device knows",
+            *(f"{member.get_name()}: {rule}" for member in cls.members for rule in member.rules(device)),
+        )
+
+
+def _layout(backend: type[Any], request: Request) -> tuple[Any, ...]:
+    """Return where a cache of 7 blocks has its keys and values: its shape, its order in memory, and the views of both."""
+    extent = (7, request.block_size or 16, request.num_kv_heads or 3, request.head_size, request.kv_cache_dtype)
+    cache = torch.empty(backend.get_kv_cache_shape(*extent), device="meta")
+    views = tuple((x.shape, x.stride(), x.storage_offset()) for x in backend.logical_kv_cache(cache))
+    return tuple(cache.shape), backend.get_kv_cache_stride_order(), views
+
+
+class PairedMetadataBuilder(AttentionMetadataBuilder[Any]):
+    """The decodes' builder, which adds its parts to a batch that has prompts."""
+
+    members: ClassVar[tuple[type[Any], type[Any]]]
+
+    def __init__(self, kv_cache_spec: Any, layer_names: Sequence[str] = (), config: Any = None, device: Any = None) -> None:
+        super().__init__(kv_cache_spec, layer_names, config, device)
+        self._builders = [m.get_builder_cls()(kv_cache_spec, layer_names, config, device) for m in self.members]
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> PagedAttentionMetadata:
+        """Return the whole batch's metadata by the decodes' builder, with `parts`. Raises `MetadataError` (see
+        `CommonAttentionMetadata.validate`)."""
+        batch = common_attn_metadata
+        whole: PagedAttentionMetadata = self._builders[0].build(common_prefix_len, batch, fast_build)
+        ends, parts = (0, decodes_of(batch), batch.num_reqs), list[Part]()
+        if ends[1] == batch.num_reqs:
+            return whole
+        for which, (first, last) in enumerate(((0, ends[1]), (ends[1], batch.num_reqs))):
+            if first < last:
+                own = batch.select(first, last)
+                arrays = {name: _aligned(getattr(own, name)) for name in ("query_start_loc", "seq_lens", "block_table")}
+                meta = self._builders[which].build(common_prefix_len, own.replace(**arrays), fast_build)
+                start = 0 if first == 0 else parts[-1].rows.stop
+                parts.append(Part(which, slice(start, start + own.num_actual_tokens), meta))
+        whole.parts = tuple(parts)
+        return whole
+
+
+def _aligned(array: Any) -> Any:
+    """Return a slice at an address for which kernels are compiled: a copy, where another one would need another program."""
+    return aligned(array, strides=False) if isinstance(array, torch.Tensor) else array
+
+
+def _capture(builder: PairedMetadataBuilder, common_attn_metadata: CommonAttentionMetadata) -> PagedAttentionMetadata:
+    """Build a batch to capture a CUDA graph with: the decodes' backend serves it whole, as its own builder says."""
+    return builder._builders[0].build_for_cudagraph_capture(common_attn_metadata)  # type: ignore[no-any-return]
+
+
+def decodes_of(batch: CommonAttentionMetadata) -> int:
+    """Return how many requests at the start of a batch the decodes' backend serves; the other one serves the rest.
+
+    A request without new tokens is of either. All, unless the host knows the lengths and most requests from the first prompt on
+    are prompts.
+    """
+    lens = batch.query_lens_cpu()
+    if batch.max_query_len <= FEW_ROWS or lens is None or batch.seq_lens_cpu is None:
+        return batch.num_reqs
+    is_prompt = lens > FEW_ROWS
+    first = int(is_prompt.argmax()) if is_prompt.any() else batch.num_reqs
+    return first if 2 * is_prompt.sum() > (lens[first:] > 0).sum() else batch.num_reqs
+
+
+class PairedImpl(PagedAttentionImpl):
+    """Base of the pairs' implementations: one of each member, over the same cache."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._members = tuple(member.get_impl_cls()(*args, **kwargs) for member in self.backend.members)  # type: ignore[attr-defined]
+
+    def _member(self, which: int) -> Any:
+        member = self._members[which]
+        for name in _SHARED:
+            setattr(member, name, getattr(self, name))
+        return member
+
+    def traces(self, attn_metadata: Any) -> bool:
+        return self.traceable and all(self._members[part.which].traceable for part in attn_metadata.parts)
+
+    def do_kv_cache_update(
+        self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> torch.Tensor:
+        return self._member(0).do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[no-any-return]
+
+    def _attend(self, call: PagedCall) -> None:
+        if not call.meta.parts:
+            self._member(0)._attend(call)
+        for which, rows, meta in call.meta.parts:
+            part = call._replace(
+                query=aligned(call.query[rows]),
+                meta=meta,
+                mask=self.visible(meta),
+                output=call.output[rows],
+                lse=None if call.lse is None else call.lse[:, rows],
+            )
+            self._member(which)._attend(part)
+
+    @property
+    def has_row_operator(self) -> bool:  # type: ignore[override]
+        return bool(self._member(0).has_row_operator)
+
+    def row_launcher(self, device: torch.device, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
+        return self._member(0).row_launcher(device, dtype)  # type: ignore[no-any-return]
+
+    def attend_keys(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Attend keys that are in no cache by the decodes' backend, as it does."""
+        return self._member(0).attend_keys(*args, **kwargs)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def pair_of(decodes: type[Any], prompts: type[Any]) -> type[PairedBackend]:
+    """Return the backend that serves a layer's decodes by one backend class and its prompts by another."""
+    members, names = (decodes, prompts), (decodes.get_name(), prompts.get_name())
+    here = {"__module__": __name__, "__qualname__": "__".join(names)}
+    facts: dict[str, Any] = {**here, "name": PAIR.join(names), "members": members}
+    if not all(issubclass(member, PagedAttentionBackend) and member.capabilities for member in members):
+        return type(here["__qualname__"], (PairedBackend,), {**facts, "impl_cls": PairedImpl})  # it refuses every request
+    spans = [span for member in members if (span := member.max_cache_span) is not None]
+    facts |= {
+        "metadata_cls": decodes.get_metadata_cls(),
+        "block_sizes": sizes_of_both(*(member.get_supported_kernel_block_size() for member in members)),
+        "capabilities": _capabilities(members),
+        "interpreted_on": decodes.interpreted_on + prompts.interpreted_on,
+        "max_cache_span": min(spans, default=None),
+    }
+    facts |= {name: staticmethod(getattr(decodes, name)) for name in _LAYOUT}
+    switches = [member.is_interpreted for member in members if hasattr(member, "is_interpreted")]
+    if switches:
+        facts["is_interpreted"] = staticmethod(switches[0])
+    captures = hasattr(decodes.get_builder_cls(), "build_for_cudagraph_capture")
+    capture: dict[str, Any] = {"build_for_cudagraph_capture": _capture} if captures else {}
+    nested = {name: {**here, "__qualname__": f"{here['__qualname__']}.{name}"} for name in ("builder_cls", "impl_cls")}
+    facts["builder_cls"] = type("builder_cls", (PairedMetadataBuilder,), nested["builder_cls"] | {"members": members} | capture)
+    backend = type(here["__qualname__"], (PairedBackend,), facts)
+    impls = [member.get_impl_cls() for member in members]
+    kept = {name: getattr(impls[0], name) for name in ("traceable", "attends_keys", "attends_valid_keys")}
+    kept["can_return_lse_for_decode"] = all(impl.can_return_lse_for_decode for impl in impls)
+    type("impl_cls", (PairedImpl,), nested["impl_cls"] | kept, backend=backend)
+    return backend
+
+
+_LAYOUT = ("get_kv_cache_shape", "get_kv_cache_stride_order", "logical_kv_cache")
+
+
+def _capabilities(members: Sequence[type[Any]]) -> Capabilities:
+    """Return what both members serve; on which architectures, each says itself (`why_not`)."""
+    one, other = (member.capabilities for member in members)
+    both: dict[str, Any] = {
+        name: tuple(word for word in getattr(one, name) if word in getattr(other, name))
+        for name in ("platforms", "dtypes", "kv_cache_dtypes")
+    }
+    return Capabilities(
+        framework="torch",
+        **both,
+        head_sizes=sizes_of_both(one.head_sizes, other.head_sizes),
+        features=members[0].served_features() & members[1].served_features() - _ALONE,
+        packages=tuple(dict.fromkeys((*one.packages, *other.packages))),
+        install=" ".join(dict.fromkeys(word for record in (one, other) for word in record.install.split())),
+    )
+
+
+def __getattr__(name: str) -> Any:
+    """Return the pair `DECODES__PROMPTS` of two registered backends. Raises AttributeError for any other name."""
+    decodes, _, prompts = name.partition("__")
+    if decodes and prompts and f"{decodes}{PAIR}{prompts}" in AttentionBackendEnum:
+        return pair_of(*(AttentionBackendEnum[part].get_class() for part in (decodes, prompts)))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
