@@ -1,12 +1,11 @@
 """The Hopper prefill, `attn.kernels.hopper_prefill`, launched by XLA.
 
-Its counters are zeros that every launch is given; it runs on all multiprocessors, since launches do not overlap.
+It runs on all multiprocessors, since launches do not overlap.
 """
 
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from attn.jax.kernels.gpu.launch import Boxed, dense_strides, launch
 from attn.kernels import hopper
@@ -34,6 +33,15 @@ class Prompts(NamedTuple):
     sinks: jax.Array | None = None
 
 
+class Out(NamedTuple):
+    """What the kernel writes: output [T, H, Dv]; lse [H, T] float32, natural log, or None; counters: zeros [2], int32, which it
+    leaves as they are."""
+
+    output: jax.Array
+    lse: jax.Array | None
+    counters: jax.Array
+
+
 def serves(batch: Prompts) -> bool:
     """Whether the kernel supports these shapes and dtypes; the caller checks the architecture and features."""
     query, keys = batch.query, batch.keys
@@ -44,10 +52,8 @@ def serves(batch: Prompts) -> bool:
     return fits(size, values.shape[-1], batch.starts.shape[0] - 1, heads // kv_heads, page)
 
 
-def prefill(
-    output: jax.Array, lse: jax.Array | None, batch: Prompts, rules: Rules, factor: float, arch: str, processors: int
-) -> tuple[jax.Array, jax.Array | None]:
-    """Return output [T, H, Dv] and lse [H, T] with the rows of all requests of more than `rules.min_query` tokens.
+def prefill(out: Out, batch: Prompts, rules: Rules, factor: float, arch: str, processors: int) -> Out:
+    """Return `out` with the rows of all requests of more than `rules.min_query` tokens.
 
     factor: as in `attn.torch.kernels.hopper_prefill.prefill`. Raises `hopper.CannotCompile` if the installed Triton does not
     compile it, for which the kernel is off from then on.
@@ -57,15 +63,14 @@ def prefill(
     if values is None:
         pages, keys = keys.shape[1], keys.reshape(-1, *keys.shape[2:])
     shapes = query.shape, keys.shape, (keys if values is None else values).shape
-    of = Arrays(*shapes, *map(dense_strides, (*shapes, output.shape)))
+    of = Arrays(*shapes, *map(dense_strides, (*shapes, out.output.shape)))
     page, ragged = keys.shape[1] if pages else ROWS, batch.key_starts is not None
     plan = plan_of(of, num_reqs, page, pages > 0, rules, True)
     q_map, k_map, v_map = plan.maps
     k_desc = Boxed(keys, *k_map)
-    there = {"paged": pages > 0, "sinks": batch.sinks is not None, "lse": lse is not None}
+    there = {"paged": pages > 0, "sinks": batch.sinks is not None, "lse": out.lse is not None}
     arguments = {
-        "output": output,
-        "lse": lse,
+        **out._asdict(),
         "query": query,
         "key_cache": keys,
         "value_cache": values,
@@ -73,7 +78,6 @@ def prefill(
         "seq_lens": batch.key_starts if ragged else batch.lens,
         "block_table": batch.table,
         "sinks": batch.sinks,
-        "counters": jnp.zeros(2, jnp.int32),
         "q_desc": k_desc if q_map is None else Boxed(query, *q_map),
         "k_desc": k_desc,
         "v_desc": Boxed(keys if values is None else values, *v_map),
@@ -81,15 +85,15 @@ def prefill(
         "v_factor": 1.0,
         "num_reqs": num_reqs,
         "num_pages": keys.shape[0],
-        "lse_h": 0 if lse is None else lse.shape[1],
+        "lse_h": 0 if out.lse is None else out.lse.shape[1],
         "table_r": 0 if batch.table is None else batch.table.shape[1],
         **dict(zip(_STRIDES, plan.strides, strict=True)),
         **constants(plan.sizes, rules, ragged=ragged, ahead=q_map is not None, values_at=pages, **there),
     }
-    writes = ["output", *(["lse"] if lse is not None else []), "counters"]
+    writes = [name for name, array in out._asdict().items() if array is not None]
     try:
-        output, *rest = launch(_prefill, arch, (min(plan.tiles, processors),), arguments, writes)
+        made = launch(_prefill, arch, (min(plan.tiles, processors),), arguments, writes)
     except Exception as error:
         hopper.turn_off("hopper_prefill", error)
         raise
-    return output, None if lse is None else rest[0]
+    return out._replace(**dict(zip(writes, made, strict=True)))

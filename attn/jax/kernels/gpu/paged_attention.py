@@ -1,7 +1,7 @@
 """Attention of a ragged batch over a paged cache, and the write to it: `attn.kernels` launched by XLA.
 
 The plan of the batch is part of the kernel, which computes it from the lengths on the device, so that one program serves every
-batch of its shapes. What no launch writes keeps the value it is made with: rows of no request are 0, their log-sum-exp -inf.
+batch of its shapes. Launches write one output after the other: rows of no request, prompts, decodes.
 """
 
 import functools
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from attn.jax.kernels.gpu.launch import dense_strides, launch, target
+from attn.kernels import fill as rest
 from attn.kernels import hopper, kv_write
 from attn.kernels.launch import converts_e4m3
 from attn.kernels.paged_attention import attention, merge
@@ -65,16 +66,14 @@ def paged_attention(
     `fixed_split` and `sparse` are as `attn.torch.kernels.paged_attention` has them; slopes, sinks: [H] float32.
     """
     (tokens, heads, size), num_reqs, (arch, processors) = query.shape, starts.shape[0] - 1, target()
-    output = jnp.zeros(query.shape, query.dtype)
-    lse = jnp.full((heads, tokens), -jnp.inf, jnp.float32) if return_lse else None
     if num_reqs < 1 or tokens == 0:
-        return output, lse
+        return jnp.zeros_like(query), jnp.full((heads, tokens), -jnp.inf) if return_lse else None
     stored = keys.keys if keys.cache is None else keys.cache
     assert stored is not None
     held = stored.shape if keys.cache is None else stored.shape[1:]
     given = dict.fromkeys(ARRAYS) | {
-        "output": output,
-        "lse": lse,
+        "output": jnp.empty(query.shape, query.dtype),
+        "lse": jnp.empty((heads, tokens), jnp.float32) if return_lse else None,
         "query_start_loc": starts,
         "sinks": sinks,
         "v_scale": keys.v_scale,
@@ -165,8 +164,9 @@ class _Call:
 
     def run(self, num_reqs: int, max_seq_len: int) -> tuple[jax.Array, jax.Array | None]:
         rules = self.rules
+        counters = self._fill()
         if rules.on_hopper:
-            self._on_hopper()
+            self._on_hopper(counters)
         elif rules.prefill is not None:
             tiles = self.given["query"].shape[0] // rules.prefill_tokens + num_reqs
             self._attend(tiles * rules.kv_heads, rules.prefill)
@@ -174,14 +174,22 @@ class _Call:
             self._decode(num_reqs, max_seq_len)
         return self.given["output"], self.given["lse"]
 
-    def _on_hopper(self) -> None:
-        from attn.jax.kernels.gpu.hopper_prefill import prefill
+    def _fill(self) -> Any:
+        """Write rows of no request; return the counters that a Hopper prefill needs."""
+        (tokens, heads, size), counters = self.given["query"].shape, jnp.empty(2, jnp.int32) if self.rules.on_hopper else None
+        given = {name: self.given[name] for name in ("output", "lse", "query_start_loc")}
+        numbers = {name: self.numbers[name] for name in ("num_reqs", "lse_h")}
+        arguments = {"counters": counters, "tokens": tokens, **given, **numbers, **rest.constants(heads, size)}
+        return self._launch(rest.fill, -(-tokens // rest.ROWS), arguments, "counters").get("counters")
+
+    def _on_hopper(self, counters: Any) -> None:
+        from attn.jax.kernels.gpu.hopper_prefill import Out, prefill
         from attn.kernels.hopper_prefill import Rules
 
         layer, given, kinds = self.rules.layer, self.given, self.rules.kinds
         rules, factor = Rules(**layer.of_prompts(self.rules.tokens)), self.numbers["factor"]
-        made = prefill(given["output"], given["lse"], _prompts(given), rules, factor, self.arch, kinds.processors)
-        given["output"], given["lse"] = made
+        out = Out(given["output"], given["lse"], counters)
+        given["output"], given["lse"], _ = prefill(out, _prompts(given), rules, factor, self.arch, kinds.processors)
 
     def _decode(self, num_reqs: int, max_seq_len: int) -> None:
         rules, split_kv = self.rules, self.rules.parts(num_reqs, max_seq_len, False)
@@ -201,7 +209,7 @@ class _Call:
         self._attend(split_kv.items * rules.kv_heads, rules.decode(split_kv.block_r))
         of_merge = {name: self.given[name] for name in ARRAYS[:OF_MERGE]}
         numbers = {name: self.numbers[name] for name in ("scratch", "v_factor", "states", "lse_h", "o_t", "o_h")}
-        self._launch(merge, num_reqs * rules.rows, of_merge | numbers | rules.merge, {})
+        self._launch(merge, num_reqs * rules.rows, of_merge | numbers | rules.merge)
 
     def _are_even(self, whole_from: int) -> jax.Array:
         """Whether the plan of the batch (`plan.item_of`) would cut no decode for the sake of the others."""
@@ -214,13 +222,15 @@ class _Call:
         return (live >= whole_from) & (4 * tiles.max() * live <= 5 * tiles.sum())
 
     def _attend(self, programs: int, constants: dict[str, Any]) -> None:
-        self._launch(attention, programs, self.given | self.numbers | constants | self.values_at, self.read)
+        arguments = self.given | self.numbers | constants | self.values_at
+        self.numbers |= self._launch(attention, programs, arguments, "scratch", **self.read)
 
-    def _launch(self, kernel: Any, programs: int, arguments: dict[str, Any], read: dict[str, str]) -> None:
-        written = ("output", "lse", *(("scratch",) if kernel is attention else ()))
-        writes = [name for name in written if arguments[name] is not None]
-        for name, array in zip(writes, launch(kernel, self.arch, (programs,), arguments, writes, **read), strict=True):
-            (self.numbers if name == "scratch" else self.given)[name] = array
+    def _launch(self, kernel: Any, programs: int, arguments: dict[str, Any], *more: str, **read: str) -> dict[str, jax.Array]:
+        """Launch `kernel`, which writes the output, and return what it writes of `more`."""
+        writes = [name for name in ("output", "lse", *more) if arguments[name] is not None]
+        made = dict(zip(writes, launch(kernel, self.arch, (programs,), arguments, writes, **read), strict=True))
+        self.given |= {name: made.pop(name) for name in ("output", "lse") if name in made}
+        return made
 
 
 @jax.jit
