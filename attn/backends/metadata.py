@@ -10,6 +10,7 @@ import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Self
 
@@ -364,12 +365,11 @@ class CommonAttentionMetadata:
         import numpy as np
 
         if isinstance(self.block_table, np.ndarray) and self.seq_lens_cpu is not None:
-            bad = self.block_table.view(np.uint32) >= num_blocks  # one comparison: a negative id is a large unsigned one
-            if not np.count_nonzero(bad):
-                return
+            table = self.block_table.view(np.uint32)  # one comparison: a negative id is a large unsigned one
             used = -(-self.seq_lens_cpu // block_size)
-            bad &= np.arange(bad.shape[1], dtype=used.dtype) < used[:, None]
-            if np.count_nonzero(bad):
+            padded = 2 * int(used.sum()) < table.size  # reading the padding would take longer than leaving it out
+            if (padded or _most(table) >= num_blocks) and _most(blocks_of(table, used)) >= num_blocks:
+                bad = (table >= num_blocks) & (np.arange(table.shape[1]) < used[:, None])
                 r, c = (int(x) for x in np.argwhere(bad)[0])
                 why = f"{used[r]} blocks of {block_size} hold {self.seq_lens_cpu[r]} tokens"
                 bound = f"between 0 and {num_blocks - 1} ({why})"
@@ -546,12 +546,13 @@ def _table(rows: "Sequence[Sequence[int]] | Sequence[IntArray] | IntArray") -> "
     flat = _joined(rows)
     if flat is None:
         flat = np.concatenate([np.empty(0, np.int32), *(_int32("block_table", row, i) for i, row in enumerate(rows))])
-    lens = np.fromiter(map(len, rows), np.int64, len(rows))
-    table = np.full((len(rows), int(lens.max(initial=0))), -1, np.int32)
+    lens = [*map(len, rows)]
+    table = np.full((len(rows), max(lens, default=0)), -1, np.int32)
     if table.size == flat.size:
         table[:] = flat.reshape(table.shape)
-    else:
-        table[np.arange(table.shape[1]) < lens[:, None]] = flat
+        return table
+    for row, begin, n in zip(table, accumulate(lens, initial=0), lens, strict=False):
+        row[:n] = flat[begin : begin + n]
     return table
 
 
@@ -564,11 +565,28 @@ def _joined(rows: list[Any]) -> "IntArray | None":
         return flat.astype(np.int32) if flat.dtype.kind in "iu" and _fits_int32(flat) else None
     if not {*map(type, rows)} <= {list, tuple, range} or any(type(row[0]) is bool for row in rows if row):
         return None
-    packed = {n: struct.Struct(f"{n}i").pack for n in {*map(len, rows)}}
     try:  # the fastest conversion of a list that accepts only integers within range
-        return np.frombuffer(b"".join([packed[len(row)](*row) for row in rows]), np.int32)
+        return np.frombuffer(b"".join([_pack(len(row))(*row) for row in rows]), np.int32)
     except struct.error:
         return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _pack(count: int) -> Any:
+    """Return what packs `count` ints; reading its format takes as long as packing a hundred."""
+    return struct.Struct(f"{count}i").pack
+
+
+def blocks_of(block_table: "IntArray", counts: "IntArray") -> "IntArray":
+    """Return the first `counts` [R] entries of each row of a table [R, B], one row after another."""
+    import numpy as np
+
+    return np.concatenate([block_table[:0].ravel(), *[row[:n] for row, n in zip(block_table, counts.tolist(), strict=True)]])
+
+
+def _most(numbers: Any) -> int:
+    """The largest of unsigned integers, -1 if there are none."""
+    return int(numbers.max()) if numbers.size else -1
 
 
 def _fits_int32(numbers: "IntArray") -> bool:

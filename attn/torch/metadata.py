@@ -15,7 +15,7 @@ from torch.utils._pytree import GetAttrKey, register_pytree_node
 from attn import envs
 from attn.arrays import to_framework
 from attn.backends.abstract import AttentionMetadataBuilder
-from attn.backends.metadata import PAD_SLOT_ID, AttentionMetadata, CommonAttentionMetadata
+from attn.backends.metadata import PAD_SLOT_ID, AttentionMetadata, CommonAttentionMetadata, blocks_of
 from attn.errors import DeviceError, MetadataError
 from attn.torch.arrays import from_foreign
 from attn.visibility import BatchMask
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 #: The fields that are tensors on the device; those of `mask` follow.
 ARRAYS = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
+_DTYPES = (torch.int32, torch.int32, torch.int32, torch.int64)
 #: The fields of a batch that the metadata has as they are.
 _BOUNDS = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len")
 _UNCHANGED = (*_BOUNDS, "query_start_loc_cpu", "seq_lens_cpu")
@@ -219,13 +220,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         batch.validate(spec.block_size, None if fast_build else spec.num_blocks)
         if envs.debug("device"):
             batch.on_host().validate(spec.block_size, spec.num_blocks)
-        arrays = (batch.query_start_loc, batch.seq_lens, batch.block_table, batch.slot_mapping)
-        target = None if self.device is None else torch.device(self.device)
-        if target is not None and target.type != "cpu" and all(isinstance(x, np.ndarray) for x in arrays):
-            start, seq_lens, table, slots = _put_together(*arrays, target)
-        else:
-            start, seq_lens, table = (self._put(x, torch.int32) for x in arrays[:3])
-            slots = self._put(batch.slot_mapping, torch.int64)
+        start, seq_lens, table, slots = self._arrays(batch)
         metadata = self.metadata_cls(
             query_start_loc=start,
             seq_lens=seq_lens,
@@ -243,6 +238,22 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
     def extend(self, metadata: Any, batch: CommonAttentionMetadata, fast_build: bool) -> None:
         """Fill what `metadata_cls` adds to `PagedAttentionMetadata`, after the batch was validated."""
 
+    def _arrays(self, batch: CommonAttentionMetadata) -> list[torch.Tensor]:
+        """Return the batch's `ARRAYS` on the device: those of NumPy's in one copy, which the device makes while the host goes
+        on; tensors that are there already as they are."""
+        given: list[Any] = [getattr(batch, name) for name in ARRAYS]
+        target = None if self.device is None else torch.device(self.device)
+        on_host = [i for i, array in enumerate(given) if isinstance(array, np.ndarray)]
+        if target is None or target.type == "cpu" or not on_host:
+            return [self._put(x, dtype) for x, dtype in zip(given, _DTYPES, strict=True)]
+        if isinstance(batch.slot_mapping, np.ndarray):
+            given[-1] = np.asarray(batch.slot_mapping, np.int64)
+        counts = None
+        if isinstance(batch.block_table, np.ndarray) and batch.seq_lens_cpu is not None:
+            counts = _counts(batch.block_table, batch.seq_lens_cpu, self.kv_cache_spec.block_size)
+        there = iter(_put_together([given[i] for i in on_host], counts, target))
+        return [next(there) if i in on_host else self._put(x, _DTYPES[i]) for i, x in enumerate(given)]
+
     def _put(self, array: Any, dtype: torch.dtype) -> Any:
         if array is None:
             return None
@@ -252,21 +263,57 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         return tensor.to(device=target, dtype=dtype, non_blocking=target.type != "cpu")
 
 
-def _put_together(
-    start: "IntArray", seq_lens: "IntArray", table: "IntArray", slots: "IntArray", device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return int32 `start`, `seq_lens` and `table`, and `slots` as int64, on `device`, in one copy."""
-    parts = (np.ascontiguousarray(slots, np.int64).view(np.int32), start, seq_lens, table.ravel())
-    slots_there, start_there, lens_there, table_there = put_together(parts, device)
-    return start_there, lens_there, table_there.view(table.shape), slots_there.view(torch.int64)
+#: Tables of fewer entries are copied as they are, padding included.
+_SPARSE = 1 << 15
+
+
+def _counts(table: "IntArray", seq_lens: "IntArray", block_size: int) -> "IntArray | None":
+    """Return the number of blocks in each row of a table [R, B] that is mostly padding, [R]; None of any other.
+
+    A row ends where the blocks of its tokens do, if a negative id or nothing follows them; a row that goes on, as one with
+    blocks of tokens to come does, makes a table that is copied as it is.
+    """
+    columns = table.shape[1]
+    if table.size < _SPARSE:
+        return None
+    counts: IntArray = -(-seq_lens // block_size)
+    if 2 * int(counts.sum()) > table.size:
+        return None
+    after = table[np.arange(len(counts)), np.minimum(counts, columns - 1)]
+    return counts if bool(((after < 0) | (counts >= columns)).all()) else None
+
+
+def _put_together(arrays: "Sequence[IntArray]", counts: "IntArray | None", device: torch.device) -> list[torch.Tensor]:
+    """Return arrays of a batch on `device`, int64 as they are and others as int32, in one copy. counts: `_counts` of the one
+    with two dimensions."""
+    parts = [np.ascontiguousarray(x).view(np.int32) if x.dtype == np.int64 else x.ravel() for x in arrays]
+    which = next((i for i, x in enumerate(arrays) if x.ndim == 2), None)
+    if counts is not None and which is not None:
+        # the rows without their padding, which the device adds, and where each begins
+        parts[which] = np.append(blocks_of(arrays[which], counts), np.int32(-1))
+        parts.append(np.stack((counts, np.cumsum(counts) - counts)).ravel())
+    there = put_together(parts, device)
+    if counts is not None and which is not None:
+        number, begin = there.pop().view(2, -1, 1)
+        column = torch.arange(arrays[which].shape[1], dtype=torch.int32, device=device)
+        at = torch.where(column < number, begin + column, len(there[which]) - 1)
+        there[which] = there[which].index_select(0, at.view(-1))
+    return [
+        x.view(torch.int64) if array.dtype == np.int64 else x.view(array.shape) for x, array in zip(there, arrays, strict=True)
+    ]
 
 
 def put_together(parts: "Sequence[IntArray]", device: torch.device) -> list[torch.Tensor]:
     """Return int32 copies on `device` of 1-d arrays, in one copy: one each would take as many times as long. They are parts of
-    one tensor, each aligned to 16 bytes, because kernels are compiled for that."""
+    one tensor, each aligned to 16 bytes, because kernels are compiled for that.
+
+    A GPU copies them from pinned memory while the host goes on; torch keeps that memory until the copy is done, and for later
+    batches.
+    """
     sizes = [size for part in parts for size in (part.size, -part.size % 4)]  # each part, and its padding
-    host, at = np.zeros(sum(sizes), np.int32), 0
+    staged = torch.empty(sum(sizes), dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+    host, at = staged.numpy(), 0
     for part in parts:
         host[at : at + part.size] = part
         at += part.size + -part.size % 4
-    return list(torch.from_numpy(host).to(device, non_blocking=True).split(sizes)[::2])
+    return list(staged.to(device, non_blocking=True).split(sizes)[::2])

@@ -151,8 +151,41 @@ def test_arrays_reach_another_device_in_one_copy(slots: Any) -> None:
         given.replace(block_table=np.zeros((3, 0), np.int32), slot_mapping=np.zeros(0, slots)),
     ):
         arrays = [getattr(batch, name) for name in NAMES]
-        got = metadata._put_together(*arrays, torch.device("cpu"))
+        arrays[-1] = arrays[-1].astype(np.int64)
+        got = metadata._put_together(arrays, None, torch.device("cpu"))
         for name, array, tensor in zip(NAMES, arrays, got, strict=True):
             assert tensor.dtype == (torch.int64 if name == "slot_mapping" else torch.int32)
             assert tensor.is_contiguous() and tensor.storage_offset() * tensor.element_size() % 16 == 0
             assert tensor.shape == array.shape and tensor.tolist() == array.tolist()
+
+
+@pytest.mark.parametrize("preallocated", [False, True])
+def test_padding_of_a_long_table_is_added_on_the_device(preallocated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that go on after the blocks of their tokens are copied whole."""
+    monkeypatch.setattr(metadata, "_SPARSE", 64)
+    rows = [[1, 2, 3], [4], [], [*range(5, 30)]]
+    seq_lens = [24, 1, 0, 200 - 7]
+    batch = CommonAttentionMetadata.from_lens([1, 1, 0, 1], seq_lens, rows, 8)
+    if preallocated:
+        batch.block_table[1, 1] = 77
+    counts = metadata._counts(batch.block_table, np.array(seq_lens), 8)
+    assert counts is None if preallocated else counts is not None and counts.tolist() == [3, 1, 0, 25]
+    sizes, together = list[int](), metadata.put_together
+    monkeypatch.setattr(metadata, "put_together", lambda parts, to: sizes.extend(x.size for x in parts) or together(parts, to))
+    arrays = [getattr(batch, name) for name in NAMES]
+    got = metadata._put_together(arrays, counts, torch.device("cpu"))
+    for name, array, tensor in zip(NAMES, arrays, got, strict=True):
+        assert tensor.dtype == (torch.int64 if name == "slot_mapping" else torch.int32)
+        assert tensor.is_contiguous() and tensor.shape == array.shape and tensor.tolist() == array.tolist()
+    assert max(sizes) == (100 if preallocated else 29 + 1)
+    assert metadata._counts(np.full((4, 40), 3, np.int32), np.array([8, 8, 8, 8 * 40]), 8) is None
+
+
+def test_tensors_on_the_device_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, copied = common(), list[tuple[int, ...]]()
+    there = {name: torch.from_numpy(getattr(batch, name)).to("meta") for name in ("block_table", "slot_mapping")}
+    together = metadata._put_together
+    monkeypatch.setattr(metadata, "_put_together", lambda *given: copied.extend(x.shape for x in given[0]) or together(*given))
+    got = build(batch.replace(**there), device=torch.device("meta"))
+    assert got.block_table is there["block_table"] and got.slot_mapping is there["slot_mapping"]
+    assert copied == [(4,), (3,)] and got.seq_lens.device.type == "meta"
