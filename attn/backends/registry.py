@@ -1,9 +1,9 @@
 """Attention backend registry.
 
-The names are those of vLLM's registry; PALLAS_MLA, XLA_ATTN, TRITON_ATTN_JAX and the portable and sparse MLA backends are
-added. One difference: in vLLM's enum `TORCH_SDPA = ""` and `CUSTOM = ""` are one member (an alias), so that registering a
-custom backend replaces SDPA; in this one every member is distinct, and TORCH_SDPA is a working backend. A member whose module
-does not exist yet keeps its future path and reports "not built yet".
+The names are those of vLLM's registry; PALLAS_MLA, XLA_ATTN, TRITON_ATTN_JAX, TRITON_MLA_JAX and the portable and sparse MLA
+backends are added. One difference: in vLLM's enum `TORCH_SDPA = ""` and `CUSTOM = ""` are one member (an alias), so that
+registering a custom backend replaces SDPA; in this one every member is distinct, and TORCH_SDPA is a working backend. A member
+whose module does not exist yet keeps its future path and reports "not built yet".
 """
 
 import contextlib
@@ -65,6 +65,7 @@ class AttentionBackendEnum(
     TRITON_MLA_SPARSE = "attn.torch.backends.mla.triton_mla_sparse.TritonMLASparseBackend"
     XLA_MLA = "attn.jax.backends.mla.xla_mla.XLAMLABackend"
     XLA_MLA_SPARSE = "attn.jax.backends.mla.xla_mla_sparse.XLAMLASparseBackend"
+    TRITON_MLA_JAX = "attn.jax.backends.mla.triton_mla.TritonMLABackend"
     TRITON_ATTN_JAX = "attn.jax.backends.triton_attn.TritonAttentionBackend"
     XLA_ATTN = "attn.jax.backends.xla_attn.XLAAttentionBackend"
     # Placeholder for third-party/custom backends - must be registered before use

@@ -56,9 +56,11 @@ class JaxPlatform(Platform):
         """The hardware generation, as `Capabilities.archs` rules spell it."""
         raise NotImplementedError
 
+    #: Multi-head latent attention over all keys: the backend that has run on devices first.
+    latent: tuple[str, ...] = ("XLA_MLA", "PALLAS_MLA")
+
     def mla(self, request: Request, device: Device) -> tuple[str, ...]:
-        """Multi-head latent attention: the backend that has run on devices first."""
-        return ("XLA_MLA_SPARSE",) if Feature.SPARSE_MLA in request.features else ("XLA_MLA", "PALLAS_MLA")
+        return ("XLA_MLA_SPARSE",) if Feature.SPARSE_MLA in request.features else self.latent
 
     def deterministic(self) -> str:
         flags = os.environ.get("XLA_FLAGS", "").split()
@@ -104,6 +106,7 @@ class GpuPlatform(JaxPlatform):
     # Measured (H200, 64 decodes over 4,096 keys, 32/8 heads of 128): TRITON_ATTN_JAX 0.29 ms with the write, XLA_ATTN 2.59. The
     # second has every feature on every GPU and needs no second compiler; PALLAS is for TPUs.
     dense = ("TRITON_ATTN_JAX", "XLA_ATTN", "PALLAS")
+    latent = ("TRITON_MLA_JAX", "XLA_MLA", "PALLAS_MLA")
 
 
 class CpuPlatform(JaxPlatform):

@@ -19,9 +19,9 @@ items; while consumers end one, the producer loads the next one's tiles. Keys be
 rows differ in what they see, non-finite latents are replaced by 0 (the score of a row that sees them is already NaN). No length
 is fetched from the device.
 
-Layouts: q [T, H, 576], out [T, H, 512], both bf16 or float16; cache [N, P, 576] of the same dtype, strides multiples of 16;
-lse [H, T] float32, natural log. All keys: P is a multiple of 16. Selected keys: H is a multiple of 64, so that a program's
-rows are heads of one token.
+Layouts: q [T, H, 576], or [T, H, 512] with the rotary part as in `mla_decode`, out [T, H, 512], both bf16 or float16; cache
+[N, P, 576] of the same dtype, strides multiples of 16; lse [H, T] float32, natural log. All keys: P is a multiple of 16.
+Selected keys: H is a multiple of 64, so that a program's rows are heads of one token.
 """
 
 from typing import Any
@@ -40,7 +40,7 @@ from attn.kernels.gluon import (
     warpgroup_mma_wait,
 )
 from attn.kernels.launch import FUSED
-from attn.kernels.mla_launch import KEYS
+from attn.kernels.mla_launch import BESIDE, KEYS, RopeFrom
 
 _REGISTERS = ((240, 24), (232, 40))  #: per thread (consumers, producer), for a producer that copies boxes and one that gathers
 _BATCH = ("row_tiles", "splits", "split", "topk", "num_pages", "lse_h", "table_r", "indices_t")
@@ -308,11 +308,11 @@ def _step(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _consume(  # type: ignore[no-untyped-def]
-    out, lse, partial, partial_lse, query, q_tile, k_ring, r_ring, p_ring, tops, norms,
+    out, lse, partial, partial_lse, query, rope, q_tile, k_ring, r_ring, p_ring, tops, norms,
     k_full, k_empty, r_full, r_empty, t_full, p_full, q_full, end, query_start_loc, seq_lens, limits, items, factor, v_factor,
     indices, row_tiles, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
     H: gl.constexpr, HAS_LIMITS: gl.constexpr, HAS_LSE: gl.constexpr, SPARSE: gl.constexpr,
-    PLANNED: gl.constexpr, WHICH: gl.constexpr,
+    PLANNED: gl.constexpr, ROPE_T: gl.constexpr, ROPE_H: gl.constexpr, ROPE_AT: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Consumer of four warps: the scores of every other tile, and half of the columns of the result."""
     dtype: gl.constexpr = k_ring.dtype
@@ -330,9 +330,12 @@ def _consume(  # type: ignore[no-untyped-def]
         )
 
         token, at, head, live = _rows(begin, q_len, first_row, H, gl.SliceLayout(1, ROPE_COPY))
-        e = 512 + gl.arange(0, 64, layout=gl.SliceLayout(0, ROPE_COPY))
-        place = (at * q_t + head * q_h)[:, None] + e[None, :]
-        p_ring.index(WHICH).store(gl.load(query + place, mask=live[:, None], other=0.0))
+        if rope is None:  # noqa: SIM108  (known when compiling)
+            rope_at = query + (at * q_t + head * q_h + 512)
+        else:
+            rope_at = rope + (at * ROPE_T + head * ROPE_H + ROPE_AT)
+        e = gl.arange(0, 64, layout=gl.SliceLayout(0, ROPE_COPY))
+        p_ring.index(WHICH).store(gl.load(rope_at[:, None] + e[None, :], mask=live[:, None], other=0.0))
         copy_token, copy_at, copy_head, copy_live = _rows(begin, q_len, first_row, H, gl.SliceLayout(1, COPY))
         d = WHICH * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, COPY))
         copy_place = (copy_at * q_t + copy_head * q_h)[:, None] + d[None, :]
@@ -433,11 +436,11 @@ def _fill(  # type: ignore[no-untyped-def]
 
 @gluon.jit(do_not_specialize=_BATCH)
 def attend(  # type: ignore[no-untyped-def]
-    out, lse, partial, partial_lse, query, cache, query_start_loc, seq_lens, limits, items, block_table, indices, desc, factor,
-    v_factor, row_tiles, splits, split, topk, num_pages, lse_h, table_r, indices_t, o_t, o_h, q_t, q_h, c_block,
+    out, lse, partial, partial_lse, query, rope, cache, query_start_loc, seq_lens, limits, items, block_table, indices, desc,
+    factor, v_factor, row_tiles, splits, split, topk, num_pages, lse_h, table_r, indices_t, o_t, o_h, q_t, q_h, c_block,
     c_slot,
     H: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, HAS_LIMITS: gl.constexpr, HAS_LSE: gl.constexpr, SPARSE: gl.constexpr,
-    PLANNED: gl.constexpr,
+    PLANNED: gl.constexpr, ROPE_T: gl.constexpr, ROPE_H: gl.constexpr, ROPE_AT: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = query.dtype.element_ty
@@ -475,16 +478,16 @@ def attend(  # type: ignore[no-untyped-def]
     gl.warp_specialize(
         [
             (_consume, (
-                out, lse, partial, partial_lse, query, q_tile, k_ring, r_ring, p_ring, tops, norms,
+                out, lse, partial, partial_lse, query, rope, q_tile, k_ring, r_ring, p_ring, tops, norms,
                 k_full, k_empty, r_full, r_empty, t_full, p_full, q_full, end, query_start_loc, seq_lens, limits, items, factor,
                 v_factor, indices, row_tiles, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
-                H, HAS_LIMITS, HAS_LSE, SPARSE, PLANNED, 0,
+                H, HAS_LIMITS, HAS_LSE, SPARSE, PLANNED, ROPE_T, ROPE_H, ROPE_AT, 0,
             )),
             (_consume, (
-                out, lse, partial, partial_lse, query, q_tile, k_ring, r_ring, p_ring, tops, norms,
+                out, lse, partial, partial_lse, query, rope, q_tile, k_ring, r_ring, p_ring, tops, norms,
                 k_full, k_empty, r_full, r_empty, t_full, p_full, q_full, end, query_start_loc, seq_lens, limits, items, factor,
                 v_factor, indices, row_tiles, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
-                H, HAS_LIMITS, HAS_LSE, SPARSE, PLANNED, 1,
+                H, HAS_LIMITS, HAS_LSE, SPARSE, PLANNED, ROPE_T, ROPE_H, ROPE_AT, 1,
             )),
             (_fill, (
                 cache, desc, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, items,
@@ -502,10 +505,13 @@ def map_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int,
     return shape, strides, (1, min(shape[1] & -shape[1], KEYS), 64)
 
 
-def constants(heads: int, page: int, *, limits: bool, lse: bool, sparse: bool, planned: bool) -> dict[str, Any]:
+def constants(
+    heads: int, page: int, *, limits: bool, lse: bool, sparse: bool, planned: bool, rope_from: RopeFrom = BESIDE
+) -> dict[str, Any]:
     """Constants and options of a launch. sparse: whether keys are selected by a list; planned: whether there is a plan."""
     consumers, producer = _REGISTERS[sparse]
     return {
         "H": heads, "P": page, "BOX": min(page & -page, KEYS), "HAS_LIMITS": limits, "HAS_LSE": lse, "SPARSE": sparse,
-        "PLANNED": planned, "CONSUMER_REGS": consumers, "PRODUCER_REGS": producer, "num_warps": 4, **FUSED,
+        "PLANNED": planned, **rope_from.constants(), "CONSUMER_REGS": consumers, "PRODUCER_REGS": producer,
+        "num_warps": 4, **FUSED,
     }  # fmt: skip

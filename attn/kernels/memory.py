@@ -49,14 +49,19 @@ def group_reason(arch: str, request: Any) -> str:
     return f"{heads} (supports up to {largest} per kv head{where})"
 
 
-def holds_float32_latents(arch: str, head_size: int) -> bool:
-    """Whether one program can hold 16 rows of float32 latents beside 16 queries.
+def latent_reason(arch: str, request: Any) -> str:
+    """Why no program of `mla_decode` holds the float32 latents of a `Request` on `arch` ("": an unknown one of NVIDIA's); "" if
+    one does.
 
-    It needs both whole, and the latents once more for the product with the weights (NVIDIA; 106,496 bytes for 512 + 64 by
-    the compiler's report). AMD's matrix cores read registers.
+    It holds 16 rows beside 16 queries, both whole, and the latents once more for the product with the weights (NVIDIA; 106,496
+    bytes for 512 + 64 by the compiler's report). AMD's matrix cores read registers.
     """
-    if not arch.startswith("sm_"):
-        return True
-    latent = 1 << (head_size - 1).bit_length() - 1
-    rope = max(64, 1 << (head_size - latent - 1).bit_length())
-    return 16 * 4 * (3 * latent + 2 * rope) <= SHARED_MEMORY.get(arch, UNKNOWN)
+    float32 = request.dtype == "float32" and request.kv_cache_dtype in ("auto", "float32")
+    if not float32 or not (arch or "sm_").startswith("sm_"):
+        return ""
+    latent = 1 << (request.head_size - 1).bit_length() - 1
+    rope = max(64, 1 << (request.head_size - latent - 1).bit_length())
+    if 16 * 4 * (3 * latent + 2 * rope) <= SHARED_MEMORY.get(arch, UNKNOWN):
+        return ""
+    cache = f"a float32 cache of head_size={request.head_size} on {arch or 'an unknown arch'}"
+    return f"{cache}: its latents exceed the shared memory"

@@ -22,9 +22,9 @@ Masked keys are selected away: their score is -inf, and the row loaded in their 
 tokens differ in what they see, non-finite values are replaced by 0 (the score of a row that sees them is already NaN).
 Offsets into a cache of 2^31 elements or more are 64-bit.
 
-Layouts: q [T, H, L + Dr], out [T, H, L]; cache [N, P, W], dense in the last dimension; lse [H, T] float32, natural log.
-Rows of a `packed` cache are fp8_ds_mla's 656 bytes. Rows of tokens beyond query_start_loc[R] are not written: they are
-undefined.
+Layouts: q [T, H, L + Dr], or [T, H, L] with the rotary part of token t and head h from element ROPE_AT + t ROPE_T + h ROPE_H of
+`rope` on; out [T, H, L]; cache [N, P, W], dense in the last dimension; lse [H, T] float32, natural log. Rows of a `packed`
+cache are fp8_ds_mla's 656 bytes. Rows of tokens beyond query_start_loc[R] are not written: they are undefined.
 """
 
 import triton
@@ -173,14 +173,14 @@ def _store(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rows(  # type: ignore[no-untyped-def]
-    out, lse, partial, partial_lse, query, cache, limits, block_table, indices, k_scale,
+    out, lse, partial, partial_lse, query, rope, cache, limits, block_table, indices, k_scale,
     r, begin, q_len, seq_len, tile, begins, stop, state, factor, v_factor, splits, split, lse_h, table_r, topk, indices_t,
     o_t, o_h, q_t, q_h, c_block, c_slot,
     H: tl.constexpr, L: tl.constexpr, DR: tl.constexpr, P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, TILES: tl.constexpr,
     SEVERAL: tl.constexpr, SPARSE: tl.constexpr, HAS_SPLITS: tl.constexpr, HAS_LIMITS: tl.constexpr, HAS_LSE: tl.constexpr,
     HAS_K_SCALE: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, BYTES: tl.constexpr,
-    PLANNED: tl.constexpr,
+    PLANNED: tl.constexpr, ROPE_T: tl.constexpr, ROPE_H: tl.constexpr, ROPE_AT: tl.constexpr,
 ):  # fmt: skip
     """Compute one row tile of a request over a part of its keys: the program's split, or keys begins..stop of an item.
 
@@ -231,7 +231,11 @@ def _rows(  # type: ignore[no-untyped-def]
         d = tl.arange(0, BLOCK_L)
         e = tl.arange(0, BLOCK_R)
         q_at = query + at[:, None] * q_t + head[:, None] * q_h
-        q_rope = tl.load(q_at + L + e[None, :], mask=live[:, None] & (e < DR)[None, :], other=0.0)
+        if rope is None:  # noqa: SIM108  (known when compiling)
+            rope_at = q_at + L
+        else:
+            rope_at = rope + at[:, None] * ROPE_T + head[:, None] * ROPE_H + ROPE_AT
+        q_rope = tl.load(rope_at + e[None, :], mask=live[:, None] & (e < DR)[None, :], other=0.0)
         if HAS_K_SCALE:
             scale = tl.load(k_scale)
             factor = factor * scale
@@ -294,13 +298,14 @@ def _rows(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=_BATCH)
 def attend(  # type: ignore[no-untyped-def]
-    out, lse, partial, partial_lse, query, cache, query_start_loc, seq_lens, limits, block_table, indices, items, k_scale,
+    out, lse, partial, partial_lse, query, rope, cache, query_start_loc, seq_lens, limits, block_table, indices, items, k_scale,
     factor, v_factor, splits, split, lse_h, table_r, topk, indices_t, o_t, o_h, q_t, q_h, c_block, c_slot,
     H: tl.constexpr, L: tl.constexpr, DR: tl.constexpr, P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, TILES: tl.constexpr,
     SEVERAL: tl.constexpr, SPARSE: tl.constexpr, HAS_SPLITS: tl.constexpr, HAS_LIMITS: tl.constexpr, HAS_LSE: tl.constexpr,
     HAS_K_SCALE: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
-    BYTES: tl.constexpr, PLANNED: tl.constexpr, FIELDS: tl.constexpr,
+    BYTES: tl.constexpr, PLANNED: tl.constexpr, FIELDS: tl.constexpr, ROPE_T: tl.constexpr, ROPE_H: tl.constexpr,
+    ROPE_AT: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         # the merge may already be launched: it waits for the end of this grid before it reads
@@ -314,21 +319,21 @@ def attend(  # type: ignore[no-untyped-def]
             begins = tl.load(item + 5)
             state = ((2 * group + (begins == 0)) * TILES + tile) * BLOCK_M
             _rows(
-                out, lse, partial, partial_lse, query, cache, limits, block_table, indices, k_scale,
+                out, lse, partial, partial_lse, query, rope, cache, limits, block_table, indices, k_scale,
                 tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4) * TILES + tile,
                 begins, tl.load(item + 6), tl.where(tl.load(item + 7) > 1, state, -1),
                 factor, v_factor, splits, split, lse_h, table_r, topk, indices_t, o_t, o_h, q_t, q_h, c_block, c_slot,
                 H, L, DR, P, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R, TILES, SEVERAL, SPARSE, HAS_SPLITS, HAS_LIMITS, HAS_LSE,
-                HAS_K_SCALE, PACKED, WIDE, PRECISION, BYTES, PLANNED,
+                HAS_K_SCALE, PACKED, WIDE, PRECISION, BYTES, PLANNED, ROPE_T, ROPE_H, ROPE_AT,
             )  # fmt: skip
     else:
         begin = tl.load(query_start_loc + group)
         _rows(
-            out, lse, partial, partial_lse, query, cache, limits, block_table, indices, k_scale,
+            out, lse, partial, partial_lse, query, rope, cache, limits, block_table, indices, k_scale,
             group, begin, tl.load(query_start_loc + group + 1) - begin, tl.load(seq_lens + group), tile, 0, 0, -1,
             factor, v_factor, splits, split, lse_h, table_r, topk, indices_t, o_t, o_h, q_t, q_h, c_block, c_slot,
             H, L, DR, P, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R, TILES, SEVERAL, SPARSE, HAS_SPLITS, HAS_LIMITS, HAS_LSE,
-            HAS_K_SCALE, PACKED, WIDE, PRECISION, BYTES, PLANNED,
+            HAS_K_SCALE, PACKED, WIDE, PRECISION, BYTES, PLANNED, ROPE_T, ROPE_H, ROPE_AT,
         )  # fmt: skip
 
 

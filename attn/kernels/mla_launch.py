@@ -157,6 +157,21 @@ def _in_two_parts(size: int) -> int:
     return first + max(16, power_of_two(size - first))
 
 
+class RopeFrom(NamedTuple):
+    """Where the rotary part of queries is in an array of its own: its element for token t and head h is first + t token + h
+    head. All 0 if the queries have it beside their latents."""
+
+    token: int = 0
+    head: int = 0
+    first: int = 0
+
+    def constants(self) -> dict[str, int]:
+        return {"ROPE_T": self.token, "ROPE_H": self.head, "ROPE_AT": self.first}
+
+
+BESIDE = RopeFrom()
+
+
 class Decode(NamedTuple):
     """What calls of `mla_decode` with the same launches have in common.
 
@@ -164,6 +179,7 @@ class Decode(NamedTuple):
     max_query_len: of the batch; keys: the most keys of a row, or the length of a list of them. page: tokens of one. itemsize,
     stored: bytes of an element of queries and of the cache. fixed_split: keys per program, 0 for the rule's choice. sparse:
     whether rows have lists of keys. packed: whether rows of the cache are fp8_ds_mla's. uneven: cut keys by all lengths.
+    rope_from: as in `RopeFrom`.
     """
 
     arch: str
@@ -185,6 +201,7 @@ class Decode(NamedTuple):
     has_limits: bool
     has_lse: bool
     uneven: bool
+    rope_from: RopeFrom = BESIDE
 
 
 class Launches(NamedTuple):
@@ -245,7 +262,8 @@ def launches_of(of: Decode) -> Launches:
         **common, "DR": of.rope, "P": of.page, "BLOCK_N": rule.block_n, "BLOCK_R": max(16, power_of_two(of.rope)),
         "TILES": tiles, "SEVERAL": of.max_query_len > 1, "HAS_SPLITS": splits > 1, "PACKED": of.packed,
         "PRECISION": "tf32x3" if of.itemsize == 4 and of.arch.startswith("sm") else "ieee",
-        "BYTES": not converts_e4m3(of.arch), "num_warps": rule.num_warps, "num_stages": rule.num_stages,
+        "BYTES": not converts_e4m3(of.arch), **of.rope_from.constants(), "num_warps": rule.num_warps,
+        "num_stages": rule.num_stages,
     }  # fmt: skip
     merge = {**common, "ROWS": tiles * rule.block_m, "BLOCK_S": 8, "num_warps": 4, **({"launch_pdl": True} if early else {})}
     return Launches(tiles, splits, split, shares, rule.block_m, rule.block_n, attend, merge)

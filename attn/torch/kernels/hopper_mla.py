@@ -1,6 +1,7 @@
 """The Hopper decode of MLA, `attn.kernels.hopper_mla`, launched for torch's tensors."""
 
 import functools
+from typing import Any
 
 import torch
 
@@ -53,7 +54,7 @@ def attend(
     strides = (*out.stride()[:2], *query.stride()[:2], *cache.stride()[:2])
     desc = None if sparse else descriptor(cache.data_ptr(), cache.dtype, *map_of(cache.shape, cache.stride()))
     arrays = (
-        out, lse, partial, partial_lse, query, cache, query_start_loc, seq_lens, limits, items, block_table, indices,
+        out, lse, partial, partial_lse, query, None, cache, query_start_loc, seq_lens, limits, items, block_table, indices,
     )  # fmt: skip
     split, (topk, indices_t) = (
         split if splits > 1 else 1 << 30,
@@ -73,5 +74,5 @@ def attend(
 def _prepared(kind: Kind, heads: int, page: int, planned: bool) -> Prepared:
     """The kernel for calls that agree in these."""
     _, lse, *_, limits, _, _, indices = kind[1]
-    there = {"limits": limits is not None, "lse": lse is not None, "sparse": indices is not None}
+    there: dict[str, Any] = {"limits": limits is not None, "lse": lse is not None, "sparse": indices is not None}
     return Prepared(_attend, **constants(heads, page, planned=planned, **there))

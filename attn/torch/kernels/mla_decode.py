@@ -138,7 +138,7 @@ def mla_decode(
         if cache.dtype == torch.float8_e4m3fn and plan.attend["BYTES"]:
             cache = cache.view(torch.uint8)
         arrays = (
-            out, lse, partial, partial_lse, query, cache, query_start_loc, seq_lens, limits, block_table, indices, table,
+            out, lse, partial, partial_lse, query, None, cache, query_start_loc, seq_lens, limits, block_table, indices, table,
             k_scale,
         )  # fmt: skip
         strides = (topk, 0 if indices is None else indices.stride(0), o_t, o_h, q_t, q_h, c_block, c_slot)

@@ -1,4 +1,5 @@
-"""The conformance suite on TRITON_ATTN_JAX, its kernels in Triton's interpreter; tests/torch/test_interpreted.py starts it.
+"""The conformance suite on TRITON_ATTN_JAX and TRITON_MLA_JAX, their kernels in Triton's interpreter, in a process that
+tests/torch/test_interpreted.py starts.
 
 XLA's custom call is replaced by a callback of the host that gives the kernel tensors of torch. The rest is the backend's own:
 metadata, launches, what is aliased, jitted steps with a donated cache.
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from attn import reference
+from attn.jax.backends.mla.triton_mla import TritonMLABackend, TritonMLAImpl
 from attn.jax.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 from attn.testing import Case, cases_for, run_case
 from tests.levels import sampled
@@ -37,6 +39,14 @@ class Interpreted(TritonAttentionBackend):
 
 
 class InterpretedImpl(TritonAttentionImpl, backend=Interpreted):
+    pass
+
+
+class InterpretedMLA(TritonMLABackend):
+    capabilities = dataclasses.replace(TritonMLABackend.capabilities, platforms=("cpu",), archs=())
+
+
+class InterpretedMLAImpl(TritonMLAImpl, backend=InterpretedMLA):
     pass
 
 
@@ -79,23 +89,28 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     from attn.torch.interpreter import correct_bfloat16
 
     correct_bfloat16()
-    kernels = importlib.import_module("attn.jax.kernels.gpu.paged_attention")
     # memory that nobody has written
     monkeypatch.setattr(
         jnp, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan if jnp.issubdtype(dtype, jnp.floating) else 7, dtype)
     )
-    monkeypatch.setattr(kernels, "launch", _launch)
-    monkeypatch.setattr(kernels, "target", lambda: ("interpreter", 8))
+    for name in ("paged_attention", "mla_attention"):
+        kernels = importlib.import_module(f"attn.jax.kernels.gpu.{name}")
+        monkeypatch.setattr(kernels, "launch", _launch)
+        monkeypatch.setattr(kernels, "target", lambda: ("interpreter", 8))
 
 
 def _cases() -> list[Any]:
-    cases = cases_for(Interpreted) if INTERPRETS else []
-    return sampled([pytest.param(case, id=str(case)) for case in cases], 8, "TRITON_ATTN_JAX")
+    found = []
+    for backend in (Interpreted, InterpretedMLA):
+        cases = cases_for(backend) if INTERPRETS else []
+        given = [pytest.param(backend, case, id=f"{backend.name}-{case}") for case in cases]
+        found += sampled(given, 8, backend.name)
+    return found
 
 
-@pytest.mark.parametrize("case", _cases())
-def test_conformance(case: Case, interpreted: None) -> None:
-    violations = run_case(Interpreted, case)
+@pytest.mark.parametrize(("backend", "case"), _cases())
+def test_conformance(backend: Any, case: Case, interpreted: None) -> None:
+    violations = run_case(backend, case)
     assert not violations, "\n".join(map(str, violations))
 
 

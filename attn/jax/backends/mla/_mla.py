@@ -41,14 +41,17 @@ _ON_HOST: Any = None
 class DecodeCall(NamedTuple):
     """The arguments of `_decode`: absorbed attention over the latent cache.
 
-    q_nope: [T, H, L], absorbed; q_pe: [T, H, Dr]; rows: the new tokens' encoded rows [T, width], which `_write_and_decode`
-    writes first, or None; kv_cache: as `get_kv_cache_shape`; meta: the batch. k_scale: the scale of an fp8 cache.
-    indices: [T, topk] int32, the keys that each row attends; None: all keys, or, in a sparse backend, the indexer's.
+    q_nope: [T, H, L], absorbed; q_pe: [T, H, Dr]; q: [T, H, Dn + Dr], as the layer was given it. rows: the new tokens' encoded
+    rows [T, width], which `_write_and_decode` writes first, and new: their kv_c [T, L] and k_pe [T, Dr], or both None.
+    kv_cache: as `get_kv_cache_shape`; meta: the batch. k_scale: the scale of an fp8 cache. indices: [T, topk] int32, the keys
+    that each row attends; None: all keys, or, in a sparse backend, the indexer's.
     """
 
     q_nope: jax.Array
     q_pe: jax.Array
+    q: jax.Array
     rows: jax.Array | None
+    new: tuple[jax.Array, jax.Array] | None
     kv_cache: jax.Array
     meta: PagedAttentionMetadata
     k_scale: Any = 1.0
@@ -179,12 +182,23 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
             k_scale = 1.0
         new = None if kv_c_normed is None else latent_rows(kv_c_normed, k_pe, kv_cache.dtype, k_scale)
         q_nope, q_pe = q[..., : self.qk_nope_head_dim], q[..., self.qk_nope_head_dim :]
-        call = DecodeCall(absorb(q_nope, w_uk), q_pe, new, kv_cache, attn_metadata, k_scale, indices)
+        given = None if kv_c_normed is None else (kv_c_normed, k_pe)
+        call = DecodeCall(
+            q_nope=absorb(q_nope, w_uk),
+            q_pe=q_pe,
+            q=q,
+            rows=new,
+            new=given,
+            kv_cache=kv_cache,
+            meta=attn_metadata,
+            k_scale=k_scale,
+            indices=indices,
+        )
         if new is not None and self.expands(attn_metadata):
-            kv_cache = self._write(new, kv_cache, self._slots(attn_metadata))
+            kv_cache = self._write_new(call)
             long = jnp.diff(attn_metadata.query_start_loc) >= self.expand_from
             short = dataclasses.replace(attn_metadata, seq_lens=jnp.where(long, 0, attn_metadata.seq_lens))
-            latents, absorbed_lse, _ = self._write_and_decode(call._replace(rows=None, kv_cache=kv_cache, meta=short))
+            latents, absorbed_lse, _ = self._write_and_decode(call._replace(rows=None, new=None, kv_cache=kv_cache, meta=short))
             out, lse = self._expanded(call._replace(kv_cache=kv_cache), q, w_uk, w_uv, long)
             own = long[xla_mla.request_of(attn_metadata.query_start_loc, jnp.arange(q.shape[0]))]
             out = jnp.where(own[:, None, None], out.astype(q.dtype), expand(latents, w_uv))
@@ -331,6 +345,11 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
         """Return the cache with encoded rows written at `slot_mapping`; backends with another layout override this."""
         return write(rows, kv_cache, slot_mapping)
 
+    def _write_new(self, call: DecodeCall) -> jax.Array:
+        """Return the cache with the call's rows written. A kernel that encodes them itself overrides this."""
+        assert call.rows is not None
+        return self._write(call.rows, call.kv_cache, self._slots(call.meta))
+
     def _slots(self, attn_metadata: PagedAttentionMetadata) -> jax.Array:
         """Return the batch's slots, with padding rows set to no slot."""
         slots = attn_metadata.slot_mapping
@@ -339,8 +358,7 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
     def _write_and_decode(self, call: DecodeCall) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Write unless `rows` is None, then `_decode`; return (out, lse, kv_cache). A kernel that does both overrides this."""
         if call.rows is not None:
-            kv_cache = self._write(call.rows, call.kv_cache, self._slots(call.meta))
-            call = call._replace(rows=None, kv_cache=kv_cache)
+            call = call._replace(rows=None, new=None, kv_cache=self._write_new(call))
         return *self._decode(call), call.kv_cache
 
     def _decode(self, call: DecodeCall) -> tuple[jax.Array, jax.Array]:

@@ -7,7 +7,7 @@ import torch
 
 from attn.backends.abstract import KVCacheSpec
 from attn.capabilities import Capabilities, Device, MultipleOf, Request
-from attn.kernels.memory import holds_float32_latents
+from attn.kernels.memory import latent_reason
 from attn.torch.backends.mla import _rows
 from attn.torch.backends.mla._mla import DecodeCall, MLACommonImpl
 
@@ -28,13 +28,8 @@ def capabilities(features: frozenset[str]) -> Capabilities:
 
 def device_reasons(request: Request, device: Device | None) -> list[str]:
     """Return why a device cannot serve the request: float32 latents need more shared memory than some devices have."""
-    float32 = request.dtype == "float32" and request.kv_cache_dtype in ("auto", "float32")
-    if device is None or device.platform != "cuda" or not float32:
-        return []
-    if holds_float32_latents(device.arch or "sm_", request.head_size):
-        return []
-    cache = f"a float32 cache of head_size={request.head_size} on {device.arch or 'an unknown arch'}"
-    return [f"{cache}: its latents exceed the shared memory"]
+    reason = latent_reason(device.arch, request) if device is not None and device.platform == "cuda" else ""
+    return [reason] if reason else []
 
 
 @functools.cache

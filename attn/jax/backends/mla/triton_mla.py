@@ -1,0 +1,61 @@
+"""TRITON_MLA_JAX: TRITON_MLA's kernels under jax, compiled by Triton without torch and launched by XLA.
+
+A tile of latents is read from its page once, for scores and values, where XLA_MLA gathers pages and stores a chunk's scores.
+The cache is XLA_MLA's, and is written in place where it is donated. One program serves every batch of a bucket: the table
+that cuts its keys into equal shares is computed on the device, from the lengths.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from attn.capabilities import Capabilities, Device, Feature, MultipleOf, Request
+from attn.jax import kv_cache as caches
+from attn.jax.backends.mla._mla import DecodeCall, MLACommonBackend, MLACommonImpl
+from attn.jax.kernels.gpu.launch import why_not
+from attn.kernels.memory import latent_reason
+
+
+class TritonMLABackend(MLACommonBackend):
+    name = "TRITON_MLA_JAX"
+    capabilities = Capabilities(
+        framework="jax",
+        platforms=("gpu",),
+        dtypes=("bfloat16", "float16", "float32"),
+        head_sizes=(MultipleOf(16, 32, 576),),
+        kv_cache_dtypes=("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"),
+        features=frozenset({Feature.MLA, Feature.NON_CAUSAL, Feature.DCP, Feature.NAN_SAFE}),
+        packages=("triton",),
+        install="triton",
+        archs=(("gpu", ("sm_80+",)),),
+    )
+
+    @classmethod
+    def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
+        on_gpu = device is not None and device.platform == "gpu"
+        reasons = (latent_reason(device.arch if device else "", request), why_not()) if on_gpu else ()
+        return super().why_not(request, device) + [reason for reason in reasons if reason]
+
+
+class TritonMLAImpl(MLACommonImpl, backend=TritonMLABackend):
+    def _write_new(self, call: DecodeCall) -> jax.Array:
+        from attn.jax.kernels.gpu.mla_attention import write_latents
+
+        assert call.new is not None
+        return write_latents(*call.new, call.kv_cache, self._slots(call.meta), _scale(call))  # type: ignore[no-any-return]
+
+    def _decode(self, call: DecodeCall) -> tuple[jax.Array, jax.Array]:
+        from attn.jax.kernels.gpu.mla_attention import Latents, Rules, mla_decode
+
+        meta = call.meta
+        rules = Rules(self.qk_rope_head_dim, self.scale, meta.causal, meta.max_query_len, meta.max_seq_len)
+        starts, lens, table = meta.requests
+        latents = Latents(call.kv_cache, lens, table, _scale(call))
+        return mla_decode(call.q_nope, call.q, starts, latents, rules)  # type: ignore[no-any-return]
+
+
+def _scale(call: DecodeCall) -> Any:
+    """The scale of a cache of codes as an array, which is no part of the program; None for any other cache."""
+    coded = caches.is_quantised(call.kv_cache.dtype) and call.kv_cache.dtype != jnp.uint8
+    return jnp.asarray(call.k_scale, jnp.float32) if coded else None

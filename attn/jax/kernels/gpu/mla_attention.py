@@ -1,0 +1,192 @@
+"""Absorbed MLA over a paged cache of latents, and the write to it: `attn.kernels` launched by XLA.
+
+Keys are cut by all lengths: a launch before the others fills the table of equal shares from the lengths on the device, so
+that one program serves every batch of its shapes. Rows of no request are 0, their log-sum-exp -inf.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from attn.jax.kernels.gpu.launch import launch, target
+from attn.kernels import fill as rest
+from attn.kernels import latent_write, plan
+from attn.kernels.launch import LOG2E, block_of
+from attn.kernels.mla_decode import attend, merge
+from attn.kernels.mla_launch import Decode, Launches, RopeFrom, launches_of
+
+
+class Latents(NamedTuple):
+    """A batch's keys. cache: [N, P, L + Dr], or [N, P, 656] uint8 (fp8_ds_mla); lens: [R], table: [R, B], int32. k_scale: of
+    fp8 codes, float32 0-d, or None."""
+
+    cache: jax.Array
+    lens: jax.Array
+    table: jax.Array
+    k_scale: jax.Array | None = None
+
+
+class Rules(NamedTuple):
+    """What a program is made for, beside shapes: Dr, the factor of scores, whether a row sees no later key, and bounds of the
+    batch: the most new tokens of a request, and the most keys."""
+
+    rope: int
+    scale: float
+    causal: bool
+    max_query_len: int
+    max_seq_len: int
+
+
+@functools.partial(jax.jit, static_argnames=("rules", "return_lse"))
+def mla_decode(
+    absorbed: jax.Array, query: jax.Array, starts: jax.Array, latents: Latents, rules: Rules, *, return_lse: bool = True
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return (out [T, H, L] in absorbed's dtype, lse [H, T] float32, natural log, or None unless `return_lse`).
+
+    absorbed: [T, H, L], query: [T, H, Dn + Dr], whose last Dr columns are read; float32, bfloat16 or float16. starts: [R + 1]
+    int32, where requests begin.
+    """
+    (tokens, heads, rank), num_reqs = absorbed.shape, starts.shape[0] - 1
+    if num_reqs < 1 or tokens == 0:
+        return jnp.zeros_like(absorbed), jnp.full((heads, tokens), -jnp.inf) if return_lse else None
+    given: dict[str, Any] = {
+        "out": jnp.empty(absorbed.shape, absorbed.dtype),
+        "lse": jnp.empty((heads, tokens), jnp.float32) if return_lse else None,
+        "query": absorbed,
+        "rope": query,
+        "query_start_loc": starts,
+        "limits": None if rules.causal else _own_lengths(starts, latents.lens, tokens),
+        "indices": None,
+    }
+    given |= {"cache": latents.cache, "seq_lens": latents.lens, "block_table": latents.table, "k_scale": latents.k_scale}
+    of = _decode(given, rules)
+    made = launches_of(of)
+    states = made.states(tokens * heads)
+    given["partial"] = jnp.empty(max(1, states) * rank, jnp.float32)
+    given["partial_lse"] = jnp.empty(max(1, states), jnp.float32)
+    given["items"] = starts if made.shares is None else _shares(of, made, starts, latents.lens)
+    given |= _numbers(of, made, given) | {"factor": rules.scale * LOG2E, "v_factor": 1.0}
+    results = [name for name in ("out", "lse") if given[name] is not None]
+    codes = {"cache": "uint8"} if latents.cache.dtype == jnp.float8_e4m3fn and made.attend["BYTES"] else {}
+    written = [*results, "partial", "partial_lse"]
+    given |= _filled(of.arch, given)
+    given |= _run(attend, of.arch, (made.programs(num_reqs), made.splits), given | made.attend, written, codes)
+    if states:
+        grid = made.merge_grid(num_reqs, heads, rules.max_query_len)
+        given |= _run(merge, of.arch, grid, given | made.merge, results, {})
+    return given["out"], given["lse"]
+
+
+def _decode(given: dict[str, Any], rules: Rules) -> Decode:
+    (_, heads, rank), (_, page, _), (num_reqs, columns) = (given[x].shape for x in ("query", "cache", "block_table"))
+    (arch, processors), (_, _, width), cache = target(), given["rope"].shape, given["cache"]
+    return Decode(
+        arch=arch,
+        processors=processors,
+        early=False,
+        on_hopper=False,
+        requests=num_reqs,
+        heads=heads,
+        rank=rank,
+        rope=rules.rope,
+        max_query_len=rules.max_query_len,
+        keys=min(rules.max_seq_len, columns * page),
+        page=page,
+        itemsize=given["query"].dtype.itemsize,
+        stored=cache.dtype.itemsize,
+        fixed_split=0,
+        sparse=False,
+        packed=cache.dtype == jnp.uint8,
+        has_limits=given["limits"] is not None,
+        has_lse=given["lse"] is not None,
+        uneven=True,
+        rope_from=RopeFrom(heads * width, width, width - rules.rope),
+    )
+
+
+def _numbers(of: Decode, made: Launches, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of both stages that are neither arrays nor the rule's."""
+    (_, page, row), tokens, rank = given["cache"].shape, given["query"].shape[0], of.rank
+    return {
+        "splits": made.splits,
+        "split": made.split,
+        "groups": 0 if made.shares is None else made.shares.groups,
+        "max_query": of.max_query_len,
+        "lse_h": tokens,
+        "table_r": given["block_table"].shape[1],
+        "topk": 0,
+        "indices_t": 0,
+        **{"o_t": of.heads * rank, "o_h": rank, "q_t": of.heads * rank, "q_h": rank, "c_block": page * row, "c_slot": row},
+        "HAS_K_SCALE": given["k_scale"] is not None,
+        "WIDE": given["cache"].size >= 2**31,
+    }
+
+
+def _filled(arch: str, given: dict[str, Any]) -> dict[str, jax.Array]:
+    """Write the rows of no request."""
+    tokens, heads, rank = given["out"].shape
+    of_rows = {"output": given["out"], "lse": given["lse"], "query_start_loc": given["query_start_loc"], "counters": None}
+    numbers = {"tokens": tokens, "num_reqs": given["seq_lens"].shape[0], "lse_h": tokens, **rest.constants(heads, rank)}
+    written = {"out": "output", **({} if given["lse"] is None else {"lse": "lse"})}
+    made = launch(rest.fill, arch, (-(-tokens // rest.ROWS),), of_rows | numbers, [*written.values()])
+    return dict(zip(written, made, strict=True))
+
+
+def _shares(of: Decode, made: Launches, starts: jax.Array, lens: jax.Array) -> jax.Array:
+    """The table of equal shares (`attn.kernels.plan`)."""
+    assert made.shares is not None
+    groups, _, items = made.shares
+    arguments = {
+        "table": jnp.empty(2 * groups + plan.FIELDS * items, jnp.int32),
+        "query_start_loc": starts,
+        "seq_lens": lens,
+        "num_reqs": of.requests,
+        "groups": groups,
+        "rows": made.tiles * made.block_m,
+        **plan.constants(of.heads, made.block_n, block_of(of.requests)),
+    }
+    return launch(plan.shares, of.arch, (groups,), arguments, ["table"])[0]
+
+
+def _own_lengths(starts: jax.Array, lens: jax.Array, tokens: int) -> jax.Array:
+    """[T] the keys of each row's request."""
+    request = jnp.searchsorted(starts[1:], jnp.arange(tokens, dtype=jnp.int32), side="right")
+    return lens[jnp.minimum(request, lens.shape[0] - 1)]
+
+
+def _run(
+    kernel: Any, arch: str, grid: tuple[int, int], arguments: dict[str, Any], writes: list[str], types: dict[str, str]
+) -> dict[str, jax.Array]:
+    """Launch a stage, and return what it writes by name. arguments: also those of the other stage."""
+    known = {"num_warps", "num_stages", "enable_fp_fusion", *kernel.arg_names}
+    own = {name: value for name, value in arguments.items() if name in known}
+    return dict(zip(writes, launch(kernel, arch, grid, own, writes, **types), strict=True))
+
+
+@jax.jit
+def write_latents(
+    kv_c: jax.Array, k_pe: jax.Array, cache: jax.Array, slots: jax.Array, k_scale: jax.Array | None = None
+) -> jax.Array:
+    """Return `cache` [N, P, W] with kv_c [T, L] and k_pe [T, Dr] at `slots` [T] (int32, -1: nowhere), in place if donated.
+
+    k_scale: float32 0-d, which fp8 codes need.
+    """
+    (tokens, rank), rope, (_, page, row) = kv_c.shape, k_pe.shape[1], cache.shape
+    code = latent_write.code_of(kv_c.dtype.name, cache.dtype.name)
+    arguments = {
+        "kv_c": kv_c,
+        "k_pe": k_pe,
+        "cache": cache,
+        "slots": slots,
+        "k_scale": k_scale,
+        **dict.fromkeys(("query", "absorbed")),
+        "factor": 1.0,
+        "tokens": tokens,
+        "copied": 0,
+        **{"kv_c_t": rank, "k_pe_t": rope, "c_block": page * row, "c_slot": row, "q_t": 0, "q_h": 0, "a_t": 0, "a_h": 0},
+        **latent_write.constants(rank, rope, page, code, k_scale is not None, 0, 0),
+    }
+    codes = {"cache": "uint8"} if code in ("e4m3", "e5m2") else {}
+    return launch(latent_write.write, target()[0], (tokens,), arguments, ["cache"], **codes)[0]
