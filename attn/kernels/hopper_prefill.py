@@ -1,9 +1,9 @@
 """Prefill on Hopper: the ragged paged attention of `paged_attention`, manually scheduled (Gluon) for sm_90.
 
 Each program holds 128 packed rows (tokens of one request x the G query heads of a kv head) in two consumers of four warps
-and 64 rows. One producer warp looks up pages and copies them with the bulk tensor engine into a ring of key and value tiles
-of 128 keys, or 64 if values are wider than 128. Heads are padded to 64, 128 or 256 in shared memory, keys to 192 too, where the
-engine fills in zeros.
+and 64 rows. Two producer warps, one for keys and one for values, look up pages and copy them with the bulk tensor engine into
+rings of tiles of 128 keys, or 64 if values are wider than 128. Heads are padded to 64, 128 or 256 in shared memory, keys to
+192 too, where the engine fills in zeros.
 A consumer computes the scores of the next tile while it multiplies the last tile's weights with its values, with the
 exponentials in between. The two consumers drift apart until one's exponentials overlap the other's products (Shah et al.,
 FlashAttention-3, 2024). Tiles are processed from the last key to the first, so that the tiles that need a mask come first and
@@ -12,17 +12,18 @@ last.
 Grid: any number of programs, each of which takes one unit of work after another from a counter, in the order request, kv head,
 longest rows first, so that programs that run at the same time share the keys of few heads in the second-level cache. If rows
 see different numbers of keys, the shorter ones of all heads come last, so that programs end together. With fewer programs than
-multiprocessors some are left for a decode that runs concurrently (`paged_launch`). The producer takes a unit ahead: its
-queries are copied, and consumers look it up, while the one before is computed. No length is fetched from the device.
+multiprocessors some are left for a decode that runs concurrently (`paged_launch`). The producer of keys looks units up, and
+hands them to the others through shared memory, while consumers compute the unit before; it copies queries too, if the engine
+can, and a unit ahead where memory allows. No length is fetched from the device.
 
 Pages after a request's last are not read (the engine fills in zeros). Values in slots after its length, or before the first
-key that a row of the tile sees, are not used: the producer overwrites them. If a value that some row sees is NaN or
+key that a row of the tile sees, are not used: their producer overwrites them. If a value that some row sees is NaN or
 infinite, a consumer repeats its tile key by key, so that it affects only the rows that see it.
 
 Layouts: query [T, H, D], output [T, H, Dv]; caches [N, P, K, D] and [N, P, K, Dv] of any strides (multiples of 16 bytes; last
 dimension dense), or one array [2N, P, K, D] of both, or a call's own keys and values [m, K, D] and [m, K, Dv] as one page, of
 the rows or, `ragged`, of others; lse [H, T] float32, natural log. D is a multiple of 8 up to 256, Dv one that is not padded to
-more than D is, G at most 128, and the batch has at most REQUESTS requests.
+more than D is, and G at most 128.
 """
 
 from typing import Any, NamedTuple
@@ -40,7 +41,6 @@ from attn.kernels.gluon import (
 )
 from attn.kernels.launch import FUSED, UNBOUNDED, power_of_two
 
-REQUESTS = 1024  #: limit per batch: one vector operation counts all their tiles
 ROWS = 128  #: per program: two consumers of 64
 ONE_PAGE = 1 << 30  #: keys of a page that holds all of a request
 _REGISTERS = (240, 24)  #: per thread of consumers and of the producer
@@ -53,145 +53,249 @@ def _add(a, b):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _ends_of(query_start_loc, min_query, num_reqs, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr, R: gl.constexpr):  # type: ignore[no-untyped-def]
-    """[R]: the total number of tiles of the requests up to each one; requests with few tokens have none."""
-    i = gl.arange(0, R, layout=LAYOUT)
-    begin = gl.load(query_start_loc + i, mask=i < num_reqs, other=0)
-    end = gl.load(query_start_loc + i + 1, mask=i < num_reqs, other=0)
-    q_len = end - begin
-    return gl.associative_scan(gl.where(q_len > min_query, (q_len + BLOCK_Q - 1) // BLOCK_Q, 0), 0, _add)
+def _seek(tile, request, before, query_start_loc, min_query, num_reqs, BLOCK_Q: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The request with tile `tile` of all requests' tiles, and the number of tiles before that request's. The search begins at
+    `request`, which follows `before` tiles. Requests with few tokens have none; num_reqs or more if there is no such tile."""
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    passed = 32
+    while (passed == 32) & (request < num_reqs):
+        i = request + lane
+        begin = gl.load(query_start_loc + i, mask=i < num_reqs, other=0)
+        end = gl.load(query_start_loc + i + 1, mask=i < num_reqs, other=0)
+        q_len = end - begin
+        ends = before + gl.associative_scan(gl.where(q_len > min_query, (q_len + BLOCK_Q - 1) // BLOCK_Q, 0), 0, _add)
+        earlier = ends <= tile
+        passed = gl.sum(earlier.to(gl.int32), 0)
+        before = gl.max(gl.where(earlier, ends, before), 0)
+        request += passed
+    return request, before
 
 
 @gluon.jit
-def _find(  # type: ignore[no-untyped-def]
-    ends, unit, units, query_start_loc, seq_lens, K: gl.constexpr, BLOCK_Q: gl.constexpr, PAGED: gl.constexpr,
-    RAGGED: gl.constexpr, HAS_RIGHT: gl.constexpr,
+def _describe(  # type: ignore[no-untyped-def]
+    unit, request, before, query_start_loc, seq_lens, num_reqs, left, right, K: gl.constexpr, BLOCK_Q: gl.constexpr,
+    BLOCK_N: gl.constexpr, PAGED: gl.constexpr, RAGGED: gl.constexpr, HAS_RIGHT: gl.constexpr,
 ):  # fmt: skip
-    """A unit's request, its kv head, its tile counted from the request's last, and what is loaded of the request: first token,
-    the next request's first token, first key if keys have no pages, keys. A later unit is looked up as the last."""
-    unit = gl.minimum(unit, units - 1)
-    before = ends <= unit // K
-    r = gl.sum(before.to(gl.int32), 0)
+    """A unit: its request, -1 if there is none; kv head; the request's first token and number of tokens; the tile's first
+    token; keys before the request's first token; first key if keys have no pages; first key of a tile of keys, last key + 1."""
+    r = gl.minimum(request, num_reqs - 1)
     begin = gl.load(query_start_loc + r)
-    end = gl.load(query_start_loc + r + 1)
+    q_len = gl.load(query_start_loc + r + 1) - begin
     # an array that is not there is not read
-    at = gl.load(seq_lens + r) if PAGED or RAGGED else begin
-    seq_len = at if PAGED else (gl.load(seq_lens + r + 1) - at if RAGGED else end - begin)
-    of_request = unit - gl.max(gl.where(before, ends, 0), 0) * K
-    tiles = gl.maximum((end - begin + BLOCK_Q - 1) // BLOCK_Q, 1)
+    k_begin = gl.load(seq_lens + r) if PAGED or RAGGED else begin
+    seq_len = k_begin if PAGED else (gl.load(seq_lens + r + 1) - k_begin if RAGGED else q_len)
+    of_request = unit - before * K
+    tiles = gl.maximum((q_len + BLOCK_Q - 1) // BLOCK_Q, 1)
     # two units for each program, of the shorter half of rows, are left for the end
     last_ones = gl.minimum((2 * gl.num_programs(0) + K - 1) // K, tiles // 2) if HAS_RIGHT else 0
     together = tiles - last_ones
     rest = of_request - together * K
     kv_head = gl.where(rest < 0, of_request // together, rest % K)
     from_last = gl.where(rest < 0, of_request % together, together + rest // K)
-    return r, kv_head, from_last, begin, end, at, seq_len
+    # the last rows are the longest: start them first, so that they do not end last
+    first = (tiles - 1 - from_last) * BLOCK_Q
+    context = seq_len - q_len
+    last = context + gl.minimum(first + BLOCK_Q, q_len) - 1
+    high = gl.maximum(gl.minimum(last + right + 1, seq_len), 0)
+    low = gl.minimum(gl.maximum(context + first - left, 0) // BLOCK_N * BLOCK_N, high)
+    return gl.where(request < num_reqs, r, -1), kv_head, begin, q_len, first, context, k_begin, low, high
 
 
 @gluon.jit
-def _tile_of(  # type: ignore[no-untyped-def]
-    from_last, begin, end, seq_len, left, right, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr
+def _publish(units_ring, u_full, wave, unit):  # type: ignore[no-untyped-def]
+    """Hand a unit over to the consumers."""
+    for i in gl.static_range(9):
+        value = gl.full([1], unit[i], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+        units_ring.index(wave % 2 * 9 + i).store(value)
+    barrier()
+    mbarrier.arrive(u_full.index(wave % 2), count=1)
+
+
+@gluon.jit
+def _read(units_ring, wave, WARPS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The unit of that wave, as `_describe` returned it."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    unit = ()
+    for i in gl.static_range(9):
+        unit = unit + (gl.sum(units_ring.index(wave % 2 * 9 + i).load(layout), 0),)  # type: ignore[assignment]
+    return unit
+
+
+@gluon.jit
+def _take(units_ring, u_full, u_empty, wave, WARPS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait for that wave's unit, and read it."""
+    mbarrier.wait(u_full.index(wave % 2), wave // 2 & 1)
+    unit = _read(units_ring, wave, WARPS)
+    mbarrier.arrive(u_empty.index(wave % 2), count=1)
+    return unit
+
+
+@gluon.jit
+def _pages_of(table, start, seq_len, num_pages, P: gl.constexpr, BOX: gl.constexpr, BLOCK_N: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Pages of the boxes of the tile of keys at `start`, one a lane; `num_pages`, which is none, for boxes after the last key:
+    the engine fills in zeros for accesses outside its tensor."""
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    at = start + lane * BOX
+    return gl.load(table + at // P, mask=(lane < BLOCK_N // BOX) & (at < seq_len) & (at >= 0), other=num_pages)
+
+
+@gluon.jit
+def _copy_queries(  # type: ignore[no-untyped-def]
+    q_desc, q_ring, q_full, q_empty, wave, token, head, G: gl.constexpr, PIECES: gl.constexpr, BLOCK_Q: gl.constexpr,
+    Q_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """A tile of queries: (its request's rows; first token, last position; first key, aligned, last key + 1)."""
-    q_len = end - begin
-    # the last rows are the longest: start them first, so that they do not end last
-    tile = (q_len + BLOCK_Q - 1) // BLOCK_Q - 1 - from_last
-    context = seq_len - q_len
-    first = tile * BLOCK_Q
-    last = context + gl.minimum(first + BLOCK_Q, q_len) - 1
-    high = gl.maximum(gl.minimum(last + right + 1, seq_len), 0)
-    seen = gl.maximum(context + first - left, 0)
-    low = gl.minimum(seen // BLOCK_N * BLOCK_N, high)
-    return q_len, first, last, seen, low, high
+    """Copy each consumer's queries, once it has used the last ones in their place."""
+    COLUMNS: gl.constexpr = 64
+    ROOM: gl.constexpr = q_ring.shape[2] // COLUMNS
+    boxes = reinterpret(q_ring, q_ring.dtype, [q_ring.shape[0] * ROOM, 1, BLOCK_Q // 2, G, COLUMNS], q_desc.layout)
+    for which in gl.static_range(2):
+        at = wave % Q_STAGES * 2 + which
+        mbarrier.wait(q_empty.index(at), wave // Q_STAGES & 1 ^ 1)
+        mbarrier.expect(q_full.index(at), 64 * PIECES * COLUMNS * 2)
+        for h in gl.static_range(PIECES):
+            load_box(
+                q_desc, [0, token + which * (BLOCK_Q // 2), head, h * COLUMNS], q_full.index(at), boxes.index(at * ROOM + h)
+            )
+
+
+@gluon.jit
+def _copy_boxes(  # type: ignore[no-untyped-def]
+    desc, ring, stage, bar, pages, start, k_begin, kv_head, WIDTH: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr,
+):  # fmt: skip
+    """Copy a tile of WIDTH columns and the keys from `start` on into a stage of the ring."""
+    COLUMNS: gl.constexpr = 64
+    PIECES: gl.constexpr = WIDTH // COLUMNS
+    BOXES: gl.constexpr = BLOCK_N // BOX
+    boxes = reinterpret(ring, ring.dtype, [STAGES * PIECES * BOXES, 1, BOX, 1, COLUMNS], desc.layout)
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    mbarrier.expect(bar, BLOCK_N * WIDTH * 2)
+    for b in gl.static_range(BOXES):
+        page = 0
+        place = k_begin + start + b * BOX
+        if PAGED:
+            page = gl.max(gl.where(lane == b, pages, 0), 0)
+            place = 0 if BLOCK_N % P == 0 else (start + b * BOX) % P
+        for h in gl.static_range(PIECES):
+            load_box(desc, [page, place, kv_head, h * COLUMNS], bar, boxes.index((stage * PIECES + h) * BOXES + b))
+
+
+@gluon.jit
+def _copy_keys(  # type: ignore[no-untyped-def]
+    k_desc, k_ring, k_full, k_empty, block_table, count, turns, start, r, seq_len, k_begin, kv_head, num_pages, table_r,
+    PIECES: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    PAGED: gl.constexpr,
+):  # fmt: skip
+    """Copy the keys of `turns` tiles of a unit, downwards from the one at `start`."""
+    pages = start
+    if PAGED:
+        table = block_table + r.to(gl.int64) * table_r
+        pages = _pages_of(table, start, seq_len, num_pages, P, BOX, BLOCK_N)
+    for _i in range(turns):
+        now = pages
+        if PAGED:
+            pages = _pages_of(table, start - BLOCK_N, seq_len, num_pages, P, BOX, BLOCK_N)
+        stage = count % STAGES
+        mbarrier.wait(k_empty.index(stage), count // STAGES & 1 ^ 1)
+        _copy_boxes(
+            k_desc, k_ring, stage, k_full.index(stage), now, start, k_begin, kv_head, PIECES * 64, P, BOX, BLOCK_N, STAGES,
+            PAGED,
+        )  # fmt: skip
+        count += 1
+        start -= BLOCK_N
+    return count
 
 
 @gluon.jit
 def _produce(  # type: ignore[no-untyped-def]
-    q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full, u_empty, k_full, k_empty, v_full,
-    v_empty, v_raw, counters, query_start_loc, seq_lens, block_table, left, right, min_query, num_reqs, num_pages, table_r,
-    K: gl.constexpr, G: gl.constexpr, BLOCK_D: gl.constexpr, PIECES: gl.constexpr, BLOCK_V: gl.constexpr, P: gl.constexpr,
-    BOX: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-    PAGED: gl.constexpr, RAGGED: gl.constexpr, HAS_RIGHT: gl.constexpr, R: gl.constexpr, VALUES_AT: gl.constexpr,
+    q_desc, k_desc, q_ring, k_ring, units_ring, q_full, q_empty, u_full, u_empty, k_full, k_empty, counters, query_start_loc,
+    seq_lens, block_table, left, right, min_query, num_reqs, num_pages, table_r,
+    K: gl.constexpr, G: gl.constexpr, PIECES: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, BLOCK_Q: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, COPIED: gl.constexpr, PAGED: gl.constexpr,
+    RAGGED: gl.constexpr, HAS_RIGHT: gl.constexpr,
 ):  # fmt: skip
-    """Producer of one warp: copy tiles of keys and values into the ring, in the order in which the consumers use them, and
-    the next unit's queries while they still compute this one's (Q_STAGES = 2)."""
-    COLUMNS: gl.constexpr = 64
-    HALVES: gl.constexpr = BLOCK_V // COLUMNS
-    BOXES: gl.constexpr = BLOCK_N // BOX
-    dtype: gl.constexpr = k_ring.dtype
-    box_layout: gl.constexpr = k_desc.layout
-    k_boxes = reinterpret(k_ring, dtype, [STAGES * PIECES * BOXES, 1, BOX, 1, COLUMNS], box_layout)
-    v_boxes = reinterpret(v_ring, dtype, [STAGES * HALVES * BOXES, 1, BOX, 1, COLUMNS], box_layout)
+    """Producer of one warp: look up units of work, and copy their queries, and their keys into the ring, in the order in
+    which the consumers use them, while they still compute the unit before."""
+    count = 0
+    wave = 0
+    none = gl.program_id(0) * 0  # no constant, as it changes in a loop
+    request, before = _seek(gl.program_id(0) // K, none, none, query_start_loc, min_query, num_reqs, BLOCK_Q)
+    _publish(units_ring, u_full, wave, _describe(
+        gl.program_id(0), request, before, query_start_loc, seq_lens, num_reqs, left, right, K, BLOCK_Q, BLOCK_N, PAGED,
+        RAGGED, HAS_RIGHT,
+    ))  # fmt: skip
+    r, kv_head, begin, q_len, first, context, k_begin, low, high = _read(units_ring, wave, 1)
+    while r >= 0:
+        tiles = (high - low + BLOCK_N - 1) // BLOCK_N
+        early = gl.minimum(tiles, STAGES)
+        start = low + (tiles - 1) * BLOCK_N
+        if COPIED and Q_STAGES == 2:
+            _copy_queries(
+                q_desc, q_ring, q_full, q_empty, wave, begin + first, kv_head * G, G, PIECES, BLOCK_Q, Q_STAGES
+            )  # fmt: skip
+        count = _copy_keys(
+            k_desc, k_ring, k_full, k_empty, block_table, count, early, start, r, context + q_len, k_begin, kv_head, num_pages,
+            table_r, PIECES, P, BOX, BLOCK_N, STAGES, PAGED,
+        )  # fmt: skip
+        if COPIED and Q_STAGES == 1:
+            _copy_queries(
+                q_desc, q_ring, q_full, q_empty, wave, begin + first, kv_head * G, G, PIECES, BLOCK_Q, Q_STAGES
+            )  # fmt: skip
+        # the next unit, while the consumers compute the tiles that the ring holds
+        wave += 1
+        unit = gl.num_programs(0) + gl.atomic_add(counters, 1, sem="relaxed")
+        request, before = _seek(unit // K, request, before, query_start_loc, min_query, num_reqs, BLOCK_Q)
+        mbarrier.wait(u_empty.index(wave % 2), wave // 2 & 1 ^ 1)
+        _publish(units_ring, u_full, wave, _describe(
+            unit, request, before, query_start_loc, seq_lens, num_reqs, left, right, K, BLOCK_Q, BLOCK_N, PAGED, RAGGED,
+            HAS_RIGHT,
+        ))  # fmt: skip
+        count = _copy_keys(
+            k_desc, k_ring, k_full, k_empty, block_table, count, tiles - early, start - early * BLOCK_N, r, context + q_len,
+            k_begin, kv_head, num_pages, table_r, PIECES, P, BOX, BLOCK_N, STAGES, PAGED,
+        )  # fmt: skip
+        r, kv_head, begin, q_len, first, context, k_begin, low, high = _read(units_ring, wave, 1)
+    if gl.atomic_add(counters + 1, 1, sem="relaxed") == gl.num_programs(0) - 1:  # every program has taken its last unit
+        gl.store(counters, 0)
+        gl.store(counters + 1, 0)
+
+
+@gluon.jit
+def _produce_values(  # type: ignore[no-untyped-def]
+    v_desc, v_ring, units_ring, u_full, u_empty, v_full, v_empty, v_raw, block_table, left, num_pages, table_r,
+    BLOCK_V: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    PAGED: gl.constexpr, VALUES_AT: gl.constexpr,
+):  # fmt: skip
+    """Producer of one warp: copy the units' values into the ring, and overwrite those that no row sees."""
+    HALVES: gl.constexpr = BLOCK_V // 64
+    dtype: gl.constexpr = v_ring.dtype
     rows_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    v_rows = reinterpret(v_ring, dtype, [STAGES * HALVES * (BLOCK_N // 16), 16, COLUMNS], rows_layout)
+    v_rows = reinterpret(v_ring, dtype, [STAGES * HALVES * (BLOCK_N // 16), 16, 64], rows_layout)
     clear_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     row = gl.arange(0, 16, layout=gl.SliceLayout(1, clear_layout))
-    UNIT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    ends = _ends_of(query_start_loc, min_query, num_reqs, BLOCK_Q, gl.BlockedLayout([R // 32], [32], [1], [0]), R)
-    units = gl.max(ends, 0) * K
     count = 0
     raw_phase = 0
     wave = 0
-    unit = gl.program_id(0)
-    while unit < units:
-        slot = wave % 2
-        following = gl.num_programs(0) + gl.atomic_add(counters, 1, sem="relaxed")
-        mbarrier.wait(u_empty.index(slot), wave // 2 & 1 ^ 1)
-        units_ring.index(slot).store(gl.full([1], following, gl.int32, UNIT))
-        barrier()
-        mbarrier.arrive(u_full.index(slot), count=1)
-        r, kv_head, from_last, begin, end, k_begin, seq_len = _find(
-            ends, unit, units, query_start_loc, seq_lens, K, BLOCK_Q, PAGED, RAGGED, HAS_RIGHT
-        )  # fmt: skip
-        q_len, first, last, seen, low, high = _tile_of(from_last, begin, end, seq_len, left, right, BLOCK_Q, BLOCK_N)
-        if Q_STAGES == 2:
-            q_boxes = reinterpret(q_ring, dtype, [4 * PIECES, 1, BLOCK_Q // 2, G, COLUMNS], q_desc.layout)
-            mbarrier.wait(q_empty.index(slot), wave // 2 & 1 ^ 1)
-            mbarrier.expect(q_full.index(slot), 128 * BLOCK_D * 2)
-            for which in gl.static_range(2):
-                for h in gl.static_range(PIECES):
-                    load_box(
-                        q_desc, [0, begin + first + which * (BLOCK_Q // 2), kv_head * G, h * COLUMNS], q_full.index(slot),
-                        q_boxes.index((2 * slot + which) * PIECES + h),
-                    )  # fmt: skip
-        table = block_table
+    r, kv_head, begin, q_len, first, context, k_begin, low, high = _take(units_ring, u_full, u_empty, wave, 1)
+    while r >= 0:
+        seq_len = context + q_len
+        seen = gl.maximum(context + first - left, 0)
+        tiles = (high - low + BLOCK_N - 1) // BLOCK_N
+        start = low + (tiles - 1) * BLOCK_N
+        pages = start
         if PAGED:
             table = block_table + r.to(gl.int64) * table_r
-        tiles = (high - low + BLOCK_N - 1) // BLOCK_N
-        for i in range(tiles):
-            start = low + (tiles - 1 - i) * BLOCK_N
-            pages = ()
-            places = ()
-            for b in gl.static_range(BOXES):
-                at = start + b * BOX
-                if PAGED:
-                    # not a valid page: the engine fills in zeros for accesses outside its tensor
-                    pages = pages + (gl.load(table + at // P, mask=at < seq_len, other=num_pages),)  # type: ignore[assignment]
-                    places = places + (at % P,)  # type: ignore[assignment]
-                else:
-                    pages = pages + (0,)  # type: ignore[assignment]
-                    places = places + (k_begin + at,)  # type: ignore[assignment]
+            pages = _pages_of(table, start, seq_len, num_pages, P, BOX, BLOCK_N)
+        for _i in range(tiles):
+            now = pages + VALUES_AT
+            if PAGED:
+                pages = _pages_of(table, start - BLOCK_N, seq_len, num_pages, P, BOX, BLOCK_N)
             stage = count % STAGES
-            phase = count // STAGES & 1
-            mbarrier.wait(k_empty.index(stage), phase ^ 1)
-            k_bar = k_full.index(stage)
-            mbarrier.expect(k_bar, BLOCK_N * PIECES * COLUMNS * 2)
-            for b in gl.static_range(BOXES):
-                for h in gl.static_range(PIECES):
-                    load_box(
-                        k_desc, [pages[b], places[b], kv_head, h * COLUMNS], k_bar,
-                        k_boxes.index(stage * (PIECES * BOXES) + h * BOXES + b),
-                    )  # fmt: skip
-            mbarrier.wait(v_empty.index(stage), phase ^ 1)
-            partial = (start + BLOCK_N > seq_len) | (start < seen)
-            if partial:
-                mbarrier.expect(v_raw, BLOCK_N * BLOCK_V * 2)
-                for b in gl.static_range(BOXES):
-                    for h in gl.static_range(HALVES):
-                        load_box(
-                            v_desc, [pages[b] + VALUES_AT, places[b], kv_head, h * COLUMNS], v_raw,
-                            v_boxes.index(stage * (HALVES * BOXES) + h * BOXES + b),
-                        )  # fmt: skip
+            mbarrier.wait(v_empty.index(stage), count // STAGES & 1 ^ 1)
+            if (start + BLOCK_N > seq_len) | (start < seen):
+                _copy_boxes(
+                    v_desc, v_ring, stage, v_raw, now, start, k_begin, kv_head, BLOCK_V, P, BOX, BLOCK_N, STAGES, PAGED
+                )  # fmt: skip
                 mbarrier.wait(v_raw, raw_phase)
                 raw_phase ^= 1
                 valid = seq_len - start
@@ -199,27 +303,21 @@ def _produce(  # type: ignore[no-untyped-def]
                     if (c * 16 < seen - start) | (c * 16 + 16 > valid):
                         kept = (row + c * 16 >= seen - start) & (row + c * 16 < valid)
                         for h in gl.static_range(HALVES):
-                            part = v_rows.index(stage * (HALVES * (BLOCK_N // 16)) + h * (BLOCK_N // 16) + c)
-                            nothing = gl.zeros([16, COLUMNS], dtype, clear_layout)
+                            part = v_rows.index((stage * HALVES + h) * (BLOCK_N // 16) + c)
+                            nothing = gl.zeros([16, 64], dtype, clear_layout)
                             part.store(gl.where(kept[:, None], part.load(clear_layout), nothing))
                 fence_async_shared()
                 barrier()
                 mbarrier.arrive(v_full.index(stage), count=1)
             else:
-                v_bar = v_full.index(stage)
-                mbarrier.expect(v_bar, BLOCK_N * BLOCK_V * 2)
-                for b in gl.static_range(BOXES):
-                    for h in gl.static_range(HALVES):
-                        load_box(
-                            v_desc, [pages[b] + VALUES_AT, places[b], kv_head, h * COLUMNS], v_bar,
-                            v_boxes.index(stage * (HALVES * BOXES) + h * BOXES + b),
-                        )  # fmt: skip
+                _copy_boxes(
+                    v_desc, v_ring, stage, v_full.index(stage), now, start, k_begin, kv_head, BLOCK_V, P, BOX, BLOCK_N, STAGES,
+                    PAGED,
+                )  # fmt: skip
             count += 1
-        unit = following
+            start -= BLOCK_N
         wave += 1
-    if gl.atomic_add(counters + 1, 1, sem="relaxed") == gl.num_programs(0) - 1:  # every program has taken its last unit
-        gl.store(counters, 0)
-        gl.store(counters + 1, 0)
+        r, kv_head, begin, q_len, first, context, k_begin, low, high = _take(units_ring, u_full, u_empty, wave, 1)
 
 
 @gluon.jit
@@ -303,16 +401,14 @@ def _step(  # type: ignore[no-untyped-def]
 @gluon.jit
 def _consume(  # type: ignore[no-untyped-def]
     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full, u_empty, k_full,
-    k_empty, v_full, v_empty, query_start_loc, seq_lens, block_table, sinks, factor, v_factor, cap, left, right, min_query,
-    num_reqs, o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r,
-    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, PIECES: gl.constexpr,
-    BLOCK_V: gl.constexpr, P: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, Q_STAGES: gl.constexpr, PAGED: gl.constexpr, RAGGED: gl.constexpr, NEGATE: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr,
-    HAS_LSE: gl.constexpr, R: gl.constexpr, WHICH: gl.constexpr,
+    k_empty, v_full, v_empty, block_table, sinks, factor, v_factor, cap, left, right, o_t, o_h, lse_h, q_t, q_h, k_block,
+    k_slot, k_head, v_block, v_slot, v_head, table_r,
+    G: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, PIECES: gl.constexpr, BLOCK_V: gl.constexpr,
+    P: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, Q_STAGES: gl.constexpr, COPIED: gl.constexpr, PAGED: gl.constexpr, NEGATE: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Consumer of four warps: 64 rows of each of the program's tiles."""
-    K: gl.constexpr = H // G
     dtype: gl.constexpr = q_ring.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
@@ -323,43 +419,26 @@ def _consume(  # type: ignore[no-untyped-def]
     WIDTHS: gl.constexpr = BLOCK_D // BLOCK_V
     o_ring = reinterpret(q_ring, dtype, [2 * Q_STAGES * WIDTHS, 64, BLOCK_V], gl.NVMMASharedLayout(128, 16, rank=2))
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    ends = _ends_of(query_start_loc, min_query, num_reqs, BLOCK_Q, gl.BlockedLayout([R // 128], [32], [4], [0]), R)
-    units = gl.max(ends, 0) * K
     count = 0
     copy_row = WHICH * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, COPY))
     copy_d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, COPY))
     o_row = WHICH * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, COPY_V))
     o_d = gl.arange(0, BLOCK_V, layout=gl.SliceLayout(0, COPY_V))
     row = WHICH * 64 + gl.arange(0, 64, layout=ROW)
-    UNIT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    unit = gl.program_id(0)
     wave = 0
-    r, kv_head, from_last, begin, end, k_begin, seq_len = _find(
-        ends, unit, units, query_start_loc, seq_lens, K, BLOCK_Q, PAGED, RAGGED, HAS_RIGHT
-    )  # fmt: skip
-    while unit < units:
-        q_len, first, last, seen, low, high = _tile_of(from_last, begin, end, seq_len, left, right, BLOCK_Q, BLOCK_N)
-        turn = wave % 2
-        mbarrier.wait(u_full.index(turn), wave // 2 & 1)
-        unit = gl.sum(units_ring.index(turn).load(UNIT), 0)
-        mbarrier.arrive(u_empty.index(turn), count=1)
-        # loaded while this unit is computed
-        next_r, next_head, from_last, next_begin, end, next_k, next_len = _find(
-            ends, unit, units, query_start_loc, seq_lens, K, BLOCK_Q, PAGED, RAGGED, HAS_RIGHT
-        )  # fmt: skip
-        context = seq_len - q_len
-        token = first + copy_row // G
-        head = kv_head * G + copy_row % G
-        live = (copy_row < BLOCK_Q * G) & (token < q_len)
-        at = (begin + token).to(gl.int64)
-        there = live[:, None] & (copy_d < D)[None, :]
-        slot = wave % Q_STAGES
-        q_at = 2 * slot + WHICH
+    r, kv_head, begin, q_len, first, context, k_begin, low, high = _take(units_ring, u_full, u_empty, wave, 4)
+    while r >= 0:
+        last = context + gl.minimum(first + BLOCK_Q, q_len) - 1
+        q_at = wave % Q_STAGES * 2 + WHICH
         q_tile = q_ring.index(q_at)
-        if Q_STAGES == 2:
-            mbarrier.wait(q_full.index(slot), wave // 2 & 1)
+        if COPIED:
+            mbarrier.wait(q_full.index(q_at), wave // Q_STAGES & 1)
         else:
-            q = gl.load(query + (at * q_t + head * q_h)[:, None] + copy_d[None, :], mask=there, other=0.0)
+            token = first + copy_row // G
+            head = kv_head * G + copy_row % G
+            there = ((copy_row < BLOCK_Q * G) & (token < q_len))[:, None] & (copy_d < D)[None, :]
+            at = (begin + token).to(gl.int64) * q_t + head * q_h
+            q = gl.load(query + at[:, None] + copy_d[None, :], mask=there, other=0.0)
             if NEGATE:
                 q = (0.0 - q.to(gl.float32)).to(dtype)
             q_tile.store(q)
@@ -426,7 +505,9 @@ def _consume(  # type: ignore[no-untyped-def]
         sum_ = gl.convert_layout(norm, O_ROW)
         log = gl.where(norm == 0, float("-inf"), top + gl.log2(norm))
         own = (row < BLOCK_Q * G) & (first + row // G < q_len)  # other rows' queries may be anything
-        if gl.max(gl.max(((acc - acc) != 0.0).to(gl.int32), 1) * gl.convert_layout(own.to(gl.int32), O_ROW), 0) > 0:
+        # a sum of zeros is not 0 if it has a NaN or an infinity times 0
+        odd = (gl.sum(acc * 0.0, 1) != 0.0) & gl.convert_layout(own, O_ROW)
+        if gl.max(odd.to(gl.int32), 0) > 0:
             acc = _nan_safe(
                 q_tile, key_cache, value_cache, block_table, r, k_begin, kv_head, low, high, upper, lower, top, factor, cap,
                 k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, D, DV, BLOCK_D, BLOCK_V, P, PAGED, HAS_LEFT,
@@ -450,13 +531,13 @@ def _consume(  # type: ignore[no-untyped-def]
         if HAS_LSE:
             token = first + row // G
             gl.store(lse + (kv_head * G + row % G) * lse_h + begin + token, log * 0.6931471805599453, mask=own)
-        if Q_STAGES == 2:
+        if COPIED:
             fence_async_shared()  # the next queries are written here by the engine
         barrier()
-        if Q_STAGES == 2:
-            mbarrier.arrive(q_empty.index(slot), count=1)
-        r, kv_head, begin, k_begin, seq_len = next_r, next_head, next_begin, next_k, next_len
+        if COPIED:
+            mbarrier.arrive(q_empty.index(q_at), count=1)
         wave += 1
+        r, kv_head, begin, q_len, first, context, k_begin, low, high = _take(units_ring, u_full, u_empty, wave, 4)
 
 
 @gluon.jit
@@ -504,8 +585,8 @@ def prefill(  # type: ignore[no-untyped-def]
     o_t, o_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, cap, left, right, min_query,
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr,
     P: gl.constexpr, BOX: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr, PAGED: gl.constexpr, RAGGED: gl.constexpr, NEGATE: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, R: gl.constexpr,
+    Q_STAGES: gl.constexpr, COPIED: gl.constexpr, PAGED: gl.constexpr, RAGGED: gl.constexpr, NEGATE: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr, VALUES_AT: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = query.dtype.element_ty
@@ -518,21 +599,22 @@ def prefill(  # type: ignore[no-untyped-def]
     WHOLE: gl.constexpr = PIECES != 3
     k_ring = gl.allocate_shared_memory(dtype, [STAGES if WHOLE else STAGES * PIECES, BLOCK_N, BLOCK_D if WHOLE else 64], ring)
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_V], ring)
-    units_ring = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    units_ring = gl.allocate_shared_memory(gl.int32, [2 * 9, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     u_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     u_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [2 * Q_STAGES, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [2 * Q_STAGES, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_raw = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
+    for i in gl.static_range(2 * Q_STAGES):
         mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=2)
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(2):
         mbarrier.init(u_full.index(i), count=1)
-        mbarrier.init(u_empty.index(i), count=2)
+        mbarrier.init(u_empty.index(i), count=3)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
@@ -540,34 +622,36 @@ def prefill(  # type: ignore[no-untyped-def]
         mbarrier.init(v_empty.index(i), count=2)
     mbarrier.init(v_raw, count=1)
     fence_async_shared()
-    K: gl.constexpr = H // G
     # a decode of the same batch may start on the multiprocessors that this grid leaves free
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
     gl.warp_specialize(
         [
             (_consume, (
                 output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full,
-                u_empty, k_full, k_empty, v_full, v_empty, query_start_loc, seq_lens, block_table, sinks, factor, v_factor,
-                cap, left, right, min_query, num_reqs, o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot,
-                v_head, table_r, H, G, D, DV, BLOCK_D, PIECES, BLOCK_V, P, BLOCK_Q, BLOCK_N, STAGES, Q_STAGES, PAGED, RAGGED,
-                NEGATE, HAS_LEFT, HAS_RIGHT, HAS_CAP, HAS_SINKS, HAS_LSE, R, 0,
+                u_empty, k_full, k_empty, v_full, v_empty, block_table, sinks, factor, v_factor, cap, left, right, o_t, o_h,
+                lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D, PIECES,
+                BLOCK_V, P, BLOCK_Q, BLOCK_N, STAGES, Q_STAGES, COPIED, PAGED, NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE,
+                0,
             )),
             (_consume, (
                 output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full,
-                u_empty, k_full, k_empty, v_full, v_empty, query_start_loc, seq_lens, block_table, sinks, factor, v_factor,
-                cap, left, right, min_query, num_reqs, o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot,
-                v_head, table_r, H, G, D, DV, BLOCK_D, PIECES, BLOCK_V, P, BLOCK_Q, BLOCK_N, STAGES, Q_STAGES, PAGED, RAGGED,
-                NEGATE, HAS_LEFT, HAS_RIGHT, HAS_CAP, HAS_SINKS, HAS_LSE, R, 1,
+                u_empty, k_full, k_empty, v_full, v_empty, block_table, sinks, factor, v_factor, cap, left, right, o_t, o_h,
+                lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D, PIECES,
+                BLOCK_V, P, BLOCK_Q, BLOCK_N, STAGES, Q_STAGES, COPIED, PAGED, NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE,
+                1,
             )),
             (_produce, (
-                q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full, u_empty, k_full, k_empty,
-                v_full, v_empty, v_raw, counters, query_start_loc, seq_lens, block_table, left, right, min_query, num_reqs,
-                num_pages, table_r, K, G, BLOCK_D, PIECES, BLOCK_V, P, BOX, BLOCK_Q, BLOCK_N, STAGES, Q_STAGES, PAGED, RAGGED,
-                HAS_RIGHT, R, VALUES_AT,
+                q_desc, k_desc, q_ring, k_ring, units_ring, q_full, q_empty, u_full, u_empty, k_full, k_empty, counters,
+                query_start_loc, seq_lens, block_table, left, right, min_query, num_reqs, num_pages, table_r, H // G, G, PIECES,
+                P, BOX, BLOCK_Q, BLOCK_N, STAGES, Q_STAGES, COPIED, PAGED, RAGGED, HAS_RIGHT,
+            )),
+            (_produce_values, (
+                v_desc, v_ring, units_ring, u_full, u_empty, v_full, v_empty, v_raw, block_table, left, num_pages, table_r,
+                BLOCK_V, P, BOX, BLOCK_N, STAGES, PAGED, VALUES_AT,
             )),
         ],
-        [4, 1],
-        [CONSUMER_REGS, PRODUCER_REGS],
+        [4, 1, 1],
+        [CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS],
     )  # fmt: skip
 
 
@@ -605,7 +689,7 @@ Map = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 class Plan(NamedTuple):
     """What a launch for `Arrays` needs of them.
 
-    maps: of the query, None if it is not copied ahead, and of keys and values; strides: the kernel's; sizes: query heads,
+    maps: of the query, None if the engine does not copy it, and of keys and values; strides: the kernel's; sizes: query heads,
     those of a kv head, sizes of keys and of values, the page; tiles: more units of work than there are.
     """
 
@@ -619,7 +703,7 @@ def fits(size: int, width: int, num_reqs: int, group: int, page: int) -> bool:
     """Whether the kernel supports these sizes of keys and of values, requests, query heads of a kv head, and pages."""
     if (size | width) % 8 or not 0 < size <= 256 or not 0 < _padded(width) <= _padded(size):
         return False
-    return num_reqs <= REQUESTS and group <= ROWS and page % 16 == 0
+    return group <= ROWS and page % 16 == 0
 
 
 def plan_of(arrays: Arrays, num_reqs: int, page: int, paged: bool, rules: Rules, aligned: bool) -> Plan:
@@ -632,9 +716,9 @@ def plan_of(arrays: Arrays, num_reqs: int, page: int, paged: bool, rules: Rules,
     kv_heads, width = k_shape[2], v_shape[3]
     group = heads // kv_heads
     # the engine copies queries of whole rows of both consumers, as they are
-    ahead = size <= 128 and 64 % group == 0 and not rules.negate and not (q_t | q_h) % 8 and aligned
+    copied = 64 % group == 0 and not rules.negate and not (q_t | q_h) % 8 and aligned
     box = 1, _box(page, size, width), 1, 64
-    q_map = ((1, tokens, heads, size), (tokens * q_t, q_t, q_h, 1), (1, 64 // group, group, 64)) if ahead else None
+    q_map = ((1, tokens, heads, size), (tokens * q_t, q_t, q_h, 1), (1, 64 // group, group, 64)) if copied else None
     strides = o_t, o_h, q_t, q_h, *k_strides[:3], *v_strides[:3]
     tiles = (tokens // (ROWS // group) + num_reqs) * kv_heads
     return Plan(
@@ -643,20 +727,20 @@ def plan_of(arrays: Arrays, num_reqs: int, page: int, paged: bool, rules: Rules,
 
 
 def constants(
-    sizes: tuple[int, ...], rules: Rules, *, paged: bool, ragged: bool, ahead: bool, sinks: bool, lse: bool, values_at: int = 0
+    sizes: tuple[int, ...], rules: Rules, *, paged: bool, ragged: bool, copied: bool, sinks: bool, lse: bool, values_at: int = 0
 ) -> dict[str, Any]:
-    """Constants and options of a launch. sizes: `Plan`'s; ahead: whether queries are copied one unit ahead; values_at: the page
-    at which values begin in the array of the keys; the others: whether the arguments are there (ragged: keys without pages, of
+    """Constants and options of a launch. sizes: `Plan`'s; copied: whether the engine copies queries; values_at: the page at
+    which values begin in the array of the keys; the others: whether the arguments are there (ragged: keys without pages, of
     starts of their own)."""
     heads, group, size, width, page = sizes
     return {
         "cap": rules.cap, "left": rules.left, "right": rules.right, "min_query": rules.min_query, "H": heads, "G": group,
         "D": size, "DV": width, "BLOCK_D": _padded(size), "BLOCK_V": _padded(width), "P": page,
         "BOX": _box(page, size, width), "BLOCK_Q": ROWS // group, "BLOCK_N": _keys(size, width), "STAGES": _stages(size),
-        "Q_STAGES": 1 + ahead, "PAGED": paged, "RAGGED": ragged, "NEGATE": rules.negate, "HAS_LEFT": rules.has_left,
-        "HAS_RIGHT": rules.right < UNBOUNDED, "HAS_CAP": rules.cap != 0, "HAS_SINKS": sinks, "HAS_LSE": lse, "R": REQUESTS,
-        "CONSUMER_REGS": _REGISTERS[0], "PRODUCER_REGS": _REGISTERS[1], "VALUES_AT": values_at, "num_warps": 4,
-        **FUSED,
+        "Q_STAGES": 2 if copied and size <= 128 else 1, "COPIED": copied, "PAGED": paged, "RAGGED": ragged,
+        "NEGATE": rules.negate, "HAS_LEFT": rules.has_left, "HAS_RIGHT": rules.right < UNBOUNDED, "HAS_CAP": rules.cap != 0,
+        "HAS_SINKS": sinks, "HAS_LSE": lse, "CONSUMER_REGS": _REGISTERS[0], "PRODUCER_REGS": _REGISTERS[1],
+        "VALUES_AT": values_at, "num_warps": 4, **FUSED,
     }  # fmt: skip
 
 

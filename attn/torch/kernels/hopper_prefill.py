@@ -154,8 +154,8 @@ def _equal(batch: int, rows: int, device: torch.device) -> tuple[torch.Tensor, t
 
 
 @functools.lru_cache(maxsize=1024)
-def _prepared(kind: Kind, sizes: tuple[int, ...], rules: Rules, ahead: bool, ragged: bool) -> Prepared:
+def _prepared(kind: Kind, sizes: tuple[int, ...], rules: Rules, copied: bool, ragged: bool) -> Prepared:
     """The kernel for calls that agree in these: `constants`' arguments."""
     _, lse, *_, table, sinks, _ = kind[1]
     there = {"paged": table is not None, "sinks": sinks is not None, "lse": lse is not None}
-    return Prepared(_prefill, **constants(sizes, rules, ragged=ragged, ahead=ahead, **there))
+    return Prepared(_prefill, **constants(sizes, rules, ragged=ragged, copied=copied, **there))

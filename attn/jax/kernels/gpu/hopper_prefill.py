@@ -88,7 +88,7 @@ def prefill(out: Out, batch: Prompts, rules: Rules, factor: float, arch: str, pr
         "lse_h": 0 if out.lse is None else out.lse.shape[1],
         "table_r": 0 if batch.table is None else batch.table.shape[1],
         **dict(zip(_STRIDES, plan.strides, strict=True)),
-        **constants(plan.sizes, rules, ragged=ragged, ahead=q_map is not None, values_at=pages, **there),
+        **constants(plan.sizes, rules, ragged=ragged, copied=q_map is not None, values_at=pages, **there),
     }
     writes = [name for name, array in out._asdict().items() if array is not None]
     try:
