@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     IntArray = npt.NDArray[np.integer[Any]]
 
 PAD_SLOT_ID = -1  #: marks a token that is not written to the cache
+#: Most new tokens of a request that counts as a decode where prompts have a backend of their own: speculated tokens too, as in
+#: this package's decode kernels.
+FEW_ROWS = 16
 INT32_MAX = 2**31 - 1
 
 

@@ -230,7 +230,11 @@ def explain(
         else:
             notes = [f"assumed in addition to what is installed: {', '.join(taken)}"] if taken else []
             notes += AttentionBackendEnum[selection.name].off_paths(selection.device) if selection.name else ()
-        notes += AttentionBackendEnum[selection.name].rules(selection.device) if selection.name else ()
+        if selection.name:
+            notes += AttentionBackendEnum[selection.name].rules(selection.device)
+            platform = platform_for(selection.device.framework, selection.device.platform)
+            if selection.source == "priority" and (why := platform.why_listed(selection.name, request)):
+                notes.append(why)
         return replace(selection, notes=(*notes, *hints(selection)))
 
 

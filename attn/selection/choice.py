@@ -132,8 +132,11 @@ def decide(
     if asked.member is not None:
         member = asked.member.under(device.framework)
         return _logged(choose([member.candidate()], request, device, asked.source), registry, role)
+    names = dict.fromkeys(order(request, device))
+    if measured_on is not None:
+        names |= dict.fromkeys(name for name in preferences.pairs_for(request, measured_on) if name in registry)
     candidates = []
-    for member in ranked(registry, order(request, device)):
+    for member in ranked(registry, list(names)):
         by = next((out[name] for name in (member.name, *(part.name for part in member.parts)) if name in out), None)
         candidates.append(member.candidate() if by is None else Candidate(member.name, problem=f"disabled by {by}"))
     selection = choose(candidates, request, device, asked.source)

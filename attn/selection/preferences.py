@@ -3,9 +3,10 @@
 A platform's priority list says which of several valid backends is usually the fastest. `attn tune` measures it on this
 machine and saves the times in a file; with ATTN_PREFERENCES=1 (or the file's path) the selector moves a valid backend before
 the list's first if it was measured to be faster by more than `MARGIN`, over the same batches, for the same request. Two times
-whose middle three fifths overlap count as equal. Nothing else changes: a backend requested by name stays, one that does not
-serve the request stays excluded, and the list's order applies if its first was not measured, or if reproducible bits are
-required (a request for `batch_invariant`, or a framework set to deterministic). `attn explain` says which applied, and why.
+whose middle three fifths overlap count as equal. A pair of backends that was measured (`attn.torch.backends.pair`) competes
+like those on the list. Nothing else changes: a backend requested by name stays, one that does not serve the request stays
+excluded, and the list's order applies if its first was not measured, or if reproducible bits are required (a request for
+`batch_invariant`, or a framework set to deterministic). `attn explain` says which applied, and why, batch by batch.
 
 A file belongs to one machine: a device, its framework's version, this library's version (`attn.cache_file`). If a file is
 ignored, the reason is in the log and in the selection.
@@ -22,6 +23,7 @@ from typing import Any
 
 import attn
 from attn import cache_file, envs
+from attn.backend_enum import PAIR
 from attn.capabilities import Candidate, Device, Feature, Request
 from attn.imports import version_of
 from attn.logger import fork_safe_lock
@@ -131,6 +133,19 @@ def preferred(selection: Selection, candidates: Sequence[Candidate], platform: P
     return consulted(selection, entries, file.name, candidates)
 
 
+def pairs_for(request: Request, platform: Platform) -> list[str]:
+    """Return the pairs that were measured for a request on this machine's device; none if measurements are off or ignored."""
+    if not on():
+        return []
+    found = read(place(platform.device()), platform.device())
+    return [] if isinstance(found, str) else pairs_in([entry for entry in found if entry.serves(request)])
+
+
+def pairs_in(entries: Sequence[Entry]) -> list[str]:
+    """Return the names of pairs that have times."""
+    return sorted({name for entry in entries for name, _ in entry.times if PAIR in name})
+
+
 def consulted(selection: Selection, entries: Sequence[Entry], file: str, candidates: Sequence[Candidate] = ()) -> Selection:
     """Apply measurements of its request to a selection that has a winner. The new winner's class is taken from
     `candidates`; without them the result has none."""
@@ -152,7 +167,12 @@ def consulted(selection: Selection, entries: Sequence[Entry], file: str, candida
     at = selection.trace.index(first)
     rest = tuple(verdict for verdict in selection.trace[at:] if verdict is not winner)
     backend = next((candidate.backend for candidate in candidates if candidate.name == best), None)
-    note = f"{best} takes {ratios[best]:.2f} of the time of {first.name}, the list's first ({batches})"
+    of_each = ", ".join(
+        f"{batch} {entry.times[winner.name, winner.path][batch].ratio(time):.2f}"
+        for entry in entries
+        for batch, time in entry.times.get((first.name, first.path), {}).items()
+    )
+    note = f"{best} takes {ratios[best]:.2f} of the time of {first.name}, the list's first ({batches}: {of_each})"
     return replace(selection, trace=(*selection.trace[:at], winner, *rest), backend=backend, measured=note)
 
 

@@ -75,7 +75,8 @@ def test_a_name_of_no_device(name, framework, words):
 
 def test_a_device_is_itself_by_its_product_and_by_its_drivers_name(monkeypatch):
     here = Device("torch", "cuda", "NVIDIA H100 80GB HBM3", "sm_90")
-    monkeypatch.setattr(report, "platform_for", lambda *_: SimpleNamespace(device=lambda: here))
+    platform = SimpleNamespace(device=lambda: here, why_listed=lambda *_: "")
+    monkeypatch.setattr(report, "platform_for", lambda *_: platform)
     for name, elsewhere in (("H100", False), ("NVIDIA H100 80GB HBM3", False), ("H200", True), ("A100", True)):
         with report.assumed_machine(name, "torch", None) as (_, other, taken):
             assert other == elsewhere and taken == ["triton"] * elsewhere

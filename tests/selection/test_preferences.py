@@ -370,3 +370,61 @@ def test_writing_is_one_step(backends: Any, tmp_path: Path) -> None:
     assert list(file.parent.iterdir()) == [file]
     [entry] = preferences.read(file, DEVICE)
     assert isinstance(entry, Entry) and entry.times[key]["q0"].ms == 2.0
+
+
+# pairs
+
+
+def timed(batch: str, **ms: float) -> list[Any]:
+    """Rows of a bench: milliseconds of backends over a batch."""
+    from attn.tools.bench import BenchCase, BenchRow, Timing
+
+    case = BenchCase(batch, "4/2", 32, dtype="float32")
+    return [BenchRow(case, name, Timing(t, t, t, 1.0, 1.0, 1.0, 0.0), 1.0, 1.0, 1.0, 1.0, True) for name, t in ms.items()]
+
+
+def test_a_pair_is_timed_where_two_backends_with_one_cache_are_fastest_in_their_phases() -> None:
+    pytest.importorskip("torch")
+    from attn.tools.bench.tuning import pairs_of
+
+    rows = [
+        *timed("4q1s64", TORCH_SDPA=1.0, FLEX_ATTENTION=2.0, CPU_ATTN=3.0),
+        *timed("2q64", TORCH_SDPA=3.0, FLEX_ATTENTION=1.0, CPU_ATTN=2.0),
+        *timed("4q1s64_q64", TORCH_SDPA=3.0, FLEX_ATTENTION=1.0, CPU_ATTN=2.0),
+    ]
+    cases = list(dict.fromkeys(row.case for row in rows))
+    entries = pairs_of(cases, "torch", rows)
+    assert [(entry.backend, entry.case.batch) for entry in entries] == [
+        ("TORCH_SDPA+FLEX_ATTENTION", batch) for batch in ("4q1s64", "2q64", "4q1s64_q64")
+    ]
+    assert pairs_of(cases, "torch", rows, ["flex_attention"]) == []
+    assert pairs_of(cases[:1], "torch", rows) == [], "no prompts"
+    other = [*timed("4q1s64", TORCH_SDPA=1.0, CPU_ATTN=3.0), *timed("2q64", TORCH_SDPA=3.0, CPU_ATTN=1.0)]
+    assert pairs_of(cases[:2], "torch", other) == [], "their caches differ"
+    same = [*timed("4q1s64", TORCH_SDPA=1.0), *timed("2q64", TORCH_SDPA=3.0)]
+    assert pairs_of(cases[:2], "torch", same) == []
+
+
+def test_a_measured_pair_competes_with_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is chosen by its own times; the note says what each batch took."""
+    pytest.importorskip("torch")
+    from attn.selection.platforms import platform_for
+
+    monkeypatch.setenv("ATTN_CACHE_DIR", str(tmp_path))
+    device, names = platform_for("torch").device(), ("CPU_ATTN", "TORCH_SDPA", "TORCH_SDPA+FLEX_ATTENTION")
+    if device.platform != "cpu":
+        pytest.skip("the list of a CPU")
+
+    def write(*ms: tuple[float, float]) -> None:
+        found = {(name, AttentionBackendEnum[name].get_path()): times(*of) for name, of in zip(names, ms, strict=True)}
+        preferences.record([Entry(REQUEST, found)], device)
+
+    monkeypatch.setenv("ATTN_PREFERENCES", "1")
+    write((2.0, 2.0), (1.0, 4.0), (1.0, 1.0))
+    selection = selector.select(REQUEST, framework="torch")
+    assert selection.name == "TORCH_SDPA+FLEX_ATTENTION" and selection.backend is AttentionBackendEnum[names[2]].get_class()
+    assert "takes 0.50 of the time of CPU_ATTN" in selection.measured and "q0 0.50, q1 0.50" in selection.measured
+    assert selector.select(REQUEST, framework="torch", disable=["FLEX_ATTENTION"]).name == "CPU_ATTN"
+    assert selector.select(REQUEST, framework="torch", measured=False).name == "CPU_ATTN"
+    write((2.0, 2.0), (1.0, 4.0), (1.0, 4.0))
+    assert selector.select(REQUEST, framework="torch").name == "CPU_ATTN"

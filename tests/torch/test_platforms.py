@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import attn
 from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import Device, Feature, Request
 from attn.diffusion.selector import make_diffusion_request
@@ -44,6 +45,32 @@ def test_generations_differ() -> None:
     rocm = platforms.platform("rocm")
     archs = {"gfx942": "ROCM_AITER_FA", "gfx1100": "ROCM_ATTN", "": "ROCM_ATTN"}
     assert {arch: rocm.priorities(DENSE, Device("torch", "rocm", arch=arch))[0] for arch in archs} == archs
+
+
+HOPPER = Device("torch", "cuda", "NVIDIA H200", "sm_90")
+
+
+@pytest.mark.parametrize(
+    ("assumed", "head_size", "paired"),
+    [
+        (["flash-attn-4"], 256, True),
+        (["flash-attn-4"], 96, True),
+        (["flash-attn-4"], 64, True),
+        (["flash-attn-4"], 128, False),  # as fast by TRITON_ATTN
+        (["flash-attn-4", "flash-attn-3"], 256, False),  # FLASH_ATTN would run 3, which was not measured there
+        (["flashinfer-python"], 256, False),
+        ([], 256, False),
+    ],
+)
+def test_prompts_on_hopper_go_to_flash_attention_4_where_it_is_faster(assumed: list[str], head_size: int, paired: bool) -> None:
+    selection = attn.explain(head_size, "bfloat16", device=HOPPER, assume=["triton", *assumed])
+    assert selection.name == ("TRITON_ATTN+FLASH_ATTN" if paired else "TRITON_ATTN")
+    assert any("FlashAttention 4 computes prompts at" in note for note in selection.notes) is paired
+    assert attn.explain(head_size, "bfloat16", device=HOPPER, assume=["triton", *assumed], features=["tree_mask"]).name == (
+        "TRITON_ATTN"
+    )
+    alone = attn.explain(head_size, "bfloat16", device=HOPPER, assume=["triton", *assumed], backend="TRITON_ATTN")
+    assert alone.name == "TRITON_ATTN" and not any("prompts" in note for note in alone.notes)
 
 
 def test_every_generation_of_a_platform_knows_the_same_backends_and_all_of_them_exist() -> None:

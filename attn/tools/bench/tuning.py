@@ -1,29 +1,36 @@
 """`attn tune`: time every backend that serves a layer on this machine and save the times for the selector.
 
 `attn.selection.preferences` reads them. Outputs are checked in the same run, and a backend that is wrong in any batch is not
-saved. Runs accumulate: each replaces the file's entries of the same layers.
+saved. If decodes are fastest by one backend and prompts by another that can share its cache, the pair of both is timed over the
+same batches, and competes with them by what it took: its parts' times would not say what dividing a batch costs. Runs
+accumulate: each replaces the file's entries of the same layers.
 """
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from attn import envs
 from attn.arguments import positive_number
+from attn.backend_enum import PAIR, ranked
+from attn.backends.metadata import FEW_ROWS
 from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import Request
 from attn.selection import preferences
 from attn.selection.platforms import default_framework, platform_for
+from attn.selection.verdicts import Selection, choose
 from attn.selector import forget, select
 from attn.tables import folded, header
-from attn.tools.bench.case import BenchCase
+from attn.tools.bench.case import BenchCase, parse
 from attn.tools.bench.command import case_arguments, cases_of, measure
-from attn.tools.bench.rows import BENCHES, COLUMNS, BenchReport, BenchRow, Refusal, open_bench, plan
+from attn.tools.bench.rows import BENCHES, COLUMNS, BenchReport, BenchRow, Entry, Refusal, open_bench, plan
 
-#: Batches typical of a server: many decodes, one long decode, prompts, both. The CPU's are smaller.
-BATCHES = ("64q1s4k", "q1s32k", "4q4k", "2q2k_32q1s1k")
-CPU_BATCHES = ("16q1s1k", "q1s4k", "q1k", "q512_16q1s1k")
+#: Batches typical of a server, by phase: decodes (many, and a long one), a few rows of each request (speculation), prompts
+#: (whole, and a short chunk), and both, decodes first, as engines order them. The CPU's are smaller.
+BATCHES = ("64q1s4k", "q1s32k", "16q4s4k", "4q4k", "q256s2k", "32q1s1k_2q2k")
+CPU_BATCHES = ("16q1s1k", "q1s4k", "4q4s1k", "q1k", "16q1s1k_q512")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
     report = BenchReport(bench.about(cases[0].dtype))
     print(folded(header(COLUMNS, args.wide)))
     measure([entry for entry in entries if not entry.refused], {framework: bench}, report, limit, wide=args.wide)
+    more = [entry for entry in pairs_of(cases, framework, report.rows, without) if entry not in entries]
+    measure(more, {framework: bench}, report, limit, wide=args.wide)
     kept = kept_of(report.rows)
     if not kept:
         print("nothing to save: no backend has a valid time")
@@ -60,11 +69,48 @@ def run(args: argparse.Namespace) -> int:
     forget()
     print(f"saved: {file}")
     for entry in kept:
-        selection = preferences.consulted(select(entry.request, framework=framework, measured=False), [entry], file.name)
+        selection = preferences.consulted(_judged(entry, framework), [entry], file.name)
         print(f"{entry.request}: {selection.name}; {selection.measured}")
     where = "1" if file == preferences.place(device) else str(file.absolute())
     print(f"to use these times, set ATTN_PREFERENCES={where}" + (" (already set)" if preferences.on() else ""))
     return 0 if report.right else 1
+
+
+def _judged(entry: preferences.Entry, framework: str) -> Selection:
+    """Return the choice by the platform's list, with verdicts on the measured pairs too."""
+    platform = platform_for(framework)
+    names = (*platform.priorities(entry.request, platform.device()), *preferences.pairs_in([entry]))
+    members = ranked(AttentionBackendEnum, list(dict.fromkeys(names)))
+    return choose([member.candidate() for member in members], entry.request, platform.device())
+
+
+def pairs_of(
+    cases: Sequence[BenchCase], framework: str, rows: Sequence[BenchRow | Refusal], without: Sequence[str] = ()
+) -> list[Entry]:
+    """Return the measurements to make of pairs: for each layer, over all of its batches, the backend that was fastest in its
+    decodes with the one that was in its prompts, if they differ and serve together, and neither is in `without`."""
+    entries = []
+    for shape in dict.fromkeys(map(layer, cases)):
+        times: dict[str, dict[str, float]] = {}
+        for row in rows:
+            if isinstance(row, BenchRow) and row.right and layer(row.case) == shape and PAIR not in row.backend:
+                times.setdefault(row.backend, {})[row.case.batch] = row.timing.ms
+        own = [case for case in cases if layer(case) == shape]
+        lens = {case.batch: [q for q, _ in parse(case.batch)] for case in own}
+        decodes = fastest(times, [batch for batch, q in lens.items() if max(q) <= FEW_ROWS])
+        prompts = fastest(times, [batch for batch, q in lens.items() if min(q) > FEW_ROWS])
+        if decodes is None or prompts is None or decodes == prompts or {decodes, prompts} & {name.upper() for name in without}:
+            continue
+        pair = f"{decodes}{PAIR}{prompts}"
+        if select(own[0].request(), framework=framework, backend=pair).winner is not None:
+            entries += [Entry(case, pair, framework) for case in own]
+    return entries
+
+
+def fastest(times: dict[str, dict[str, float]], batches: Sequence[str]) -> str | None:
+    """Return the backend with the least geometric mean over `batches`, of those with a time for each; None: there is none."""
+    complete = {name: of for name, of in times.items() if batches and all(batch in of for batch in batches)}
+    return min(complete, key=lambda name: sum(math.log(complete[name][batch]) for batch in batches), default=None)
 
 
 def kept_of(rows: Sequence[BenchRow | Refusal]) -> list[preferences.Entry]:

@@ -22,16 +22,14 @@ import torch
 
 from attn.backend_enum import PAIR
 from attn.backends.abstract import AttentionLayer, AttentionMetadataBuilder, AttentionType
-from attn.backends.metadata import CommonAttentionMetadata
+from attn.backends.metadata import FEW_ROWS, CommonAttentionMetadata
 from attn.backends.paged import PagedCall
 from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import Capabilities, Device, Feature, Request, sizes_of_both
 from attn.torch.alignment import aligned
-from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
+from attn.torch.backends._paged import Given, PagedAttentionBackend, PagedAttentionImpl
 from attn.torch.metadata import PagedAttentionMetadata
 
-#: Most new tokens of a request that counts as a decode, as in the decode kernels of this package: speculated tokens too.
-FEW_ROWS = 16
 _PHASES = ("decodes", "prompts")
 
 
@@ -168,6 +166,12 @@ class PairedImpl(PagedAttentionImpl):
         self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> torch.Tensor:
         return self._member(0).do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[no-any-return]
+
+    def _run_first(self, call: PagedCall, given: Given) -> Callable[..., bool] | None:
+        """Run a call; one of decodes alone is repeated as the decodes' backend repeats its own."""
+        if call.meta.parts:
+            return super()._run_first(call, given)
+        return self._member(0)._run_first(call, given)  # type: ignore[no-any-return]
 
     def _attend(self, call: PagedCall) -> None:
         if not call.meta.parts:

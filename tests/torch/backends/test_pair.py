@@ -100,13 +100,13 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_pair_passes_the_suite_and_divides_most_of_its_batches(few: None, monkeypatch: pytest.MonkeyPatch) -> None:
     ways: Counter[tuple[int, ...]] = Counter()
-    attend = pair.PairedImpl._attend
+    run = pair.PairedImpl._run_first
 
-    def told(self: Any, call: Any) -> None:
+    def told(self: Any, call: Any, given: Any) -> Any:
         ways[tuple(part.which for part in call.meta.parts)] += 1
-        attend(self, call)
+        return run(self, call, given)
 
-    monkeypatch.setattr(pair.PairedImpl, "_attend", told)
+    monkeypatch.setattr(pair.PairedImpl, "_run_first", told)
     backend = pair_class()
     for case in cases_of(subject_of(backend), "quick"):
         check_conformance(backend, case)
@@ -187,6 +187,25 @@ def test_what_a_layer_is_given_later_reaches_both() -> None:
         for mine, theirs in zip(called(one, batch), called(other, batch), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
     assert layers[0].to(torch.float16).selection.name == "DECODES+PROMPTS"
+
+
+def test_decodes_are_repeated_as_their_backend_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of one shape repeat each other's launches over a batch."""
+    again: list[Any] = []
+
+    def run_first(self: Any, call: Any, given: Any) -> Any:
+        self._run(call)
+        return lambda *tensors: again.append(tensors) or True
+
+    monkeypatch.setattr(DecodesImpl, "_run_first", run_first)
+    layer = Attention(H, D, num_kv_heads=K, backend="DECODES+PROMPTS")
+    for q_lens, repeated in (([1, 2], 2), ([1, 40], 0)):
+        again.clear()
+        meta, rows, cache = layer.build(batch_of(q_lens)), sum(q_lens), layer.new_kv_cache(16)
+        for _ in range(3):
+            with torch.no_grad():
+                layer(torch.randn(rows, H, D), torch.randn(rows, K, D), torch.randn(rows, K, D), cache, meta)
+        assert len(again) == repeated
 
 
 def test_the_decodes_backend_writes_and_both_read() -> None:
