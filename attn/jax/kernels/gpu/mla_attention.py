@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from attn.jax.kernels.gpu.launch import launch, target
+from attn.jax.kernels.gpu.launch import Boxed, dense_strides, launch, target
 from attn.kernels import fill as rest
-from attn.kernels import latent_write, plan
+from attn.kernels import hopper, latent_write, plan
 from attn.kernels.launch import LOG2E, block_of
 from attn.kernels.mla_decode import attend, merge
-from attn.kernels.mla_launch import Decode, Launches, RopeFrom, launches_of
+from attn.kernels.mla_launch import Decode, Launches, RopeFrom, fits_hopper, launches_of, prefers_hopper
 
 
 class Latents(NamedTuple):
@@ -68,25 +68,57 @@ def mla_decode(
     given["partial_lse"] = jnp.empty(max(1, states), jnp.float32)
     given["items"] = starts if made.shares is None else _shares(of, made, starts, latents.lens)
     given |= _numbers(of, made, given) | {"factor": rules.scale * LOG2E, "v_factor": 1.0}
-    results = [name for name in ("out", "lse") if given[name] is not None]
-    codes = {"cache": "uint8"} if latents.cache.dtype == jnp.float8_e4m3fn and made.attend["BYTES"] else {}
-    written = [*results, "partial", "partial_lse"]
     given |= _filled(of.arch, given)
-    given |= _run(attend, of.arch, (made.programs(num_reqs), made.splits), given | made.attend, written, codes)
+    try:
+        given |= (_attend_on_hopper if of.on_hopper else _attend)(of, made, given)
+    except hopper.CannotCompile:
+        return mla_decode(absorbed, query, starts, latents, rules, return_lse=return_lse)  # type: ignore[no-any-return]
     if states:
-        grid = made.merge_grid(num_reqs, heads, rules.max_query_len)
-        given |= _run(merge, of.arch, grid, given | made.merge, results, {})
+        given |= _run(merge, of.arch, made.merge_grid(num_reqs, heads, rules.max_query_len), given | made.merge, _RESULTS)
     return given["out"], given["lse"]
+
+
+_RESULTS = ("out", "lse")
+_STATES = (*_RESULTS, "partial", "partial_lse")
+
+
+def _attend(of: Decode, made: Launches, given: dict[str, Any]) -> dict[str, jax.Array]:
+    """The first stage."""
+    codes = {"cache": "uint8"} if given["cache"].dtype == jnp.float8_e4m3fn and made.attend["BYTES"] else {}
+    return _run(attend, of.arch, (made.programs(of.requests), made.splits), given | made.attend, _STATES, **codes)
+
+
+def _attend_on_hopper(of: Decode, made: Launches, given: dict[str, Any]) -> dict[str, jax.Array]:
+    """The same by the Hopper kernel. Raises `hopper.CannotCompile` if the installed Triton does not compile it, for which the
+    kernel is off from then on."""
+    from attn.kernels import hopper_mla
+
+    cache = given["cache"]
+    there = {"limits": of.has_limits, "lse": of.has_lse, "sparse": False, "planned": made.shares is not None}
+    arguments = given | {
+        "desc": Boxed(cache, *hopper_mla.map_of(cache.shape, dense_strides(cache.shape))),
+        "row_tiles": made.tiles,
+        "split": made.split if made.splits > 1 else 1 << 30,
+        "num_pages": cache.shape[0],
+        **hopper_mla.constants(of.heads, of.page, rope_from=of.rope_from, **there),
+    }
+    try:
+        return _run(hopper_mla.attend, of.arch, (made.programs(of.requests), made.splits), arguments, _STATES)
+    except Exception as error:
+        hopper.turn_off("hopper_mla", error)
+        raise
 
 
 def _decode(given: dict[str, Any], rules: Rules) -> Decode:
     (_, heads, rank), (_, page, _), (num_reqs, columns) = (given[x].shape for x in ("query", "cache", "block_table"))
-    (arch, processors), (_, _, width), cache = target(), given["rope"].shape, given["cache"]
+    (arch, processors), (_, _, width), cache, dtype = target(), given["rope"].shape, given["cache"], given["query"].dtype
+    plain = cache.dtype == dtype and dtype.itemsize == 2
+    extents = (heads, rank + rules.rope), cache.shape[1:], dense_strides(cache.shape)[:2]
     return Decode(
         arch=arch,
         processors=processors,
         early=False,
-        on_hopper=False,
+        on_hopper=plain and prefers_hopper(arch, False) and fits_hopper(*extents, rank, 0, False),
         requests=num_reqs,
         heads=heads,
         rank=rank,
@@ -94,7 +126,7 @@ def _decode(given: dict[str, Any], rules: Rules) -> Decode:
         max_query_len=rules.max_query_len,
         keys=min(rules.max_seq_len, columns * page),
         page=page,
-        itemsize=given["query"].dtype.itemsize,
+        itemsize=dtype.itemsize,
         stored=cache.dtype.itemsize,
         fixed_split=0,
         sparse=False,
@@ -114,7 +146,7 @@ def _numbers(of: Decode, made: Launches, given: dict[str, Any]) -> dict[str, Any
         "split": made.split,
         "groups": 0 if made.shares is None else made.shares.groups,
         "max_query": of.max_query_len,
-        "lse_h": tokens,
+        "lse_h": 0 if given["lse"] is None else tokens,
         "table_r": given["block_table"].shape[1],
         "topk": 0,
         "indices_t": 0,
@@ -157,12 +189,13 @@ def _own_lengths(starts: jax.Array, lens: jax.Array, tokens: int) -> jax.Array:
 
 
 def _run(
-    kernel: Any, arch: str, grid: tuple[int, int], arguments: dict[str, Any], writes: list[str], types: dict[str, str]
+    kernel: Any, arch: str, grid: tuple[int, int], arguments: dict[str, Any], writes: tuple[str, ...], **types: str
 ) -> dict[str, jax.Array]:
     """Launch a stage, and return what it writes by name. arguments: also those of the other stage."""
     known = {"num_warps", "num_stages", "enable_fp_fusion", *kernel.arg_names}
     own = {name: value for name, value in arguments.items() if name in known}
-    return dict(zip(writes, launch(kernel, arch, grid, own, writes, **types), strict=True))
+    written = [name for name in writes if own[name] is not None]
+    return dict(zip(written, launch(kernel, arch, grid, own, written, **types), strict=True))
 
 
 @jax.jit

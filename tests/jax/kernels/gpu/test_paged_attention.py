@@ -228,8 +228,7 @@ assert "torch" not in sys.modules
 print("lowered")
 """
 
-#: Compiled by XLA for an H100 that is not here. Its description has what the compiler asks of a device (figures: those of
-#: xla/backends/gpu/target_config/specs/h100_sxm.txtpb of openxla/xla, and NVIDIA's data sheet).
+#: Compiled by XLA for an H100 that is not here.
 COMPILED = """
 import re
 import jax, jax.numpy as jnp
@@ -239,21 +238,8 @@ from attn.jax.kernels.gpu.launch import why_not
 from attn.jax.kernels.gpu.paged_attention import Extents, Keys, paged_attention, write_kv
 from attn.jax.platforms import compiling_for
 from attn.kernels.paged_launch import Layer
+from tests.compilers import H100
 
-H100 = '''
-gpu_device_info {
-  name: "H100" device_vendor: "NVIDIA Corporation" core_count: 132 fpus_per_core: 128 threads_per_warp: 32
-  threads_per_block_limit: 1024 threads_per_core_limit: 2048 thread_dim_limit_x: 1024 thread_dim_limit_y: 1024
-  thread_dim_limit_z: 64 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536 l2_cache_size: 52428800 clock_rate_ghz: 1.98
-  memory_bandwidth: 3350000000000 device_memory_size: 80000000000 device_address_bits: 64
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 patch: 4 }
-'''
 device = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1").devices[0]
 R, layer = 4, Layer(0.1, 0.0, None, 0, 0, None, False, 0, None)
 
