@@ -7,22 +7,29 @@ library's inside the jitted step, on each device of the mesh; keys and values ar
 
 vLLM's models call `AttnImpl`, which checks a layer in its constructor. JAX models (0.32) call `attention` without naming a
 backend, so the engine would run its own kernel over this library's cache: `create` makes the default select by the cache.
+
+Nothing in the engine (0.32) says which tokens are of an image and see each other (Gemma 3), nor that a layer has chunks
+(Llama 4). `create` makes the engine's runner add an image's positions to its batches (`ImageMetadata`); a batch without images
+is the engine's, and runs its program. Chunks are the layer's own attribute.
 """
 
 import dataclasses
+import functools
 import inspect
 import math
 import re
-from functools import partial
+import sys
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tpu_inference.layers.common import attention_interface
 from tpu_inference.layers.common.attention_backend import AttentionBackend, RPAAttentionBackend, register_attention_backend
+from tpu_inference.layers.common.attention_metadata import AttentionMetadata
 from tpu_inference.layers.common.sharding import ShardingAxisName
 from tpu_inference.layers.vllm.backends.flash_attn import PallasAttentionBackend, PallasAttentionBackendImpl
 
@@ -31,7 +38,7 @@ from attn.capabilities import AttentionType, Feature
 from attn.dtypes import KV_CACHE_DTYPES, dtype_name
 from attn.errors import BackendLoadError, ShapeError, UnsupportedError
 from attn.integrations.tpu_inference import _FIELDS, NAME, PATH
-from attn.integrations.vllm import layer_name
+from attn.integrations.vllm import layer_name, mark_images
 from attn.jax.backends import pallas, xla_attn
 from attn.jax.backends._paged import PagedAttentionImpl
 from attn.jax.kernels import xla
@@ -39,9 +46,12 @@ from attn.jax.kernels.tpu import ragged_paged_attention as kernel
 from attn.jax.metadata import PagedAttentionMetadata
 from attn.jax.sharding import HeadShards
 from attn.selector import make_request, select
+from attn.visibility import BatchMask
 
 #: Fields of a batch that are read, or do not affect which keys a row sees.
 _KNOWN = {*_FIELDS, "input_positions", "mamba_state_indices", "padded_num_reqs", "use_causal_mask"}
+#: Fields of a batch that key the compilation.
+_STATIC = ("padded_num_reqs", "pcp_cache_pages", "use_causal_mask", "window_cuts", "full_layers")
 _ELSEWHERE = "use tpu-inference's own backend (omit --attention-backend)"
 
 
@@ -61,14 +71,31 @@ class PagesFirstXLAImpl(xla_attn.XLAAttentionImpl, backend=PagesFirstXLABackend)
 _IMPLS: dict[str, type[PagedAttentionImpl]] = {"PALLAS": pallas.PallasAttentionImpl, "XLA_ATTN": PagesFirstXLAImpl}
 
 
+@dataclasses.dataclass
+class ImageMetadata(AttentionMetadata):
+    """A batch with images. spans: [T, 2] int32, the positions of the first and last token of each row's image, or -1.
+    window_cuts: whether a layer's window cuts images. full_layers: whether layers without a window see images so, too."""
+
+    spans: jax.Array | None = None
+    window_cuts: bool = False
+    full_layers: bool = True
+
+
+_DATA = [field.name for field in dataclasses.fields(ImageMetadata) if field.name not in _STATIC]
+jax.tree_util.register_dataclass(ImageMetadata, _DATA, list(_STATIC))
+
+
 class _Rules(NamedTuple):
-    """A layer's rules, as the engine passes them. shares: whether the layer reads the cache of another."""
+    """A layer's rules, as the engine passes them. shares: whether the layer reads the cache of another. chunk_size,
+    span_window: as of this library's layers."""
 
     scale: float
     window: int | Window | None
     soft_cap: float | None
     shares: bool
     causal: bool = True
+    chunk_size: int | None = None
+    span_window: bool | None = None
 
 
 def _implementation(
@@ -77,7 +104,8 @@ def _implementation(
     """Return the implementation of the selected backend; heads: (H, K, D). Raises `UnsupportedError` with every candidate's
     reasons."""
     target, (num_heads, num_kv_heads, head_size) = "another layer" if rules.shares else None, heads
-    features = layer_features(window_pair(rules.window, AttentionType.DECODER), rules.soft_cap, None, sinks, target)
+    window = window_pair(rules.window, AttentionType.DECODER)
+    features = layer_features(window, rules.soft_cap, None, sinks, target, rules.chunk_size)
     features |= frozenset() if rules.causal else {Feature.NON_CAUSAL}
     request = make_request(
         head_size, dtype, kv_cache_dtype, block_size, features=features, num_heads=num_heads, num_kv_heads=num_kv_heads
@@ -93,17 +121,19 @@ def _implementation(
         logits_soft_cap=rules.soft_cap,
         kv_sharing_target_layer_name=target,
         sinks=sinks,
+        chunk_size=rules.chunk_size,
+        span_window=rules.span_window,
     )
 
 
 class AttnKernels(AttentionBackend):
     """The engine's backend of the name "attn": cache shapes and the call.
 
-    soft_cap: of vLLM's layers, whose calls (0.32) do not pass it.
+    soft_cap, chunk_size: of vLLM's layers, whose calls (0.32) do not pass them.
     """
 
-    def __init__(self, soft_cap: float | None = None) -> None:
-        self.soft_cap = soft_cap
+    def __init__(self, soft_cap: float | None = None, chunk_size: int | None = None) -> None:
+        self.soft_cap, self.chunk_size = soft_cap, chunk_size
 
     def get_kv_cache_shape(
         self, total_num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, kv_dtype: Any
@@ -149,22 +179,25 @@ class AttnKernels(AttentionBackend):
         shards = HeadShards(q.shape[1], k.shape[1], _extent(mesh, ShardingAxisName.ATTN_HEAD))
         if shards.replicas > 1:
             k, v = (jnp.repeat(x, shards.replicas, axis=1) for x in (k, v))
-        rules = _Rules(sm_scale, window, soft_cap, shares=not update_kv_cache, causal=use_causal_mask)
-        local = partial(_local, rules, (1.0 if k_scale is None else k_scale, 1.0 if v_scale is None else v_scale))
+        images = md if isinstance(md, ImageMetadata) and (window is not None or md.full_layers) else None
+        cuts, spans = (None, None) if images is None else (images.window_cuts, images.spans)
+        rules = _Rules(sm_scale, window, soft_cap, not update_kv_cache, use_causal_mask, self.chunk_size, cuts)
+        local = functools.partial(_local, rules, (1.0 if k_scale is None else k_scale, 1.0 if v_scale is None else v_scale))
         rows, pages = (
             P(ShardingAxisName.ATTN_DATA, ShardingAxisName.ATTN_HEAD),
             P(ShardingAxisName.ATTN_DATA, None, ShardingAxisName.ATTN_HEAD),
         )
         batch = (shared_md.seq_lens, md.block_tables, shared_md.query_start_loc, shared_md.request_distribution)
-        more = () if sinks is None else (sinks,)
         requests, heads = P(ShardingAxisName.ATTN_DATA), P(ShardingAxisName.ATTN_HEAD)
+        further: dict[str, Any] = {"sinks": (sinks, heads), "spans": (spans, requests)}
+        further = {name: pair for name, pair in further.items() if pair[0] is not None}
         output, kv_cache = jax.shard_map(
             local,
             mesh=mesh,
-            in_specs=(rows, rows, rows, pages, *[requests] * len(batch), *[heads] * len(more)),
+            in_specs=(rows, rows, rows, pages, [requests] * len(batch), {name: spec for name, (_, spec) in further.items()}),
             out_specs=(rows, pages),
             check_vma=False,  # a Pallas kernel does not declare which of its results vary over which axes
-        )(q, k, v, kv_cache, *batch, *more)
+        )(q, k, v, kv_cache, [*batch], {name: array for name, (array, _) in further.items()})
         return kv_cache, output
 
     def _check(self, kv_cache: Any, q: Any, batches: tuple[Any, ...], mesh: Mesh, scales: tuple[Any, Any, Any]) -> None:
@@ -187,10 +220,11 @@ class AttnKernels(AttentionBackend):
 
 def _unknown(batch: Any) -> list[str]:
     """Return the fields of a batch that later versions may have added and that are set."""
+    known = _KNOWN | {"spans", "window_cuts", "full_layers"} if isinstance(batch, ImageMetadata) else _KNOWN
     return [
         field.name
         for field in dataclasses.fields(batch)
-        if field.name not in _KNOWN
+        if field.name not in known
         and getattr(batch, field.name) is not None
         and getattr(batch, field.name) is not field.default
     ]
@@ -207,9 +241,11 @@ def _extent(mesh: Mesh, axes: Any) -> int:
 
 
 def _batch(
-    rows: int, cache: tuple[int, ...], lens: jax.Array, tables: jax.Array, starts: jax.Array, num_reqs: jax.Array, causal: bool
+    rows: int, cache: tuple[int, ...], batch: list[jax.Array], causal: bool, spans: jax.Array | None
 ) -> PagedAttentionMetadata:
-    """Convert one device's batch: lens [R], tables [R * B], starts [R + 1]; entries past `num_reqs` have no meaning."""
+    """Convert one device's batch: lengths [R], block tables [R * B], starts [R + 1], distribution [3]; entries past the last
+    request have no meaning."""
+    lens, tables, starts, (*_, num_reqs) = batch
     num_blocks, page, requests = cache[0], cache[3], lens.shape[0]
     table, number = tables.reshape(requests, -1), jnp.arange(requests + 1, dtype=jnp.int32)
     tokens = starts[num_reqs]
@@ -226,6 +262,7 @@ def _batch(
         slot_mapping=jnp.where(token < tokens, slots, -1),
         num_reqs=num_reqs,
         num_actual_tokens=tokens,
+        mask=BatchMask(spans=spans),
         max_query_len=rows,  # the engine does not pass the longest query
         max_seq_len=table.shape[1] * page,
         causal=causal,
@@ -241,19 +278,19 @@ def _local(
     k: jax.Array,
     v: jax.Array,
     kv_cache: jax.Array,
-    *batch: jax.Array,
+    batch: list[jax.Array],
+    more: dict[str, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """Write and attend on one device of the mesh, with its heads and requests. Returns (output, kv_cache).
 
-    scales: of keys and of values; batch: lengths, block tables, starts and distribution, and sinks if the layer has them.
+    scales: of keys and of values; batch: as of `_batch`; more: the layer's sinks and the batch's spans, if there are any.
     """
-    lens, tables, starts, distribution, *sinks = batch
     stored, page = dtype_name(kv_cache.dtype), kv_cache.shape[3]
     same = stored == dtype_name(q.dtype)
     element = "auto" if same else next(name for name, kept in KV_CACHE_DTYPES.items() if kept == stored)
     heads = (q.shape[1], k.shape[1], q.shape[2])
-    impl = _implementation(rules, heads, q.dtype, element, page, sinks[0] if sinks else None)
-    metadata = _batch(q.shape[0], kv_cache.shape, lens, tables, starts, distribution[2], rules.causal)
+    impl = _implementation(rules, heads, q.dtype, element, page, more.get("sinks"))
+    metadata = _batch(q.shape[0], kv_cache.shape, batch, rules.causal, more.get("spans"))
     return impl.apply(q, k, v, kv_cache, metadata, k_scale=scales[0], v_scale=scales[1])
 
 
@@ -271,7 +308,7 @@ class AttnImpl(PallasAttentionBackendImpl):
             raise UnsupportedError(f"{name}: {error}: {_ELSEWHERE}") from error
         if passed.get("alibi_slopes") is not None:
             raise UnsupportedError(f"{name}: {Feature.ALIBI.value} not supported by tpu-inference, whose layers do not pass it")
-        soft_cap = passed.get("logits_soft_cap") or None
+        soft_cap = float(passed.get("logits_soft_cap") or 0) or None
         if getattr(passed.get("attn_type"), "value", passed.get("attn_type", AttentionType.DECODER)) == AttentionType.DECODER:
             try:
                 shares = passed.get("kv_sharing_target_layer_name") is not None
@@ -282,10 +319,11 @@ class AttnImpl(PallasAttentionBackendImpl):
             except ValueError as error:
                 raise UnsupportedError(f"{name}: {error}") from error
         super().__init__(*args, **kwargs)
-        if soft_cap is not None:
-            self.attention_backend = _with_soft_cap(soft_cap)
+        self.soft_cap = soft_cap
+        self.attention_backend = _with(soft_cap=soft_cap)
 
     def forward(self, layer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.attention_backend = _with(soft_cap=self.soft_cap, chunk_size=getattr(layer, "attention_chunk_size", None))
         try:
             return super().forward(layer, *args, **kwargs)
         except UnsupportedError as error:
@@ -303,15 +341,22 @@ class AttnBackend(PallasAttentionBackend):
     def get_impl_cls() -> type[AttnImpl]:
         return AttnImpl
 
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        """Whether image tokens may see each other in both directions."""
+        return True
 
-def _with_soft_cap(soft_cap: float) -> str:
-    """Return the name of a backend for layers with this cap.
 
-    The engine's layers (0.32) do not pass their cap to the call: a layer passes only its backend's name, by which its compiled
-    call is cached too.
+def _with(**rules: Any) -> str:
+    """Return the name of a backend for layers with these arguments of `AttnKernels`.
+
+    The engine's layers (0.32) do not pass them to the call: a layer passes only its backend's name, by which its compiled call
+    is cached too.
     """
-    word = re.sub(r"\W", "_", f"{NAME}_soft_cap_{float(soft_cap)!r}")
-    register_attention_backend(word, attention=partial(AttnKernels, soft_cap), vllm_backend=f"{PATH}.{word}")
+    given = {name: value for name, value in rules.items() if value is not None}
+    word = re.sub(r"\W", "_", "_".join([NAME, *(f"{name}_{value!r}" for name, value in given.items())]))
+    if given:
+        register_attention_backend(word, attention=functools.partial(AttnKernels, **given), vllm_backend=f"{PATH}.{word}")
     return word
 
 
@@ -325,10 +370,64 @@ class _ByCache(RPAAttentionBackend):
 
 
 def create() -> AttnKernels:
-    """Return the backend; from then on, calls that name none select by their cache."""
+    """Return the backend; from then on, calls that name none select by their cache, and batches have their images."""
     if not hasattr(attention_interface, RPAAttentionBackend.__name__):
         raise BackendLoadError(
             f"{attention_interface.__name__} has no {RPAAttentionBackend.__name__}, the default of JAX models"
         )
     attention_interface.RPAAttentionBackend = _ByCache
+    runner = getattr(sys.modules.get(_RUNNER), "TPUModelRunner", None)
+    if runner is not None and not hasattr(runner._prepare_inputs, "__wrapped__"):
+        runner._prepare_inputs = _with_images(runner._prepare_inputs)
     return AttnKernels()
+
+
+_RUNNER = "tpu_inference.runner.tpu_runner"  #: which the engine has imported where it makes batches
+#: Where a step of the runner has its token ids, its batch, its requests by data shard and the tokens of a shard; of how many.
+_IDS, _BATCH, _REQUESTS, _TOKENS, _PARTS = 0, 2, 8, 9, 12
+
+
+def _with_images(prepare: Any) -> Any:
+    """Wrap `TPUModelRunner._prepare_inputs`: the batch that it returns has the step's images, if there are any."""
+
+    @functools.wraps(prepare)
+    def prepare_inputs(runner: Any, scheduled: Any) -> Any:
+        step = prepare(runner, scheduled)
+        if not runner.model_config.is_mm_prefix_lm:
+            return step
+        groups = getattr(step[_BATCH], "groups", None) if len(step) == _PARTS else ()
+        batches = (step[_BATCH],) if groups is None else groups
+        if not batches or not all(type(batch) is AttentionMetadata for batch in batches):
+            raise UnsupportedError(f"{type(runner).__name__}: a step of this form with images not supported: {_ELSEWHERE}")
+        spans = _spans(runner, scheduled, step)
+        if spans is None:
+            return step
+        sharding = NamedSharding(runner.mesh, P(ShardingAxisName.ATTN_DATA))
+        model = str(runner.model_config.hf_text_config.model_type)
+        images = {
+            "spans": jax.device_put(spans, sharding),
+            "window_cuts": model.startswith(("gemma3", "gemma4")),  # as in transformers; windows are longer than images
+            "full_layers": not model.startswith("gemma4"),
+        }
+        made = tuple(ImageMetadata(**vars(batch), **images) for batch in batches)
+        batch = made[0] if groups is None else type(step[_BATCH])(made, step[_BATCH].layer_names_per_group)
+        return (*step[:_BATCH], batch, *step[_BATCH + 1 :])
+
+    return prepare_inputs
+
+
+def _spans(runner: Any, scheduled: Any, step: Any) -> np.ndarray[Any, Any] | None:
+    """Return the spans of a step's rows, of all data shards, or None if no row is of an image. Raises `UnsupportedError` for a
+    step that cuts an image."""
+    spans = np.full((step[_IDS].shape[0], 2), -1, np.int32)
+    for shard, names in step[_REQUESTS].items():
+        at = shard * step[_TOKENS]
+        for name in names:
+            request, new = runner.requests[name], scheduled.num_scheduled_tokens[name]
+            images = [image.mm_position for image in request.mm_features if image.modality != "audio"]
+            ranges = [found for image in images for found in image.extract_embeds_range()]
+            cut = mark_images(spans[at : at + new], request.num_computed_tokens, ranges)
+            if cut:
+                raise UnsupportedError(f"{name}: a chunk {cut} not supported: {_ELSEWHERE}")
+            at += new
+    return spans if (spans >= 0).any() else None

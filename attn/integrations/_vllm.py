@@ -14,6 +14,7 @@ import inspect
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NoReturn
 
+import numpy as np
 import torch
 from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
@@ -27,7 +28,7 @@ from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import ENCODER_TYPES, AttentionType, Feature, Request
 from attn.dtypes import KV_CACHE_DTYPES, PER_TOKEN_HEAD, needs_scales
 from attn.errors import UnsupportedError
-from attn.integrations.vllm import layer_name, logger
+from attn.integrations.vllm import layer_name, logger, mark_images
 from attn.layer import UNSCALED
 from attn.selector import make_request, select
 from attn.torch import kv_cache as caches
@@ -192,21 +193,13 @@ class AttnMetadataBuilder(vllm_backend.AttentionMetadataBuilder):
         bounds = getattr(common, "seq_lens_cpu_upper_bound", None)
         lens = (common.seq_lens.cpu() if bounds is None else bounds).tolist()
         starts = common.query_start_loc_cpu.tolist()
-        spans = torch.full((common.num_actual_tokens, 2), -1, dtype=torch.int32)
+        spans = np.full((common.num_actual_tokens, 2), -1, np.int32)
         for r, ranges in common.mm_req_doc_ranges.items():
-            first = lens[r] - (starts[r + 1] - starts[r])
-            for start, end in ranges:
-                rows = range(max(start, first), min(end + 1, lens[r]))
-                if start >= end or not rows:
-                    continue
-                if end >= lens[r]:
-                    self._refuse(
-                        f"a chunk of request {r} that ends at token {lens[r]}, within image tokens {start} to {end} "
-                        "(pass --disable-chunked-mm-input)"
-                    )
-                at = starts[r] - first
-                spans[at + rows.start : at + rows.stop] = torch.tensor([start, end], dtype=torch.int32)
-        return spans.to(self.device, non_blocking=True) if (spans >= 0).any() else None
+            rows = spans[starts[r] : starts[r + 1]]
+            cut = mark_images(rows, lens[r] - len(rows), ranges)
+            if cut:
+                self._refuse(f"a chunk of request {r} {cut}")
+        return torch.from_numpy(spans).to(self.device, non_blocking=True) if (spans >= 0).any() else None
 
     def _refuse(self, what: str) -> NoReturn:
         raise UnsupportedError(f"{', '.join(self.layer_names)}: {what} not supported: {_ELSEWHERE}")

@@ -15,6 +15,7 @@ vLLM 0.32 and 0.33; compatibility is checked by required interfaces (`_NEEDS`), 
 import functools
 import inspect
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 from attn.errors import BackendLoadError
@@ -88,6 +89,22 @@ def _patch_cpu_platform(platform: Any, custom: Any) -> None:
 
     get_attn_backend_cls.of_attn = True  # type: ignore[attr-defined]
     platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
+
+
+def mark_images(spans: Any, first: int, ranges: Iterable[tuple[int, int]]) -> str | None:
+    """Set the rows of one request to the range of positions that each is in. Returns why a range is not whole, or None.
+
+    spans: [n, 2] of NumPy, the request's new rows, of which the first is at position `first`. ranges: (first, last), inclusive.
+    """
+    end = first + len(spans)
+    for start, last in ranges:
+        rows = range(max(start, first), min(last + 1, end))
+        if start >= last or not rows:
+            continue
+        if last >= end:
+            return f"that ends at token {end}, within image tokens {start} to {last} (pass --disable-chunked-mm-input)"
+        spans[rows.start - first : rows.stop - first] = start, last
+    return None
 
 
 def layer_name() -> str:

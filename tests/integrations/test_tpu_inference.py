@@ -22,7 +22,7 @@ import numpy as np  # noqa: E402
 
 from attn.errors import AttnError, BackendLoadError, ShapeError, UnsupportedError  # noqa: E402
 from attn.integrations import tpu_inference as integration  # noqa: E402
-from tests.integrations import tpu_interface  # noqa: E402
+from tests.integrations import tpu_interface, tpu_models  # noqa: E402
 from tests.levels import sampled  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -52,11 +52,13 @@ def call(engine: Any) -> Any:
     not to `compute`."""
     backend = engine.create_attention_backend(integration.NAME)
 
-    def run(mesh: Any = None, cache: Any = None, batch: Any = None, compute: bool = True, **changes: Any) -> Any:
+    def run(
+        mesh: Any = None, cache: Any = None, batch: Any = None, compute: bool = True, arrays: Any = None, **changes: Any
+    ) -> Any:
         from tpu_inference.layers.common.attention_interface import attention
 
         shape = backend.get_kv_cache_shape(tpu_interface.BLOCKS, tpu_interface.PAGE, 2, 64, jnp.dtype("float32"))
-        x, kv = np.ones((4, 4, 64), np.float32), np.ones((4, 2, 64), np.float32)
+        x, kv = arrays or (np.ones((4, 4, 64), np.float32), np.ones((4, 2, 64), np.float32))
         batch = batch or tpu_interface.metadata([4], [4])[0]
         on = mesh or tpu_interface.mesh()
         step = jax.jit(lambda cache: attention(cache, x, kv, kv, batch, on, **{"attention_backend": backend, **changes}))
@@ -243,6 +245,74 @@ def test_a_vllm_layer_passes_its_soft_cap(engine: Any) -> None:
         _, got = step(np.zeros(shape, np.float32))
         want, _ = tpu_interface.reference.attention(q, k, v, causal=True, scale=0.125, logits_soft_cap=cap)
         assert abs(got - want).max() < 1e-5, cap
+
+
+def of_vllm(module: Any, window: int | None, chunk: int | None) -> Any:
+    """A layer of vLLM's models; that of Llama 4 is its `ChunkedLocalAttention`, whose attribute is the chunk."""
+    from attn.integrations._tpu_inference import AttnImpl
+
+    config = module.config
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    impl = AttnImpl(heads, module.head_dim, module.scaling, kv_heads, None, window, "auto")
+    layer = SimpleNamespace(layer_name=f"layers.{module.layer_idx}.attn", attention_chunk_size=chunk)
+    return lambda q, k, v, cache, batch, mesh: impl.forward(layer, q, k, v, cache, (batch, mesh))
+
+
+def as_a_window(module: Any, window: int | None, chunk: int | None) -> Any:
+    """The control: a chunk passed as a window, as by the engine's own backend."""
+    return of_vllm(module, chunk or window, None)
+
+
+def test_gemma3s_images_are_seen_in_both_directions(engine: Any) -> None:
+    pytest.importorskip("transformers", minversion="5.16")
+    served = tpu_models.gemma3()
+    want = tpu_models.eager(served)
+    assert tpu_models.engine(served, of_vllm) == want
+    assert tpu_models.engine(served, of_vllm, images=False) != want
+
+
+def test_llama4s_chunks_are_no_windows(engine: Any) -> None:
+    pytest.importorskip("transformers", minversion="5.16")
+    served = tpu_models.llama4()
+    want = tpu_models.eager(served)
+    assert tpu_models.engine(served, of_vllm, images=False) == want
+    assert tpu_models.engine(served, as_a_window, images=False) != want
+
+
+def test_the_engines_runner_says_where_images_are(engine: Any) -> None:
+    """A batch without images is the engine's own; groups stay groups; a step that cuts an image is an error."""
+    from tpu_inference.layers.common.attention_metadata import AttentionMetadata
+    from tpu_inference.runner.tpu_runner import TPUModelRunner
+
+    for _ in range(2):
+        integration.create()
+    assert TPUModelRunner._prepare_inputs.__wrapped__.__qualname__ == "TPUModelRunner._prepare_inputs"  # once
+    at = lambda first, new, images=True: tpu_models.batch_of(first, new, images, tpu_interface.mesh())  # noqa: E731
+    found = at([0, 5], [29, 16])
+    assert type(found).__name__ == "ImageMetadata" and (found.window_cuts, found.full_layers) == (True, True)
+    want = np.full((tpu_models.ROWS, 2), -1)
+    want[4:13], want[18:25], want[29 + 4 : 29 + 16] = (4, 12), (18, 24), (9, 20)
+    assert (np.asarray(found.spans) == want).all() and (found.seq_lens[:2] == jnp.array([29, 21])).all()
+    assert type(at([29, 21], [1, 2])) is type(at([0, 0], [29, 8], images=False)) is AttentionMetadata
+    with pytest.raises(UnsupportedError, match=r"request 1: a chunk that ends at token 12, within image tokens 9 to 20"):
+        at([0, 0], [29, 12])
+    with pytest.raises(UnsupportedError, match="a step of this form with images not supported"):
+        tpu_models.batch_of([0], [29], True, tpu_interface.mesh(), parts=11)
+
+
+def test_full_layers_of_gemma4_are_causal(call: Any) -> None:
+    """Its windows cut images; a layer without a window has none."""
+    import dataclasses
+
+    batch = tpu_models.batch_of([0, 0], [29, 8], True, tpu_interface.mesh(), model="gemma4_text")
+    assert (batch.window_cuts, batch.full_layers) == (True, False)
+    q, kv = (np.random.default_rng(0).standard_normal((tpu_models.ROWS, heads, 64), np.float32) for heads in (4, 2))
+    outs = {}
+    for window in (None, 6):
+        for spans in (batch.spans, jnp.full_like(batch.spans, -1)):
+            given = {"batch": dataclasses.replace(batch, spans=spans), "attention_chunk_size": window}
+            outs[window, spans is batch.spans] = call(**given, arrays=(q, kv))[1]
+    assert (outs[None, True] == outs[None, False]).all() and abs(outs[6, True] - outs[6, False]).max() > 0.01
 
 
 def test_a_running_vllm_layer_is_named(engine: Any) -> None:

@@ -201,6 +201,13 @@ def _image_config(kind: str) -> tuple[str, dict[str, Any]]:
             "vision_config": {"sam_config": {**sam, "window_size": 2, "global_attn_indexes": [0]}, "encoder_config": SMALL},
             "text_config": {**SMALL, **experts, "n_shared_experts": 1, "mlp_layer_types": ["dense", "sparse"]},
         }
+    if kind == "gemma3":
+        text |= {"head_dim": 64, "sliding_window": 6, "query_pre_attn_scalar": 40}
+        return "Gemma3ForConditionalGeneration", {
+            "text_config": {**text, "layer_types": ["sliding_attention", "full_attention"]},
+            "vision_config": _TOWER,
+            **{"mm_tokens_per_image": 4, "image_token_index": 63},
+        }
     experts = {"num_experts": 2, "top_k_experts": 1, "moe_intermediate_size": 16}
     text |= {**experts, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 16}
     return "DiffusionGemmaForBlockDiffusion", {
@@ -211,7 +218,7 @@ def _image_config(kind: str) -> tuple[str, dict[str, Any]]:
 
 
 def image_model(kind: str) -> Any:
-    """A tiny model of "molmo2", "pi0", "deepseek_ocr2" or "diffusion_gemma"; None if this transformers has no such model."""
+    """A tiny model of "molmo2", "pi0", "deepseek_ocr2", "gemma3" or "diffusion_gemma"; None if this transformers has none."""
     name, options = _image_config(kind)
     if not hasattr(transformers, name):
         return None

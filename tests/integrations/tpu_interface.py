@@ -23,6 +23,7 @@ MODULES = (
     f"{_COMMON}.attention_metadata",
     f"{_COMMON}.attention_interface",
     "tpu_inference.layers.vllm.backends.flash_attn",
+    "tpu_inference.runner.tpu_runner",
 )
 PAGE, BLOCKS, SLOTS, COLUMNS = 16, 24, 4, 4
 AXES = ("data", "attn_dp", "attn_dp_expert", "expert", "model", "dcp", "pcp")

@@ -1269,8 +1269,8 @@ DEFECTS = (
     Defect(
         "vllm_span_of_context",
         "integrations/_vllm.py",
-        "first = lens[r] - (starts[r + 1] - starts[r])",
-        "first = 0",
+        "mark_images(rows, lens[r] - len(rows), ranges)",
+        "mark_images(rows, 0, ranges)",
         ("integrations/test_vllm.py",),
         "Spans of a later chunk are put at the rows of the first.",
     ),
@@ -1281,6 +1281,22 @@ DEFECTS = (
         "window = (attention_chunk_size, None)",
         ("integrations/test_tpu_inference.py",),
         "A window without causality has one key too many.",
+    ),
+    Defect(
+        "tpu_inference_images_of_full_layers",
+        "integrations/_tpu_inference.py",
+        "isinstance(md, ImageMetadata) and (window is not None or md.full_layers)",
+        "isinstance(md, ImageMetadata)",
+        ("integrations/test_tpu_inference.py",),
+        "Gemma 4's full layers see images in both directions.",
+    ),
+    Defect(
+        "tpu_inference_chunk",
+        "integrations/_tpu_inference.py",
+        'chunk_size=getattr(layer, "attention_chunk_size", None)',
+        "chunk_size=None",
+        ("integrations/test_tpu_inference.py",),
+        "Llama 4's layers see keys before their chunks.",
     ),
     # serving
     Defect(
