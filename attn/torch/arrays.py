@@ -5,6 +5,7 @@ write to their inputs. A read-only NumPy array is copied, since torch has no rea
 JAX: JAX arrays support DLPack, and a tracer is recognised by its class.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,19 @@ def bits_of(tensor: torch.Tensor) -> "np.ndarray[Any, Any]":
     if host.dtype not in _CARRIED:
         return host.numpy().copy()  # type: ignore[no-any-return]
     return raw(host).numpy().view(f"u{host.itemsize}").copy()  # type: ignore[no-any-return]
+
+
+def static(tensors: Iterable[Any]) -> list[Any] | None:
+    """Return what is known of tensors beside values and addresses, hashable; None unless all are plain tensors or None."""
+    found = list[Any]()
+    for x in tensors:
+        if type(x) is torch.Tensor:
+            found += x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+        elif x is None:
+            found.append(None)
+        else:
+            return None
+    return found
 
 
 def from_foreign(x: Any, like: torch.Tensor | None = None) -> torch.Tensor:

@@ -77,6 +77,13 @@ def check_scale(name: str, value: Any, num_kv_heads: int) -> torch.Tensor:
     return scale
 
 
+def of_scale(scale: Any) -> Any:
+    """What a call depends on of a scale: its value, if the host has it."""
+    if isinstance(scale, torch.Tensor) and (scale.ndim or scale.device.type != "cpu"):
+        return scale.shape, scale.stride(), scale.dtype, scale.device, scale.requires_grad
+    return float(scale)
+
+
 def check_scale_device(backend: type[AttentionBackend], layer: Any, query: torch.Tensor) -> None:
     """Raise `DeviceError` if a layer's scales are on "meta", where their values are lost, and the query is not."""
     for name in ("_k_scale", "_v_scale"):

@@ -28,6 +28,7 @@ ARRAYS = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
 _DTYPES = (torch.int32, torch.int32, torch.int32, torch.int64)
 #: The fields of a batch that the metadata has as they are.
 _BOUNDS = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len")
+LAUNCHED_BY = (*ARRAYS, *_BOUNDS, "causal", "mask", "block_size")
 _UNCHANGED = (*_BOUNDS, "query_start_loc_cpu", "seq_lens_cpu")
 _counter = itertools.count(1)
 #: Every live batch by its `handle`, for operators of a graph. A handle is never reused.
@@ -105,7 +106,7 @@ class PagedAttentionMetadata(AttentionMetadata):
     block_size: int | None = None
 
     #: Reads the fields that launches depend on.
-    _launched_by: ClassVar = attrgetter(*ARRAYS, *_BOUNDS, "causal", "mask", "block_size")
+    _launched_by: ClassVar = attrgetter(*LAUNCHED_BY)
 
     def __post_init__(self) -> None:
         #: What `attn.torch.backends.pair` divides the batch into; empty: the layer's backend serves it whole.

@@ -848,7 +848,7 @@ DEFECTS = (
     ),
     Defect(
         "kept_launch_of_other_strides",
-        "torch/backends/_paged.py",
+        "torch/arrays.py",
         "found += x.shape, x.stride(), x.dtype,",
         "found += x.shape, x.dtype,",
         ("torch/kernels/test_kept.py",),

@@ -35,6 +35,7 @@ from attn.dtypes import PER_TOKEN_HEAD, QuantKey, kFp8StaticTensorSym
 from attn.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
 from attn.torch import kv_cache as caches
 from attn.torch.alignment import aligned
+from attn.torch.arrays import static
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder, check_device
 from attn.visibility import Visibility
 
@@ -81,13 +82,6 @@ class Known(NamedTuple):
     strides: tuple[int, ...]
     has_lse: bool
     launches: Callable[..., bool] | None
-
-
-def _of_scale(scale: Any) -> Any:
-    """What a call depends on of a scale: its value, if the host has it."""
-    if isinstance(scale, torch.Tensor) and (scale.ndim or scale.device.type != "cpu"):
-        return scale.shape, scale.stride(), scale.dtype, scale.device, scale.requires_grad
-    return float(scale)
 
 
 class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
@@ -261,17 +255,13 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
 
     def _signature(self, layer: AttentionLayer, tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Return what checks and launches of a call depend on beside its batch; None if not all of `tensors` are plain ones."""
-        found = [*self._constants(), torch.is_grad_enabled()]
-        for x in tensors:
-            if type(x) is torch.Tensor:
-                found += x.shape, x.stride(), x.dtype, x.device, x.requires_grad
-            elif x is None:
-                found.append(None)
-            else:
-                return None
+        found = static(tensors)
+        if found is None:
+            return None
+        found += *self._constants(), torch.is_grad_enabled()
         found += [None if x is None else (x.dtype, x.device, x.stride()) for x in (self.sinks, self.alibi_slopes)]
         if self._quantised:
-            found += map(_of_scale, (layer._k_scale, layer._v_scale))
+            found += map(caches.of_scale, (layer._k_scale, layer._v_scale))
             found += (getattr(layer, f"{which}_scale_float", None) for which in ("_k", "_v"))
         return tuple(found)
 

@@ -99,6 +99,25 @@ class Keeper:
         return "inside", inside[0] if inside else (0, 0)
 
 
+class Stages:
+    """The launches of a call's stages, between which there are operations of torch's."""
+
+    def __init__(self, held: Iterable[torch.Tensor | None]) -> None:
+        """held: the tensors of the batch."""
+        self._held, self._kept = tuple(held), dict[str, Kept | None]()
+
+    def __call__(self, name: str, run: Callable[[], Any], *tensors: torch.Tensor | None) -> None:
+        """Do what `run` does for `tensors`: call it the first time, repeat its launches later."""
+        if name not in self._kept:
+            with Keeper(tensors, self._held) as keeper:
+                run()
+            self._kept[name] = keeper.kept
+            return
+        kept = self._kept[name]
+        if kept is None or not kept(*[x for x in tensors if x is not None]):
+            run()
+
+
 @contextmanager
 def unkept() -> Iterator[None]:
     """Collect no launches: those that a call makes besides its own, to measure them."""

@@ -9,7 +9,7 @@ import torch
 from attn.kernels.launch import LOG2E, can_launch_early
 from attn.kernels.mla_decode import attend, merge
 from attn.kernels.mla_launch import Decode, Launches, launches_of, prefers_hopper
-from attn.torch.kernels.direct import Kind, Prepared, arch, kind_of, multiprocessors, operator
+from attn.torch.kernels.direct import Kind, Prepared, arch, kind_of, multiprocessors, operator, temporary
 from attn.torch.kernels.plan import shares
 
 
@@ -109,8 +109,8 @@ def mla_decode(
         groups = plan.shares.groups
         table = shares(query_start_loc, seq_lens, heads, rows, groups, plan.shares.items, plan.block_n)
     if states := plan.states(tokens * heads):
-        partial = out.new_empty(states * rank, dtype=torch.float32)
-        partial_lse = out.new_empty(states, dtype=torch.float32)
+        partial = temporary(out.new_empty(states * rank, dtype=torch.float32))
+        partial_lse = temporary(out.new_empty(states, dtype=torch.float32))
     lse_h = lse.stride(0) if lse is not None else 0
     if on_hopper:
         _hopper_mla().attend(

@@ -185,12 +185,13 @@ def dynamic(model):
     return (compiled(model, batch("left"), backend="eager", dynamic=True),)
 
 
-def compiled_decode(model):
+def compiled_decode(model, backend="eager", **options):
     """`generate` compiles the steps over a static cache, and the prompt's pieces."""
     torch.compiler.reset()
-    how = transformers.CompileConfig(fullgraph=True, backend="eager", mode=None)
+    how = transformers.CompileConfig(fullgraph=True, backend=backend, mode=None)
     how._compile_all_devices = True
-    return generated(model, batch("left"), cache_implementation="static", compile_config=how, prefill_chunk_size=5)
+    told = {"prefill_chunk_size": 5, **options}
+    return generated(model, batch("left"), cache_implementation="static", compile_config=how, **told)
 
 
 #: Ways in which several rows meet a cache that holds keys already.
@@ -289,6 +290,25 @@ def named(cell):
 @pytest.mark.parametrize(("way", "kind"), cells(), ids=named)
 def test_each_way_is_eagers(way, kind):
     agree(way, kind, "attn")
+
+
+@pytest.mark.parametrize("kind", ["llama", *sampled(["gemma2", "gpt_oss"], 1, "kinds compiled once")])
+def test_steps_over_a_static_cache_are_compiled_once(kind):
+    """No later token compiles again, and `attn` makes no more graphs than sdpa (gpt_oss and gemma2: eager) does."""
+
+    def graphs(implementation, tokens):
+        made = []
+
+        def backend(graph, inputs):
+            made.append(len(graph.graph.nodes))
+            return graph.forward
+
+        run(lambda model: compiled_decode(model, backend, max_new_tokens=tokens, prefill_chunk_size=None), kind, implementation)
+        return len(made)
+
+    ours = graphs("attn", 12)
+    assert 0 < ours == graphs("attn", 3)
+    assert ours <= graphs("sdpa" if kind == "llama" else "eager", 12)
 
 
 @pytest.mark.parametrize("backend", ["TORCH_SDPA", "CPU_ATTN"])

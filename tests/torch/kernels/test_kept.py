@@ -90,6 +90,29 @@ class Layer:
             found.append((name, hash_, grid, named))
         return found
 
+class MLALayer(Layer):
+    def __init__(self, lens, cache="auto", backend="TRITON_MLA", lse=False, copied=False):
+        self.cls = AttentionBackendEnum[backend].get_class()
+        self.cls.is_interpreted = staticmethod(lambda: True)
+        rank, nope, rope = 128, 16, 64
+        self.indexer = SimpleNamespace(topk_indices=torch.zeros(sum(lens[0]), 64, dtype=torch.int32))
+        self.impl = self.cls.get_impl_cls()(
+            H, rank + rope, 0.1, 1, kv_cache_dtype=cache, kv_lora_rank=rank, qk_nope_head_dim=nope, qk_rope_head_dim=rope,
+            v_head_dim=16, kv_b_proj=torch.zeros(rank, H, nope + 16, dtype=HALF),
+            indexer=self.indexer if "SPARSE" in backend else None)
+        self.impl.need_to_return_lse_for_decode = lse
+        self.scales = SimpleNamespace(_k_scale=torch.ones(()), _v_scale=torch.ones(()))
+        self.spec = KVCacheSpec(P, 1, rank + rope, "bfloat16", cache, 512)
+        self.batch, tokens = batch_of(lens), sum(lens[0])
+        self.kv_cache = caches.allocate(self.cls, self.spec, 512)
+        self.query = torch.zeros(tokens, H, nope + rope, dtype=HALF)
+        self.key, self.value = torch.zeros(tokens, rank, dtype=HALF), torch.zeros(tokens, rope, dtype=HALF)
+        if copied:  # rows that are not dense, of which the call makes a copy
+            self.key = torch.zeros(rank, tokens, dtype=HALF).T
+        self.output = torch.zeros(tokens, H, 16, dtype=HALF)
+        self.impl._parts = lambda cache: (cache, self.indexer.topk_indices)
+        self.impl.sinks = self.impl.alibi_slopes = None
+
 plain = dict(lens=DECODES)
 calls = [
     (plain, "write attention merge"),
@@ -105,8 +128,14 @@ calls = [
     (dict(lens=FEW, batch=dict(tree=True)), "write attention merge"),
     (dict(lens=FEW, batch=dict(prefix=True)), "write attention merge"),
 ]
-for options, names in calls:
-    one, other = Layer(**options), Layer(**options)
+mla = [
+    (plain, "write shares attend merge"),
+    (dict(lens=DECODES, cache="fp8", lse=True), "write shares attend merge"),
+    (dict(lens=([1] * 5, [900] * 5)), "write attend"),
+    (dict(lens=DECODES, backend="TRITON_MLA_SPARSE"), "write attend"),
+]
+for of, options, names in [(Layer, *case) for case in calls] + [(MLALayer, *case) for case in mla]:
+    one, other = of(**options), of(**options)
     metadata = one.build()
     one(metadata)
     assert used, options
@@ -165,6 +194,10 @@ for change, error in ((lambda x: x.float(), DTypeError), (lambda x: x.requires_g
 # launches that another thread repeats at the time are made anew, and measured ones are not kept
 one, metadata = Layer(**plain), Layer(**plain).build()
 one(metadata)
+copies = MLALayer(**plain, copied=True)
+batch = copies.build()
+copies(batch)
+assert [name for name, *_ in copies(batch)] == "write shares attend merge".split() and len(used) == 1
 known, = metadata.calls().values()
 steps = known.launches._idle.pop()
 one(metadata)

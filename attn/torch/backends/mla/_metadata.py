@@ -10,7 +10,8 @@ by index. Lengths are needed on the host only for batches with a query longer th
 import functools
 import itertools
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +19,13 @@ import torch
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.mla.common import dcp_row_limits
 from attn.backends.mla.prefill.abstract import MLAContextChunk, MLAPrefillMetadata
-from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder, exportable, put_together
+from attn.torch.metadata import (
+    LAUNCHED_BY,
+    PagedAttentionMetadata,
+    PagedAttentionMetadataBuilder,
+    exportable,
+    put_together,
+)
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -60,6 +67,10 @@ class MLADecodeMetadata:
         """Whether one request is much longer than the others, or the lengths are not on the host: keys are cut by a plan."""
         lens = self.seq_lens_cpu
         return lens is None or (len(lens) > 1 and bool(lens.max() > 1.5 * lens.mean()))
+
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """The tensors on the device, the rows excepted."""
+        return self.query_start_loc, self.seq_lens, self.block_table, self.limits
 
     def host_lens(self) -> "tuple[IntArray, IntArray]":
         """Return (query_start_loc, seq_lens) on the host; without host copies this waits for the device."""
@@ -254,6 +265,8 @@ class MLACommonMetadata(PagedAttentionMetadata):
     decode: MLADecodeMetadata | None = None
     short: MLADecodeMetadata | None = None
     prefill: MLAPrefillBatch | None = None
+
+    _launched_by: ClassVar = attrgetter(*LAUNCHED_BY, "decode", "short", "prefill")
 
 
 class MLACommonMetadataBuilder(PagedAttentionMetadataBuilder):

@@ -38,6 +38,7 @@ from attn.capabilities import Device, Feature
 from attn.errors import DeviceError, ShapeError, UnsupportedError
 from attn.imports import installed
 from attn.torch import kv_cache as caches
+from attn.torch.arrays import static
 from attn.torch.backends.mla import _rows
 from attn.torch.backends.mla._metadata import (
     MLACommonMetadata,
@@ -61,13 +62,15 @@ class DecodeCall(NamedTuple):
 
     layer: provides `_k_scale` of an fp8 cache. q: [Td, H, L + Dr] in the activations' dtype, contiguous: q[..., :L] is
     absorbed, q[..., L:] rotary. kv_cache: [N, P, width]. meta: the batch's decodes; row i of a request sees its first
-    seq_len - q_len + i + 1 keys, or the number given by `meta.limits`.
+    seq_len - q_len + i + 1 keys, or the number given by `meta.limits`. stages: keeps launches for calls like this one
+    (`attn.torch.kernels.kept.Stages`), or None.
     """
 
     layer: AttentionLayer
     q: torch.Tensor
     kv_cache: torch.Tensor
     meta: MLADecodeMetadata
+    stages: Any = None
 
 
 class MLACommonBackend(MLABackend):
@@ -156,6 +159,10 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         """
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError(f"{self.backend.get_name()}: {Feature.OUTPUT_SCALE.value} not supported")
+        signature, stages, calls = None, None, dict[Any, Any]()
+        if isinstance(attn_metadata, MLACommonMetadata) and not torch.compiler.is_compiling():
+            signature = self._signature(layer, (hidden_states_or_cq, kv_c_normed, k_pe, kv_cache, output))
+            calls = attn_metadata.calls()
         query = self._shaped("query", hidden_states_or_cq, (self.num_heads, self.qk_head_dim))
         new = self._new_rows(kv_c_normed, k_pe)
         shape = (query.shape[0], self.num_heads, self.v_head_dim)
@@ -163,7 +170,8 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         if attn_metadata is None:
             out.zero_()
             return out if output is None else output
-        self._check_call(layer, query, new, kv_cache, attn_metadata)
+        if signature not in calls:
+            self._check_call(layer, query, new, kv_cache, attn_metadata)
         if self._absorbed != (query.dtype, query.device):
             self._absorb_for(query)
         query = fold_sign(query, self.signed_scale)
@@ -171,17 +179,26 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         if self.need_to_return_lse_for_decode:
             lse = query.new_empty(self.num_heads, query.shape[0], dtype=torch.promote_types(query.dtype, torch.float32))
         decode, absorbed = attn_metadata.decode, None
+        if signature is not None:
+            if signature not in calls:
+                calls[signature] = self._stages(attn_metadata)
+            stages = calls[signature]
         if decode is not None and decode.num_tokens and not self.batch_invariant:
             own = rows_of(query, decode.rows)
             absorbed = own, own.new_empty(own.shape[0], self.num_heads, self.head_size)
         if new is not None:
             slots, tokens = attn_metadata.slot_mapping, attn_metadata.num_actual_tokens
-            self.do_kv_cache_update(layer, *new, kv_cache, slots if len(slots) == tokens else slots[:tokens], absorbed)
+            slots = slots if slots.shape[0] == tokens else slots[:tokens]
+            write = functools.partial(self.do_kv_cache_update, layer, *new, kv_cache, slots, absorbed)
+            if stages is None:
+                write()
+            else:
+                stages("write", write, *new, kv_cache, *(absorbed or ()), self._scale(layer, kv_cache)[0])
         elif absorbed is not None:
             self._copy_rotary(*absorbed)
         if decode is not None and absorbed is not None:
             self._absorb(*absorbed)
-            self._run_decode(DecodeCall(layer, absorbed[1], kv_cache, decode), out, lse)
+            self._run_decode(DecodeCall(layer, absorbed[1], kv_cache, decode, stages), out, lse)
         elif decode is not None and decode.num_tokens:
             # products of all tokens would depend on how many there are
             self._run_parts(layer, query, kv_cache, decode.parts(1), out, lse)
@@ -196,6 +213,24 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
             _clear(attn_metadata.prefill.empty, out, lse)
         result = out if output is None else output
         return result if lse is None else (result, lse)
+
+    def _stages(self, attn_metadata: MLACommonMetadata) -> Any:
+        """Return what keeps the launches of calls with one signature over a batch, or None."""
+        return None
+
+    def _signature(self, layer: AttentionLayer, tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Return what checks and launches of a call depend on beside its batch; None if not all of `tensors` are plain ones."""
+        found = static(tensors)
+        if found is None:
+            return None
+        found += (
+            type(self), torch.is_grad_enabled(), self.num_heads, self.kv_lora_rank, self.qk_nope_head_dim, self.v_head_dim,
+            self.qk_rope_head_dim, self.signed_scale, self.kv_cache_dtype, self.batch_invariant,
+            self.need_to_return_lse_for_decode, getattr(self, "fixed_split_size", 0),
+        )  # fmt: skip
+        if self._has_scale:
+            found.append(caches.of_scale(layer._k_scale))
+        return tuple(found)
 
     def do_kv_cache_update(
         self,

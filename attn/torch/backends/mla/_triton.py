@@ -5,10 +5,12 @@ from typing import Any
 
 import torch
 
+from attn import envs
 from attn.backends.abstract import KVCacheSpec
 from attn.capabilities import Capabilities, Device, MultipleOf, Request
 from attn.kernels.memory import latent_reason
 from attn.torch.backends.mla import _rows
+from attn.torch.backends.mla._metadata import MLACommonMetadata
 from attn.torch.backends.mla._mla import DecodeCall, MLACommonImpl
 
 
@@ -60,7 +62,8 @@ def decode(
     out = q.new_empty(tokens, heads, impl.kv_lora_rank)
     lse = q.new_empty(heads, tokens, dtype=torch.float32) if impl.need_to_return_lse_for_decode else None
     k_scale, k_factor = impl._scale(call.layer, call.kv_cache)
-    _kernel()(
+    launch = functools.partial(
+        _kernel(),
         out,
         lse,
         q,
@@ -79,4 +82,19 @@ def decode(
         fixed_split=fixed_split,
         uneven=meta.uneven,
     )
+    if call.stages is None:
+        launch()
+    else:
+        listed = None if indices is None else (indices.shape, indices.stride())
+        call.stages(("decode", listed), launch, out, lse, q, call.kv_cache, indices, k_scale)
     return out, lse
+
+
+def stages(attn_metadata: MLACommonMetadata) -> Any:
+    """Return what keeps the launches of a batch's writes and decodes for calls like the first; None with ATTN_DEBUG=device."""
+    from attn.torch.kernels.kept import Stages
+
+    if envs.debug("device"):
+        return None
+    decode = attn_metadata.decode
+    return Stages([*attn_metadata.tensors(), *(() if decode is None else decode.tensors())])

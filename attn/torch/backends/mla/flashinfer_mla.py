@@ -52,7 +52,7 @@ class FlashInferMLABackend(MLACommonBackend):
 
 class FlashInferMLAImpl(UniformMLAImpl, backend=FlashInferMLABackend):
     def _decode(self, call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
-        _, q, kv_cache, meta = call
+        q, kv_cache, meta = call.q, call.kv_cache, call.meta
         if arch_of(q.device).startswith("sm_10"):
             return super()._decode(call)
         rank, stored, scales = self.kv_lora_rank, 1.0, {}

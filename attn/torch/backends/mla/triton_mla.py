@@ -13,7 +13,7 @@ from attn.capabilities import Device, Feature, Request
 from attn.torch.backends import _hopper
 from attn.torch.backends._triton import TritonPagedBackend
 from attn.torch.backends.mla import _triton
-from attn.torch.backends.mla._metadata import MLACommonMetadataBuilder
+from attn.torch.backends.mla._metadata import MLACommonMetadata, MLACommonMetadataBuilder
 from attn.torch.backends.mla._mla import DecodeCall, MLACommonBackend, MLACommonImpl
 from attn.torch.interpreter import judged_on, prepare
 
@@ -63,6 +63,9 @@ class TritonMLAImpl(MLACommonImpl, backend=TritonMLABackend):
 
     def _writes_by_kernel(self, kv_cache: torch.Tensor) -> bool:
         return True  # interpreted on a CPU, as the decode is
+
+    def _stages(self, attn_metadata: MLACommonMetadata) -> Any:
+        return _triton.stages(attn_metadata)
 
     def _decode(self, call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor | None]:
         return _triton.decode(self, call, None, self.fixed_split_size)

@@ -12,6 +12,7 @@ from attn.capabilities import Device, Feature, Request
 from attn.torch.backends import _hopper
 from attn.torch.backends._triton import TritonPagedBackend
 from attn.torch.backends.mla import _triton
+from attn.torch.backends.mla._metadata import MLACommonMetadata
 from attn.torch.backends.mla._mla import DecodeCall
 from attn.torch.backends.mla._sparse import SparseMLABackend, SparseMLAImpl
 from attn.torch.interpreter import judged_on, prepare
@@ -41,6 +42,9 @@ class TritonMLASparseImpl(SparseMLAImpl, backend=TritonMLASparseBackend):
 
     def _writes_by_kernel(self, kv_cache: torch.Tensor) -> bool:
         return True  # interpreted on a CPU, as the decode is
+
+    def _stages(self, attn_metadata: MLACommonMetadata) -> Any:
+        return _triton.stages(attn_metadata)
 
     def _decode(self, call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor | None]:
         return _triton.decode(self, call, self._indices(call), self.fixed_split_size)
