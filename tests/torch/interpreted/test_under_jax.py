@@ -9,6 +9,7 @@ import dataclasses
 import importlib
 import importlib.util
 import os
+import threading
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning"),
 ]
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+#: XLA runs callbacks that do not depend on one another in several threads; the interpreter has one grid.
+_ONE = threading.Lock()
 _BITS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
@@ -70,7 +73,8 @@ def _launch(kernel: Any, arch: str, grid: Any, arguments: Any, writes: Any, **ty
     def run(*values: Any) -> tuple[Any, ...]:
         kinds = {name: types.get(name, array.dtype.name) for name, array in arrays.items()}
         tensors = {name: _tensor(value, kinds[name]) for name, value in zip(arrays, values, strict=True)}
-        kernel[grid](**{**given, **tensors})
+        with _ONE:
+            kernel[grid](**{**given, **tensors})
         return tuple(_array(tensors[name], arrays[name].dtype) for name in writes)
 
     results = [jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in writes]
