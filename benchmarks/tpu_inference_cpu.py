@@ -230,10 +230,6 @@ def run_engine(place: Path) -> Iterator[Row]:
 
 def run_interface() -> Iterator[Row]:
     from attn.integrations import tpu_inference as integration
-
-    theirs = types.ModuleType("tests")  # tpu-inference's wheel has a package of this name
-    theirs.__path__ = [str(ROOT / "tests")]
-    sys.modules["tests"] = theirs
     from tests.integrations import tpu_interface
 
     found = tpu_interface.drift()
@@ -245,6 +241,56 @@ def run_interface() -> Iterator[Row]:
             held = difference <= allowed < control
             yield row(f"layer, {ours}: {what}", held, f"difference {difference:.1e} (control {control:.1e})")
     del os.environ["ATTN_BACKEND"]
+
+
+def run_models() -> Iterator[Row]:
+    """Tiny Gemma 3 with images and Llama 4, whose attention is the engine's layer for vLLM's models: greedy text against
+    transformers' eager, by `attn` and, as a control, by the references of the engine's own kernels."""
+    import torch
+    import torchax
+    from torchax.interop import jax_view, torch_view
+    from tpu_inference.layers.common.attention_backend import create_attention_backend
+    from tpu_inference.layers.vllm.backends.flash_attn import PallasAttentionBackendImpl
+    from tpu_inference.models.vllm import vllm_model_wrapper_context as contexts
+
+    from attn.integrations import tpu_inference as integration
+    from attn.integrations._tpu_inference import AttnImpl
+    from tests.integrations import tpu_models
+
+    integration.register()
+    register_reference()
+
+    class Own(PallasAttentionBackendImpl):
+        attention_backend = REFERENCE
+
+    def of(impl_cls: Any) -> Any:
+        def layer(module: Any, window: int | None, chunk: int | None) -> Any:
+            config, name = module.config, f"model.layers.{module.layer_idx}.self_attn.attn"
+            heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+            impl = impl_cls(heads, module.head_dim, module.scaling, kv_heads, None, window, "auto")
+            of_vllm = types.SimpleNamespace(layer_name=name, attention_chunk_size=chunk)
+
+            def call(q: Any, k: Any, v: Any, cache: Any, batch: Any, mesh: Any) -> Any:
+                known = {"kv_caches": [cache], "mesh": mesh, "layer_name_to_kvcache_index": {name: 0}}
+                with torchax.default_env(), contexts.set_vllm_model_wrapper_context(**known, shared_attn_metadata=batch):
+                    out = impl.forward(of_vllm, *map(torch_view, (q, k, v)), torch.empty(0), batch)
+                    caches = contexts.get_vllm_model_wrapper_context().kv_caches
+                return caches[0], jax_view(out).reshape(q.shape)
+
+            return call
+
+        return layer
+
+    for name in ("gemma3", "llama4"):
+        served, images = getattr(tpu_models, name)(), name == "gemma3"
+        wanted = tpu_models.eager(served)
+        for what, layer, backend in (("attn", of(AttnImpl), None), ("its own", of(Own), create_attention_backend("rpa"))):
+            found = tpu_models.engine(served, layer, images, backend)
+            equal = sum(a == b for own, want in zip(found, wanted, strict=True) for a, b in zip(own, want, strict=True))
+            total = sum(map(len, wanted))
+            yield row(
+                f"{name}, {what}: eager's tokens", (equal == total) == (what == "attn"), f"{equal} of {total} tokens equal"
+            )
 
 
 def run_own_tests(folder: Path) -> Iterator[Row]:
@@ -281,7 +327,7 @@ def pytest_row(what: str, folder: Path, arguments: list[Any], environ: dict[str,
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--tests", type=Path, help="folder with tpu-inference's tests")
-    parser.add_argument("--only", choices=("interface", "tests", "engine"), help="one group of checks")
+    parser.add_argument("--only", choices=("interface", "models", "tests", "engine"), help="one group of checks")
     parser.add_argument("--record", type=Path, help="also write the table as JSON")
     parser.add_argument("--engine", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -291,10 +337,14 @@ def main() -> int:
         return 0
     if args.tests and not (args.tests / "tests/layers/common").is_dir():
         parser.error(f"--tests {args.tests}: contains no tests/layers/common; unzip tpu-inference's wheel")
+    ours = types.ModuleType("tests")  # tpu-inference's wheel has a package of this name
+    ours.__path__ = [str(ROOT / "tests")]
+    sys.modules["tests"] = ours
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         groups: dict[str, Callable[[], Iterator[Row]]] = {
             "interface": run_interface,
+            "models": run_models,
             "engine": lambda: run_engine(Path(folder)),
         }
         if args.tests:

@@ -106,11 +106,11 @@ def batch_of(first: list[int], new: list[int], images: bool, mesh: Any, model: s
 
 
 @torch.no_grad()
-def engine(served: Model, layer: Any, images: bool = True) -> list[list[int]]:
+def engine(served: Model, layer: Any, images: bool = True, backend: Any = None) -> list[list[int]]:
     """Greedy tokens with the engine's call: prompts in two steps, then both requests decode in one batch.
 
     layer: (module, its window, its chunk) -> function (q, k, v, cache, batch, mesh) -> (cache, output). images: whether the
-    runner says where images are.
+    runner says where images are. backend: whose cache it is, if not this library's.
     """
     model, mesh, caches, batch = served.model, tpu_interface.mesh(), {}, None
 
@@ -121,7 +121,7 @@ def engine(served: Model, layer: Any, images: bool = True) -> list[list[int]]:
                 layer(module, more.get("sliding_window"), served.chunk(module)), static_argnums=5
             )
         if index not in caches:
-            shape = integration.create().get_kv_cache_shape(
+            shape = (backend or integration.create()).get_kv_cache_shape(
                 tpu_interface.BLOCKS, tpu_interface.PAGE, key.shape[1], key.shape[3], jnp.dtype("float32")
             )
             caches[index] = jnp.zeros(shape)

@@ -91,11 +91,13 @@ def mask(
     [B, T'] is below the number of keys, the rest are unused slots of a static cache.
 
     Chunks, and blocks of tokens that see each other, are described as well (docs/semantics.md §18), by an empty mask
-    [B, 1, 0, T']: models take one with four dimensions as it is, and it fails where the description is lost.
+    [B, 1, 0, T']: models take one with four dimensions as it is, and it fails where the description is lost. Over a static
+    cache the mask is also materialised, because it may enter a graph.
 
-    A mask is materialised, [B, 1, S, T], if the pattern is unknown, if transformers requires it (`allow_..._skip=False`), and
-    over a cache that has dropped keys (`kv_offset`): `generate` makes the masks of some models before the call, and the model
-    then reads a two-dimensional one as the padding of all tokens so far. If the pattern is known, it is described all the same.
+    A mask is materialised, [B, 1, S, T], if the pattern is unknown, if transformers requires it (`allow_..._skip=False`), in a
+    graph unless it is causality among the rows alone, and over a cache that has dropped keys (`kv_offset`): `generate` makes
+    the masks of some models before the call, and the model then reads a two-dimensional one as the padding of all tokens so
+    far. If the pattern is known, it is described all the same.
 
     Raises `UnsupportedError` for a model whose layers would add the mask to scores of their own instead of calling `"attn"`.
     """
@@ -115,9 +117,11 @@ def mask(
     options = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, "use_vmap": use_vmap, "device": device}
     draw = functools.partial(make, *arguments, **options)
     if isinstance(q_offset, torch.Tensor) or torch.compiler.is_compiling():
-        return draw()  # type: ignore[no-any-return]
+        of_rows = attention_mask is None and not isinstance(q_offset, torch.Tensor) and q_length == kv_length
+        plain = of_rows and q_offset == kv_offset and mask_function is causal_mask_function
+        return None if plain and allow_is_causal_skip else draw()
     pattern, end = translated(mask_function), q_offset + q_length - kv_offset  # keys up to the last row's
-    if pattern is None or end > kv_length or (end < kv_length and (kv_offset or pattern.reaches)):
+    if pattern is None or end > kv_length or (end < kv_length and kv_offset):
         return draw()  # type: ignore[no-any-return]
     causal = pattern.layer.causal
     end = end if causal else kv_length
@@ -127,7 +131,8 @@ def mask(
     if pattern.reaches:
         if not _reached(described, pattern, q_offset, kv_offset):
             return draw()  # type: ignore[no-any-return]
-        result: Any = described.present.new_empty(batch_size, 1, 0, end)
+        # a static cache's mask may enter a graph, which sees no description
+        result: Any = draw() if end < kv_length else described.present.new_empty(batch_size, 1, 0, end)
         described.draw = draw
     else:
         skip = allow_is_causal_skip if causal else allow_is_bidirectional_skip

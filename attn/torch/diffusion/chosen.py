@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +17,13 @@ from attn.diffusion.selector import ENV_VAR, make_diffusion_request, select_diff
 from attn.selection.platforms import platform_for
 from attn.torch.platforms import rows_that_decide
 
-#: Implementations by their description: a graph can contain the string and look it up, but not a selection.
-_impls: dict[str, Any] = {}
-_choices: dict[tuple[Any, ...], str] = {}  # keys of `_impls`
+
+class _Impls:
+    """Implementations by their description: a graph can contain the string and look it up, but not a selection. They are
+    attributes, because a graph that has read a dict while it was traced does not see what is added to it."""
+
+
+_choices: dict[tuple[Any, ...], str] = {}  # names in `_Impls`
 _MOST = 256  #: choices to keep
 _WHY_NOT_CALL = DiffusionAttentionBackend.why_not_call.__func__  # type: ignore[attr-defined]
 
@@ -96,7 +101,7 @@ def properties_of(
 def impl_for(call: CallProperties) -> Any:
     """Return the implementation for a call in the current environment and registries. The choice is logged once; a graph keeps
     the choice made while it was traced. Raises `UnsupportedError` with all reasons."""
-    return _impls[_description(*(call.constant() if torch.compiler.is_compiling() else call))]
+    return getattr(_Impls, _description(*(call.constant() if torch.compiler.is_compiling() else call)))
 
 
 def known(number: Any) -> Any:
@@ -136,7 +141,7 @@ def _limits(registries: int) -> tuple[int, int]:
 
 
 def _choose(call: CallProperties) -> str:
-    """Choose and build an implementation; return its key in `_impls`."""
+    """Choose and build an implementation; return its name in `_Impls`."""
     budget = call.error_budget
     if call.backend is not None:  # requested by name, which accepts its error
         budget = max(budget, getattr(DiffusionAttentionBackendEnum[call.backend].get_class(), "error", 0.0))
@@ -155,6 +160,6 @@ def _choose(call: CallProperties) -> str:
     platform = platform_for("torch", "cpu" if call.device_type == "cpu" else None)
     backend = select_diffusion(request, backend=call.backend, framework="torch", platform=platform).require()
     arguments = (call.num_heads, call.head_size, call.scale, call.causal, call.num_kv_heads)
-    description = f"{backend.__module__}:{backend.__qualname__}{arguments}"
-    _impls[description] = backend.get_impl_cls()(*arguments)
+    description = re.sub(r"\W", "_", f"{backend.__module__}:{backend.__qualname__}{arguments}")
+    setattr(_Impls, description, backend.get_impl_cls()(*arguments))
     return description

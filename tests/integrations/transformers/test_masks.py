@@ -449,6 +449,46 @@ def test_block_diffusion_with_a_causal_decoder(padding, monkeypatch):
     assert (found_by(model, run, ["attn"])[0] - want).abs().max() > 0.01
 
 
+@pytest.mark.parametrize("padding", ["none", "left"])
+def test_a_static_caches_prompt_has_spans(padding, monkeypatch):
+    """Its mask is materialised for a graph, and described for kernels."""
+    inputs, model = batch(padding), image_model("gemma3")
+    inputs["input_ids"] = inputs["input_ids"].clamp(max=59)
+    more = {"token_type_ids": KINDS, "cache_implementation": "static", "disable_compile": True, "max_new_tokens": 3}
+
+    def run(model):
+        out = model.generate(**inputs, **more, do_sample=False, output_logits=True, return_dict_in_generate=True)
+        return torch.stack(out.logits)
+
+    spans, pack = [], dispatch.pack
+    monkeypatch.setattr(dispatch, "by_formula", None)
+    monkeypatch.setattr(dispatch, "pack", lambda call: (spans.append(call.seen.batch.spans), pack(call))[1])
+    want, got = found_by(model, run)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert len([x for x in spans if x is not None]) == 2  # both layers of the prompt
+    without_spans(monkeypatch)
+    assert (found_by(model, run, ["attn"])[0] - want).abs().max() > 0.001
+
+
+def test_a_graph_without_padding_has_no_mask():
+    """Causality among the rows alone is known when a graph is traced; padding is not."""
+    model, inputs, graphs = decoder("llama"), batch("left"), []
+
+    def kept(graph, example_inputs):
+        graphs.append(graph.code)
+        return graph
+
+    for padded in (False, True):
+        given = inputs if padded else {"input_ids": inputs["input_ids"]}
+        want = found_by(model, lambda model, given=given: model(**given).logits)[1]
+        torch._dynamo.reset()
+        with torch.no_grad():
+            got = torch.compile(model, backend=kept, fullgraph=True)(**given).logits
+        live = inputs["attention_mask"].bool() if padded else slice(None)
+        torch.testing.assert_close(got[live], want[live], rtol=1e-4, atol=1e-4)
+        assert ("attn_mask = None, is_causal = True" in graphs[-1]) != padded
+
+
 def test_gradients_and_weights_under_spans_are_eagers():
     attn_transformers.register()
     model, inputs = image_text("gemma3"), batch("left")
