@@ -43,6 +43,15 @@ dnn_version_info { major: 9 minor: 10 patch: 4 }
 """
 
 
+def needs_plugin() -> None:
+    """Skip a test that compiles for a GPU that is not present, where jaxlib's plugin for NVIDIA GPUs is not."""
+    from attn.jax.kernels.gpu.launch import why_not
+
+    folders = [*map(str, PLACES), *sys.path]
+    if why_not() or not any((Path(place) / "jax_plugins" / "xla_cuda13").is_dir() for place in folders):
+        pytest.skip(f"needs jaxlib's plugin for NVIDIA GPUs (make test-newest) {why_not()}")
+
+
 def output(script: str, cache: Path, **variables: str) -> str:
     """Return what a Python process prints that runs `script` with Triton. cache: a folder for what it compiles."""
     path = [str(ROOT), os.environ.get("PYTHONPATH", ""), *([] if WITH_TRITON else [str(PLACES[0])])]

@@ -1,7 +1,8 @@
 """`attn.jax.dot_product_attention`: `jax.nn.dot_product_attention` with a chosen backend, and flax's `attention_fn`.
 
 The diffusion registry chooses: on a TPU this package's Pallas flash kernel for what it supports (causal square attention,
-windows, key lengths; no bias, no mask array), cuDNN on a GPU, else XLA. The last two are `jax.nn`'s own implementations.
+windows, key lengths; no bias, no mask array), cuDNN or this package's Triton kernels on a GPU, else XLA. cuDNN and XLA are
+`jax.nn`'s own implementations, and compute gradients of calls that the Triton kernels compute.
 """
 
 import math
@@ -17,9 +18,11 @@ from attn.capabilities import Feature
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.diffusion.selector import make_diffusion_request, select_diffusion
 from attn.errors import DTypeError, ShapeError, UnsupportedError
+from attn.kernels.paged_launch import Layer
 from attn.visibility import LayerMask, Visibility, Window
 
 _LENGTHS = ("query_seq_lengths", "key_value_seq_lengths")
+_TRITON = "TRITON_ATTN_JAX"
 _OF_JAX = {"CUDNN": "cudnn", "XLA_ATTN": "xla"}  #: backends that are implementations of `jax.nn.dot_product_attention`
 
 
@@ -74,12 +77,18 @@ def dot_product_attention(
     if implementation is None and backend is None and 0 in query.shape[-2:]:
         implementation = "xla"  # no backend is asked for no heads
     how = implementation or _chosen(call, backend)
+    if how == _TRITON and (why := call.why_not_triton()):
+        if backend is not None:
+            raise UnsupportedError(f"{_TRITON}: {why}", [why])
+        how = _other(call)
     if how == "PALLAS":
         out, lse = _pallas(call)
+    elif how == _TRITON:
+        out, lse = _triton(call)
     elif how in ("xla", "cudnn"):
         out, lse = _of_jax(call, how)
     else:
-        raise UnsupportedError(f"{how}: dot_product_attention supports only PALLAS, CUDNN and XLA_ATTN")
+        raise UnsupportedError(f"{how}: dot_product_attention supports only PALLAS, {_TRITON}, CUDNN and XLA_ATTN")
     if call.query_lens is not None:
         real = jnp.arange(query.shape[1])[None, :, None] < call.query_lens[:, None, None]
         out, lse = jnp.where(real[..., None], out, 0), jnp.where(real, lse, -jnp.inf)
@@ -119,6 +128,16 @@ class _Call(NamedTuple):
         aligned = self.query.shape[1] == self.key.shape[1] or self.visible == LayerMask(causal=False)
         return self.bias is not None or self.mask is not None or not aligned
 
+    def why_not_triton(self) -> str:
+        """Why the Triton kernels do not compute the call; "" if they do."""
+        if self.key_lens is not None and self.visible != LayerMask(causal=False):
+            return "key_value_seq_lengths with causality or a window is not supported"
+        if isinstance(self.scale, jax.core.Tracer):
+            return "scale is traced (must be a number: it is part of the program)"
+        if not all(isinstance(n, int) for x in self[:3] for n in x.shape):
+            return "shapes are symbolic (must be known: kernels are compiled for them)"
+        return ""
+
     def seen(self) -> jax.Array:
         """The rows that see a key: bool [B, T, N]."""
         batch, rows, heads, _ = self.query.shape
@@ -131,14 +150,17 @@ class _Call(NamedTuple):
         return jnp.swapaxes(jnp.broadcast_to(allowed.any(-1), (batch, heads, rows)), 1, 2)
 
 
-def _chosen(call: _Call, backend: DiffusionAttentionBackendEnum | str | None) -> str | None:
-    """Return the backend's name, or that of jax's implementation. Raises `UnsupportedError` with every reason."""
+def _chosen(call: _Call, backend: DiffusionAttentionBackendEnum | str | None, *features: Feature) -> str | None:
+    """Return the backend's name, or that of jax's implementation. Raises `UnsupportedError` with every reason.
+
+    features: asked for beside those that the call needs.
+    """
     request = make_diffusion_request(
         call.query.shape[-1],
         call.query.dtype,
         num_heads=call.query.shape[2],
         num_kv_heads=call.key.shape[2],
-        features=[Feature.BACKWARD, *([Feature.MASK] if call.needs_mask else [])],
+        features=[Feature.BACKWARD, *([Feature.MASK] if call.needs_mask else []), *features],
     )
     chosen = select_diffusion(request, backend=backend, framework="jax")
     chosen.require()
@@ -151,6 +173,28 @@ def _pallas(call: _Call) -> tuple[jax.Array, jax.Array]:
     rules: dict[str, Any] = {"causal": call.visible.causal, "sliding_window": call.visible.window, "scale": call.scale}
     out, lse = flash_attention(call.query, call.key, call.value, kv_lens=call.key_lens, return_lse=True, **rules)
     return out, jnp.swapaxes(lse, 1, 2)
+
+
+def _other(call: _Call) -> str:
+    """Return the implementation of jax that computes the call, or its gradients, where the Triton kernels do not."""
+    how = _chosen(call, None, Feature.MASK)  # which those have not
+    assert how in ("xla", "cudnn")
+    return how
+
+
+def _triton(call: _Call) -> tuple[jax.Array, jax.Array]:
+    from attn.jax.kernels.gpu.dense_attention import dense_attention, differentiable
+
+    (causal, (left, right), *_), size = call.visible, call.query.shape[-1]
+    scale = size**-0.5 if call.scale is None else float(call.scale)
+    layer = Layer(scale, left=left, right=0 if causal else right)
+
+    def others(query: jax.Array, key: jax.Array, value: jax.Array, lens: jax.Array | None) -> Any:
+        return _of_jax(call._replace(query=query, key=key, value=value, key_lens=lens), _other(call))
+
+    made = differentiable(lambda query, key, value, lens: dense_attention(query, key, value, lens, layer), others)
+    out, lse = made(call.query, call.key, call.value, call.key_lens)
+    return out, lse
 
 
 def _of_jax(call: _Call, how: str) -> tuple[jax.Array, jax.Array]:

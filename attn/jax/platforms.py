@@ -72,7 +72,7 @@ class JaxPlatform(Platform):
 
     def diffusion_priorities(self, request: Request, device: Device) -> tuple[str, ...]:
         # PALLAS is for TPUs. On a CPU it would be interpreted, so XLA_ATTN comes first there
-        return ("PALLAS", "XLA_ATTN") if self.name == "tpu" else ("CUDNN", "XLA_ATTN", "PALLAS")
+        return ("PALLAS", "XLA_ATTN") if self.name == "tpu" else ("CUDNN", "TRITON_ATTN_JAX", "XLA_ATTN", "PALLAS")
 
     def priorities(self, request: Request, device: Device) -> tuple[str, ...]:
         if {Feature.MLA, Feature.SPARSE_MLA} & request.features:

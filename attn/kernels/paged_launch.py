@@ -37,14 +37,14 @@ class Layer(NamedTuple):
     """A layer's rules: see `attn.torch.kernels.paged_attention`."""
 
     scale: float
-    soft_cap: float
-    left: int | None
-    right: int | None
-    tree_right: int | None
-    chunk_size: int | None
-    span_window: bool
-    fixed_split: int
-    sparse: tuple[int, ...] | None
+    soft_cap: float = 0.0
+    left: int | None = None
+    right: int | None = None
+    tree_right: int | None = None
+    chunk_size: int | None = None
+    span_window: bool = False
+    fixed_split: int = 0
+    sparse: tuple[int, ...] | None = None
 
     def factor(self, k_factor: float) -> float:
         """What scores are multiplied by: in base 2, or before a soft cap."""

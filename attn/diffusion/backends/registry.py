@@ -40,6 +40,7 @@ class DiffusionAttentionBackendEnum(
     TRITON_ATTN = "attn.torch.diffusion.backends.triton_attn.TritonAttentionBackend"
     TRITON_INT8_ATTN = "attn.torch.diffusion.backends.triton_int8_attn.TritonInt8AttentionBackend"
     PALLAS = "attn.jax.diffusion.backends.pallas.PallasAttentionBackend"
+    TRITON_ATTN_JAX = "attn.jax.diffusion.backends.triton_attn.TritonAttentionBackend"
     CUDNN = "attn.jax.diffusion.backends.cudnn.CuDNNAttentionBackend"
     XLA_ATTN = "attn.jax.diffusion.backends.xla_attn.XLAAttentionBackend"
     # Placeholder for third-party/custom backends - must be registered before use

@@ -14,9 +14,8 @@ from attn.backends.paged import PagedCall
 from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, MultipleOf, Request
 from attn.jax import kv_cache as caches
 from attn.jax.backends._paged import FEATURES, PagedAttentionBackend, PagedAttentionImpl
-from attn.jax.kernels.gpu.launch import why_not
+from attn.jax.kernels.gpu.launch import reasons
 from attn.kernels.launch import FIXED_SPLIT
-from attn.kernels.memory import group_reason
 from attn.kernels.paged_launch import Layer
 
 
@@ -38,9 +37,7 @@ class TritonAttentionBackend(PagedAttentionBackend):
 
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
-        here = device is not None and device.platform == "gpu"
-        reasons = group_reason(device.arch if device else "", request), why_not() if here else ""
-        return super().why_not(request, device) + [reason for reason in reasons if reason]
+        return super().why_not(request, device) + reasons(request, device)
 
 
 class TritonAttentionImpl(PagedAttentionImpl, backend=TritonAttentionBackend):

@@ -1,4 +1,4 @@
-"""The conformance suite on TRITON_ATTN_JAX and TRITON_MLA_JAX, their kernels in Triton's interpreter, in a process that
+"""The conformance suites on TRITON_ATTN_JAX and TRITON_MLA_JAX, their kernels in Triton's interpreter, in a process that
 tests/torch/test_interpreted.py starts.
 
 XLA's custom call is replaced by a callback of the host that gives the kernel tensors of torch. The rest is the backend's own:
@@ -22,7 +22,9 @@ import jax.numpy as jnp
 from attn import reference
 from attn.jax.backends.mla.triton_mla import TritonMLABackend, TritonMLAImpl
 from attn.jax.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
+from attn.jax.diffusion.backends import triton_attn as dense
 from attn.testing import Case, cases_for, run_case
+from attn.testing.dense import DenseCase, check_dense, dense_cases
 from tests.levels import sampled
 
 pytestmark = [
@@ -50,6 +52,16 @@ class InterpretedMLA(TritonMLABackend):
 
 
 class InterpretedMLAImpl(TritonMLAImpl, backend=InterpretedMLA):
+    pass
+
+
+class InterpretedDense(dense.TritonAttentionBackend):
+    """The backend on the host, where it does not run."""
+
+    capabilities = dataclasses.replace(dense.TritonAttentionBackend.capabilities, platforms=("cpu",), archs=())
+
+
+class InterpretedDenseImpl(dense.TritonAttentionImpl, backend=InterpretedDense):
     pass
 
 
@@ -97,10 +109,11 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         jnp, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan if jnp.issubdtype(dtype, jnp.floating) else 7, dtype)
     )
-    for name in ("paged_attention", "mla_attention"):
-        kernels = importlib.import_module(f"attn.jax.kernels.gpu.{name}")
-        monkeypatch.setattr(kernels, "launch", _launch)
-        monkeypatch.setattr(kernels, "target", lambda: ("interpreter", 8))
+    names = "kernels.gpu.paged_attention", "kernels.gpu.mla_attention", "kernels.gpu.dense_attention"
+    for name in (*names, "diffusion.backends.triton_attn"):
+        module = importlib.import_module(f"attn.jax.{name}")
+        monkeypatch.setattr(module, "launch", _launch, raising=False)
+        monkeypatch.setattr(module, "target", lambda: ("interpreter", 8))
 
 
 def _cases() -> list[Any]:
@@ -110,6 +123,62 @@ def _cases() -> list[Any]:
         given = [pytest.param(backend, case, id=f"{backend.name}-{case}") for case in cases]
         found += sampled(given, 8, backend.name)
     return found
+
+
+def _dense_cases() -> list[Any]:
+    cases = [case for case in dense_cases(InterpretedDense) if not case.vast] if INTERPRETS else []
+    return sampled([pytest.param(case, id=str(case)) for case in cases], 3, "TRITON_ATTN_JAX, dense")
+
+
+@pytest.mark.parametrize("case", _dense_cases())
+def test_dense(case: DenseCase, interpreted: None) -> None:
+    check_dense(InterpretedDense, case)
+
+
+@pytest.mark.parametrize(("rows", "keys", "lens"), [(20, 20, None), (20, 33, (33, 5)), (1, 40, (0, 7))])
+def test_vmap_and_gradients_are_those_of_jax(rows: int, keys: int, lens: Any, interpreted: None) -> None:
+    """A mapped axis is part of the batch; a differentiated call is computed by the other implementation alone."""
+    from attn.jax import dot_product
+
+    rng, calls = np.random.default_rng(0), list[str]()
+    shapes = (3, 2, rows, 4, 32), (3, 2, keys, 2, 32), (3, 2, keys, 2, 32)
+    arrays = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+    options = {"is_causal": rows == keys, "return_residual": True}
+    given = None if lens is None else jnp.asarray(lens, jnp.int32)
+
+    def chosen(call: Any, backend: Any, *features: Any) -> str:
+        calls.append("other" if features else "ours")
+        return "xla" if features else "TRITON_ATTN_JAX"
+
+    def ours(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+        return dot_product.dot_product_attention(query, key, value, key_value_seq_lengths=given, **options)
+
+    def theirs(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+        more = {"key_value_seq_lengths": given, "implementation": "xla"}
+        return dot_product.dot_product_attention(query, key, value, **more, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dot_product, "_chosen", chosen)
+        for axes in ((0, 0, 0), (0, None, 0)):
+            some = [x if axis == 0 else x[0] for x, axis in zip(arrays, axes, strict=True)]
+            (got, got_lse), (want, want_lse) = (jax.vmap(f, axes)(*some) for f in (ours, theirs))
+            np.testing.assert_allclose(got, want, atol=2e-5)
+            np.testing.assert_allclose(got_lse, want_lse, atol=2e-5)
+        assert set(calls) == {"ours"}
+
+        def gradients(function: Any, *arrays: jax.Array) -> Any:
+            def loss(*arrays: jax.Array) -> jax.Array:
+                out, lse = function(*arrays)
+                return (out**2).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum()
+
+            return jax.grad(loss, argnums=(0, 1, 2))(*arrays)
+
+        for one in (True, False):
+            some = [x[0] for x in arrays] if one else arrays
+            got, want = (gradients(f if one else jax.vmap(f), *some) for f in (ours, theirs))
+            for mine, other in zip(got, want, strict=True):
+                np.testing.assert_allclose(mine, other, atol=1e-6)
+    assert "other" in calls
 
 
 @pytest.mark.parametrize(("backend", "case"), _cases())

@@ -3,13 +3,13 @@
 It runs on all multiprocessors, since launches do not overlap.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from attn.jax.kernels.gpu.launch import Boxed, dense_strides, launch
 from attn.kernels import hopper
-from attn.kernels.hopper_prefill import ROWS, Arrays, Rules, constants, fits, plan_of
+from attn.kernels.hopper_prefill import ONE_PAGE, ROWS, Arrays, Rules, constants, fits, plan_of
 from attn.kernels.hopper_prefill import prefill as _prefill
 
 _STRIDES = ("o_t", "o_h", "q_t", "q_h", "k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head")
@@ -20,17 +20,24 @@ class Prompts(NamedTuple):
 
     query: [T, H, D]; starts: [R + 1] int32. keys: [T, K, D] and values: [T, K, Dv], where each request sees its own rows; or
     [m, K, D] and [m, K, Dv], and key_starts: [R + 1] int32, where each request's keys begin; or keys: [2, N, P, K, D], keys,
-    then values, lens: [R] and table: [R, B], int32. sinks: [H] float32 or None.
+    then values, or both as [N, P, K, D] and [N, P, K, Dv], with lens: [R] and table: [R, B], int32. sinks: [H] float32 or None.
+    one_page: whether each request's keys are in one page, of any size.
     """
 
     query: jax.Array
-    starts: jax.Array
+    starts: Any
     keys: jax.Array
     values: jax.Array | None = None
     key_starts: jax.Array | None = None
-    lens: jax.Array | None = None
-    table: jax.Array | None = None
+    lens: Any = None
+    table: Any = None
     sinks: jax.Array | None = None
+    one_page: bool = False
+
+    @property
+    def page(self) -> int:
+        """Keys of a page, or of a tile where there are no pages."""
+        return ROWS if self.table is None else ONE_PAGE if self.one_page else self.keys.shape[-3]
 
 
 class Out(NamedTuple):
@@ -45,11 +52,11 @@ class Out(NamedTuple):
 def serves(batch: Prompts) -> bool:
     """Whether the kernel supports these shapes and dtypes; the caller checks the architecture and features."""
     query, keys = batch.query, batch.keys
-    values, page = (keys, keys.shape[2]) if batch.values is None else (batch.values, ROWS)
+    values = keys if batch.values is None else batch.values
     if query.dtype.name not in ("bfloat16", "float16") or not query.dtype == keys.dtype == values.dtype:
         return False
     (_, heads, size), kv_heads = query.shape, keys.shape[-2]
-    return fits(size, values.shape[-1], batch.starts.shape[0] - 1, heads // kv_heads, page)
+    return fits(size, values.shape[-1], batch.starts.shape[0] - 1, heads // kv_heads, batch.page)
 
 
 def prefill(out: Out, batch: Prompts, rules: Rules, factor: float, arch: str, processors: int) -> Out:
@@ -64,11 +71,11 @@ def prefill(out: Out, batch: Prompts, rules: Rules, factor: float, arch: str, pr
         pages, keys = keys.shape[1], keys.reshape(-1, *keys.shape[2:])
     shapes = query.shape, keys.shape, (keys if values is None else values).shape
     of = Arrays(*shapes, *map(dense_strides, (*shapes, out.output.shape)))
-    page, ragged = keys.shape[1] if pages else ROWS, batch.key_starts is not None
-    plan = plan_of(of, num_reqs, page, pages > 0, rules, True)
+    paged, ragged = batch.table is not None, batch.key_starts is not None
+    plan = plan_of(of, num_reqs, batch.page, paged, rules, True)
     q_map, k_map, v_map = plan.maps
     k_desc = Boxed(keys, *k_map)
-    there = {"paged": pages > 0, "sinks": batch.sinks is not None, "lse": out.lse is not None}
+    there = {"paged": paged, "sinks": batch.sinks is not None, "lse": out.lse is not None}
     arguments = {
         **out._asdict(),
         "query": query,

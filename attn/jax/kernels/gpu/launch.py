@@ -25,6 +25,7 @@ from jaxlib import version as jaxlib
 
 from attn.kernels.compiled import Boxes, Parameter, Pointer, Program, compile_kernel
 from attn.kernels.launch import PROCESSORS
+from attn.kernels.memory import group_reason
 
 TARGET = "triton_kernel_call_ffi"
 #: Versions of jaxlib, from the first that takes compiled code to the last that was tried; the bound is excluded.
@@ -38,6 +39,13 @@ def why_not(version: str = jaxlib.__version__) -> str:
         return ""
     tried = f"{'.'.join(map(str, SINCE))} up to, not including, {'.'.join(map(str, BEFORE))}"
     return f"jaxlib={version} (its launch of compiled kernels is known from {tried})"
+
+
+def reasons(request: Any, device: Any) -> list[str]:
+    """Return why kernels cannot be launched for a `Request` on a `Device` (None: any); empty if they can."""
+    here = device is not None and device.platform == "gpu"
+    why = group_reason(device.arch if device else "", request), why_not() if here else ""
+    return [reason for reason in why if reason]
 
 
 def target() -> tuple[str, int]:

@@ -28,12 +28,13 @@ class Keys(NamedTuple):
     """Where a call's keys are.
 
     cache: [2, N, P, K, D], keys, then values; lens: [R], table: [R, B], int32. Or keys, values: [T, K, D], where each request
-    sees its own rows. k_scale, v_scale: of codes, float32, 0-d or [K], or None.
+    sees its own rows; or [S, K, D] with lens and table [R, 1], the row of each request's first key. k_scale, v_scale: of codes,
+    float32, 0-d or [K], or None.
     """
 
     cache: jax.Array | None = None
-    lens: jax.Array | None = None
-    table: jax.Array | None = None
+    lens: Any = None
+    table: Any = None
     keys: jax.Array | None = None
     values: jax.Array | None = None
     k_scale: jax.Array | None = None
@@ -50,7 +51,7 @@ class Extents(NamedTuple):
 @functools.partial(jax.jit, static_argnames=("layer", "extents", "return_lse"))
 def paged_attention(
     query: jax.Array,
-    starts: jax.Array,
+    starts: Any,
     keys: Keys,
     layer: Layer,
     extents: Extents,
@@ -91,7 +92,7 @@ def paged_attention(
         read = {"key_cache": "uint8"} | ({} if keys.values is None else {"value_cache": "uint8"})
     dtypes = {name: None if array is None else read.get(name, array.dtype.name) for name, array in given.items()}
     dense, of_rows, blocks = dense_strides(held), dense_strides(query.shape), held[0]
-    strides, same, wide = strides_of(of_rows, of_rows, dense, dense, blocks, keys.cache is not None)
+    strides, same, wide = strides_of(of_rows, of_rows, dense, dense, blocks, keys.table is not None)
     kinds = Kinds(
         arch=arch,
         processors=processors,

@@ -1,12 +1,10 @@
 """The launches of MLA under jax are those of torch, and compile for GPUs that are not present. 60 s on one core."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from attn.jax.kernels.gpu.launch import why_not
-from tests.compilers import PLACES, needs_triton, output
+from tests.compilers import needs_plugin, needs_triton, output
 
 #: Both frameworks launch the same batch; what each kernel would be launched with is compared.
 SAME = """
@@ -173,7 +171,5 @@ def test_both_frameworks_launch_the_same(tmp_path: Path) -> None:
 
 
 def test_xla_compiles_a_step_for_an_absent_gpu(tmp_path: Path) -> None:
-    plugin = "jax_plugins/xla_cuda13"
-    if why_not() or not any((Path(place) / plugin).is_dir() for place in [*map(str, PLACES), *sys.path]):
-        pytest.skip(f"needs jaxlib's plugin for NVIDIA GPUs (make test-newest) {why_not()}")
+    needs_plugin()
     assert output(COMPILED, tmp_path).startswith("compiled")

@@ -1,0 +1,111 @@
+"""Dense attention, [B, S, H, D]: the kernels of paged attention over keys where they are, launched by XLA.
+
+On Hopper `hopper_prefill` takes batches of 16-bit elements and of more rows than a decode has. A batch axis that `vmap` adds is
+folded into B. Gradients are another function's (`differentiable`).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_batching import custom_vmap
+
+from attn.jax.kernels.gpu.launch import target
+from attn.kernels import hopper
+from attn.kernels.paged_launch import Layer
+
+_FEW = 16  #: rows of a decode
+
+
+def dense_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, lens: jax.Array | None, layer: Layer, return_lse: bool = True
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return (output [B, S, H, D], lse [B, S, H] float32, natural log, or None unless `return_lse`).
+
+    query: [B, S, H, D]; key, value: [B, M, K, D], of its dtype: float32, bfloat16 or float16; lens: [B] int32, the number of
+    each entry's keys, or None for all. The last row is at the position of the last key. layer: a scale, a soft cap and a window
+    (`right` = 0: causal); other rules are not supported.
+    """
+    return _batched(layer, return_lse)(query, key, value, lens)  # type: ignore[no-any-return]
+
+
+def differentiable(attend: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `attend` of (query, key, value, *more) where it is not differentiated; where it is, `other`, whose gradients and
+    values are then used. Both return the same; nothing is differentiated by the arguments `more`."""
+    made = jax.custom_vjp(attend)
+
+    def forward(query: jax.Array, key: jax.Array, value: jax.Array, *more: Any) -> tuple[Any, Any]:
+        out, pull = jax.vjp(lambda *arrays: other(*arrays, *more), query, key, value)
+        return out, (pull, len(more))
+
+    def backward(kept: Any, cotangent: Any) -> tuple[Any, ...]:
+        pull, more = kept
+        return *pull(cotangent), *[None] * more
+
+    made.defvjp(forward, backward)
+    return made
+
+
+@functools.lru_cache(maxsize=256)
+def _batched(layer: Layer, return_lse: bool) -> Callable[..., Any]:
+    """Return `_attend` for these rules, with its rule for `vmap`."""
+    attend = custom_vmap(functools.partial(_attend, layer=layer, return_lse=return_lse))
+
+    @attend.def_vmap
+    def _fold(size: int, batched: Any, *arrays: Any) -> tuple[Any, Any]:
+        def flat(array: jax.Array, is_batched: bool) -> jax.Array:
+            if not is_batched:
+                array = jnp.broadcast_to(array, (size, *array.shape))
+            return array.reshape(-1, *array.shape[2:])
+
+        out = attend(*jax.tree.map(flat, arrays, tuple(batched)))
+        return jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), out), jax.tree.map(lambda _: True, out)
+
+    return attend
+
+
+@functools.partial(jax.jit, static_argnames=("layer", "return_lse"))
+def _attend(
+    query: jax.Array, key: jax.Array, value: jax.Array, lens: jax.Array | None, *, layer: Layer, return_lse: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    from attn.jax.kernels.gpu.paged_attention import Extents, Keys, paged_attention  # Triton, once a call is traced
+
+    (batch, rows, heads, _), (length, kv_heads, size) = query.shape, key.shape[1:]
+    if 0 in query.shape or length == 0:
+        return jnp.zeros_like(query), jnp.full(query.shape[:3], -jnp.inf) if return_lse else None
+    # NumPy's arrays are constants of the program: nothing computes them at each call
+    starts = np.arange(0, (batch + 1) * rows, rows, dtype=np.int32)
+    flat, whole = query.reshape(-1, heads, size), np.full(batch, length, np.int32) if lens is None else lens
+    made = None
+    if rows > _FEW and target()[0] == "sm_90" and hopper.is_on("hopper_prefill"):
+        made = _on_hopper(flat, starts, key, value, whole, layer, return_lse)
+    if made is None:
+        keys = Keys(keys=key.reshape(-1, kv_heads, size), values=value.reshape(-1, kv_heads, size))
+        if lens is not None or rows != length:
+            keys = keys._replace(lens=whole, table=np.arange(0, batch * length, length, dtype=np.int32)[:, None])
+        made = paged_attention(flat, starts, keys, layer, Extents(rows, length), return_lse=return_lse)
+    out, lse = made
+    return out.reshape(query.shape), None if lse is None else jnp.moveaxis(lse.reshape(heads, batch, rows), 0, -1)
+
+
+def _on_hopper(
+    query: jax.Array, starts: Any, key: jax.Array, value: jax.Array, lens: Any, layer: Layer, return_lse: bool
+) -> tuple[jax.Array, jax.Array | None] | None:
+    """Return what the Hopper kernel computes; None if it does not support these arrays, or the installed Triton it."""
+    from attn.jax.kernels.gpu.hopper_prefill import Out, Prompts, prefill, serves
+    from attn.kernels.hopper_prefill import Rules
+
+    table = np.arange(key.shape[0], dtype=np.int32)[:, None]
+    prompts = Prompts(query, starts, key, value, lens=lens, table=table, one_page=True)
+    if not serves(prompts):
+        return None
+    lse = jnp.empty((query.shape[1], query.shape[0]), jnp.float32) if return_lse else None
+    out = Out(jnp.empty(query.shape, query.dtype), lse, jnp.zeros(2, jnp.int32))
+    try:
+        made = prefill(out, prompts, Rules(**layer.of_prompts(0)), layer.factor(1.0), *target())
+    except hopper.CannotCompile:
+        return None
+    return made.output, made.lse
