@@ -1,11 +1,12 @@
 """Prefill on Hopper: the ragged paged attention of `paged_attention`, manually scheduled (Gluon) for sm_90.
 
-Each program holds 128 packed rows (tokens of one request x the G query heads of a kv head) in two consumers of four warps
-and 64 rows. Two producer warps, one for keys and one for values, look up pages and copy them with the bulk tensor engine into
-rings of tiles of 128 keys, or 64 if values are wider than 128. Heads are padded to 64, 128 or 256 in shared memory, keys to
-192 too, where the engine fills in zeros.
+Each program holds packed rows (tokens of one request x the G query heads of a kv head) in consumers of four warps and 64 rows:
+two consumers, or three for heads of at most 64, whose exponentials take as long as their products. Two producer warps, one for
+keys and one for values, look up pages and copy them with the bulk tensor engine into rings of tiles of 64 keys, or 128 for
+heads of 65 to 192 with values of at most 128. Heads are padded to 64, 128 or 256 in shared memory, keys to 192 too, where the
+engine fills in zeros.
 A consumer computes the scores of the next tile while it multiplies the last tile's weights with its values, with the
-exponentials in between. The two consumers drift apart until one's exponentials overlap the other's products (Shah et al.,
+exponentials in between. Consumers drift apart until one's exponentials overlap another's products (Shah et al.,
 FlashAttention-3, 2024). Tiles are processed from the last key to the first, so that the tiles that need a mask come first and
 last.
 
@@ -41,9 +42,10 @@ from attn.kernels.gluon import (
 )
 from attn.kernels.launch import FUSED, UNBOUNDED, power_of_two
 
-ROWS = 128  #: per program: two consumers of 64
+ROWS = 128  #: limit of G
 ONE_PAGE = 1 << 30  #: keys of a page that holds all of a request
-_REGISTERS = (240, 24)  #: per thread of consumers and of the producer
+#: Registers of a thread of a consumer, and of a producer, by the number of consumers.
+_REGISTERS = {2: (240, 24), 3: (160, 24)}
 _BATCH = ("left", "right", "min_query", "num_reqs", "num_pages", "lse_h", "table_r")
 
 
@@ -141,21 +143,19 @@ def _pages_of(table, start, seq_len, num_pages, P: gl.constexpr, BOX: gl.constex
 
 @gluon.jit
 def _copy_queries(  # type: ignore[no-untyped-def]
-    q_desc, q_ring, q_full, q_empty, wave, token, head, G: gl.constexpr, PIECES: gl.constexpr, BLOCK_Q: gl.constexpr,
-    Q_STAGES: gl.constexpr,
+    q_desc, q_ring, q_full, q_empty, wave, token, head, G: gl.constexpr, PIECES: gl.constexpr,
+    CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Copy each consumer's queries, once it has used the last ones in their place."""
     COLUMNS: gl.constexpr = 64
     ROOM: gl.constexpr = q_ring.shape[2] // COLUMNS
-    boxes = reinterpret(q_ring, q_ring.dtype, [q_ring.shape[0] * ROOM, 1, BLOCK_Q // 2, G, COLUMNS], q_desc.layout)
-    for which in gl.static_range(2):
-        at = wave % Q_STAGES * 2 + which
+    boxes = reinterpret(q_ring, q_ring.dtype, [q_ring.shape[0] * ROOM, 1, 64 // G, G, COLUMNS], q_desc.layout)
+    for which in gl.static_range(CONSUMERS):
+        at = wave % Q_STAGES * CONSUMERS + which
         mbarrier.wait(q_empty.index(at), wave // Q_STAGES & 1 ^ 1)
         mbarrier.expect(q_full.index(at), 64 * PIECES * COLUMNS * 2)
         for h in gl.static_range(PIECES):
-            load_box(
-                q_desc, [0, token + which * (BLOCK_Q // 2), head, h * COLUMNS], q_full.index(at), boxes.index(at * ROOM + h)
-            )
+            load_box(q_desc, [0, token + which * (64 // G), head, h * COLUMNS], q_full.index(at), boxes.index(at * ROOM + h))
 
 
 @gluon.jit
@@ -211,8 +211,8 @@ def _produce(  # type: ignore[no-untyped-def]
     q_desc, k_desc, q_ring, k_ring, units_ring, q_full, q_empty, u_full, u_empty, k_full, k_empty, counters, query_start_loc,
     seq_lens, block_table, left, right, min_query, num_reqs, num_pages, table_r,
     K: gl.constexpr, G: gl.constexpr, PIECES: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, BLOCK_Q: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, COPIED: gl.constexpr, PAGED: gl.constexpr,
-    RAGGED: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, COPIED: gl.constexpr,
+    PAGED: gl.constexpr, RAGGED: gl.constexpr, HAS_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """Producer of one warp: look up units of work, and copy their queries, and their keys into the ring, in the order in
     which the consumers use them, while they still compute the unit before."""
@@ -231,7 +231,7 @@ def _produce(  # type: ignore[no-untyped-def]
         start = low + (tiles - 1) * BLOCK_N
         if COPIED and Q_STAGES == 2:
             _copy_queries(
-                q_desc, q_ring, q_full, q_empty, wave, begin + first, kv_head * G, G, PIECES, BLOCK_Q, Q_STAGES
+                q_desc, q_ring, q_full, q_empty, wave, begin + first, kv_head * G, G, PIECES, CONSUMERS, Q_STAGES
             )  # fmt: skip
         count = _copy_keys(
             k_desc, k_ring, k_full, k_empty, block_table, count, early, start, r, context + q_len, k_begin, kv_head, num_pages,
@@ -239,7 +239,7 @@ def _produce(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         if COPIED and Q_STAGES == 1:
             _copy_queries(
-                q_desc, q_ring, q_full, q_empty, wave, begin + first, kv_head * G, G, PIECES, BLOCK_Q, Q_STAGES
+                q_desc, q_ring, q_full, q_empty, wave, begin + first, kv_head * G, G, PIECES, CONSUMERS, Q_STAGES
             )  # fmt: skip
         # the next unit, while the consumers compute the tiles that the ring holds
         wave += 1
@@ -405,7 +405,8 @@ def _consume(  # type: ignore[no-untyped-def]
     k_slot, k_head, v_block, v_slot, v_head, table_r,
     G: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, PIECES: gl.constexpr, BLOCK_V: gl.constexpr,
     P: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, Q_STAGES: gl.constexpr, COPIED: gl.constexpr, PAGED: gl.constexpr, NEGATE: gl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, COPIED: gl.constexpr, PAGED: gl.constexpr,
+    NEGATE: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Consumer of four warps: 64 rows of each of the program's tiles."""
@@ -417,7 +418,7 @@ def _consume(  # type: ignore[no-untyped-def]
     COPY_V: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_V, BLOCK_V // 8], [4, 1], [1, 0])
     # the output goes through the queries' memory
     WIDTHS: gl.constexpr = BLOCK_D // BLOCK_V
-    o_ring = reinterpret(q_ring, dtype, [2 * Q_STAGES * WIDTHS, 64, BLOCK_V], gl.NVMMASharedLayout(128, 16, rank=2))
+    o_ring = reinterpret(q_ring, dtype, [CONSUMERS * Q_STAGES * WIDTHS, 64, BLOCK_V], gl.NVMMASharedLayout(128, 16, rank=2))
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     count = 0
     copy_row = WHICH * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, COPY))
@@ -429,7 +430,7 @@ def _consume(  # type: ignore[no-untyped-def]
     r, kv_head, begin, q_len, first, context, k_begin, low, high = _take(units_ring, u_full, u_empty, wave, 4)
     while r >= 0:
         last = context + gl.minimum(first + BLOCK_Q, q_len) - 1
-        q_at = wave % Q_STAGES * 2 + WHICH
+        q_at = wave % Q_STAGES * CONSUMERS + WHICH
         q_tile = q_ring.index(q_at)
         if COPIED:
             mbarrier.wait(q_full.index(q_at), wave // Q_STAGES & 1)
@@ -584,16 +585,16 @@ def prefill(  # type: ignore[no-untyped-def]
     q_desc, k_desc, v_desc, factor, v_factor, num_reqs, num_pages, lse_h, table_r,
     o_t, o_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, cap, left, right, min_query,
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr,
-    P: gl.constexpr, BOX: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr, COPIED: gl.constexpr, PAGED: gl.constexpr, RAGGED: gl.constexpr, NEGATE: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
-    CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr, VALUES_AT: gl.constexpr,
+    P: gl.constexpr, BOX: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr, Q_STAGES: gl.constexpr, COPIED: gl.constexpr, PAGED: gl.constexpr, RAGGED: gl.constexpr,
+    NEGATE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr,
+    HAS_LSE: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr, VALUES_AT: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = query.dtype.element_ty
     if value_cache is None:
         value_cache = key_cache + VALUES_AT * k_block.to(gl.int64)  # one array holds the keys, and the values behind them
     ring: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    q_ring = gl.allocate_shared_memory(dtype, [2 * Q_STAGES, 64, BLOCK_D], ring)
+    q_ring = gl.allocate_shared_memory(dtype, [CONSUMERS * Q_STAGES, 64, BLOCK_D], ring)
     # dimensions of a tile are powers of two: 129 to 192 columns of keys are three tiles of 64
     PIECES: gl.constexpr = (D + 63) // 64
     WHOLE: gl.constexpr = PIECES != 3
@@ -602,57 +603,96 @@ def prefill(  # type: ignore[no-untyped-def]
     units_ring = gl.allocate_shared_memory(gl.int32, [2 * 9, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     u_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     u_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [2 * Q_STAGES, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [2 * Q_STAGES, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS * Q_STAGES, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS * Q_STAGES, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_raw = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2 * Q_STAGES):
+    for i in gl.static_range(CONSUMERS * Q_STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(2):
         mbarrier.init(u_full.index(i), count=1)
-        mbarrier.init(u_empty.index(i), count=3)
+        mbarrier.init(u_empty.index(i), count=CONSUMERS + 1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
-        mbarrier.init(v_empty.index(i), count=2)
+        mbarrier.init(k_empty.index(i), count=CONSUMERS)
+        mbarrier.init(v_empty.index(i), count=CONSUMERS)
     mbarrier.init(v_raw, count=1)
     fence_async_shared()
     # a decode of the same batch may start on the multiprocessors that this grid leaves free
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
-    gl.warp_specialize(
-        [
-            (_consume, (
-                output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full,
-                u_empty, k_full, k_empty, v_full, v_empty, block_table, sinks, factor, v_factor, cap, left, right, o_t, o_h,
-                lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D, PIECES,
-                BLOCK_V, P, BLOCK_Q, BLOCK_N, STAGES, Q_STAGES, COPIED, PAGED, NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE,
-                0,
-            )),
-            (_consume, (
-                output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full,
-                u_empty, k_full, k_empty, v_full, v_empty, block_table, sinks, factor, v_factor, cap, left, right, o_t, o_h,
-                lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D, PIECES,
-                BLOCK_V, P, BLOCK_Q, BLOCK_N, STAGES, Q_STAGES, COPIED, PAGED, NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE,
-                1,
-            )),
-            (_produce, (
-                q_desc, k_desc, q_ring, k_ring, units_ring, q_full, q_empty, u_full, u_empty, k_full, k_empty, counters,
-                query_start_loc, seq_lens, block_table, left, right, min_query, num_reqs, num_pages, table_r, H // G, G, PIECES,
-                P, BOX, BLOCK_Q, BLOCK_N, STAGES, Q_STAGES, COPIED, PAGED, RAGGED, HAS_RIGHT,
-            )),
-            (_produce_values, (
-                v_desc, v_ring, units_ring, u_full, u_empty, v_full, v_empty, v_raw, block_table, left, num_pages, table_r,
-                BLOCK_V, P, BOX, BLOCK_N, STAGES, PAGED, VALUES_AT,
-            )),
-        ],
-        [4, 1, 1],
-        [CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS],
-    )  # fmt: skip
+    # each partition's arguments are written out: an absent one and a constant cannot be assigned to a variable
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full,
+                    u_empty, k_full, k_empty, v_full, v_empty, block_table, sinks, factor, v_factor, cap, left, right, o_t, o_h,
+                    lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D, PIECES,
+                    BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, NEGATE, HAS_LEFT, HAS_CAP,
+                    HAS_SINKS, HAS_LSE, 0,
+                )),
+                (_consume, (
+                    output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full,
+                    u_empty, k_full, k_empty, v_full, v_empty, block_table, sinks, factor, v_factor, cap, left, right, o_t, o_h,
+                    lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D, PIECES,
+                    BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, NEGATE, HAS_LEFT, HAS_CAP,
+                    HAS_SINKS, HAS_LSE, 1,
+                )),
+                (_produce, (
+                    q_desc, k_desc, q_ring, k_ring, units_ring, q_full, q_empty, u_full, u_empty, k_full, k_empty, counters,
+                    query_start_loc, seq_lens, block_table, left, right, min_query, num_reqs, num_pages, table_r, H // G, G,
+                    PIECES, P, BOX, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, RAGGED, HAS_RIGHT,
+                )),
+                (_produce_values, (
+                    v_desc, v_ring, units_ring, u_full, u_empty, v_full, v_empty, v_raw, block_table, left, num_pages, table_r,
+                    BLOCK_V, P, BOX, BLOCK_N, STAGES, PAGED, VALUES_AT,
+                )),
+            ],
+            [4, 1, 1],
+            [CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full,
+                    u_empty, k_full, k_empty, v_full, v_empty, block_table, sinks, factor, v_factor, cap, left, right, o_t, o_h,
+                    lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D, PIECES,
+                    BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, NEGATE, HAS_LEFT, HAS_CAP,
+                    HAS_SINKS, HAS_LSE, 0,
+                )),
+                (_consume, (
+                    output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full,
+                    u_empty, k_full, k_empty, v_full, v_empty, block_table, sinks, factor, v_factor, cap, left, right, o_t, o_h,
+                    lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D, PIECES,
+                    BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, NEGATE, HAS_LEFT, HAS_CAP,
+                    HAS_SINKS, HAS_LSE, 1,
+                )),
+                (_consume, (
+                    output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full,
+                    u_empty, k_full, k_empty, v_full, v_empty, block_table, sinks, factor, v_factor, cap, left, right, o_t, o_h,
+                    lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D, PIECES,
+                    BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, NEGATE, HAS_LEFT, HAS_CAP,
+                    HAS_SINKS, HAS_LSE, 2,
+                )),
+                (_produce, (
+                    q_desc, k_desc, q_ring, k_ring, units_ring, q_full, q_empty, u_full, u_empty, k_full, k_empty, counters,
+                    query_start_loc, seq_lens, block_table, left, right, min_query, num_reqs, num_pages, table_r, H // G, G,
+                    PIECES, P, BOX, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, RAGGED, HAS_RIGHT,
+                )),
+                (_produce_values, (
+                    v_desc, v_ring, units_ring, u_full, u_empty, v_full, v_empty, v_raw, block_table, left, num_pages, table_r,
+                    BLOCK_V, P, BOX, BLOCK_N, STAGES, PAGED, VALUES_AT,
+                )),
+            ],
+            [4, 4, 1, 1],
+            [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS],
+        )  # fmt: skip
 
 
 class Rules(NamedTuple):
@@ -720,7 +760,7 @@ def plan_of(arrays: Arrays, num_reqs: int, page: int, paged: bool, rules: Rules,
     box = 1, _box(page, size, width), 1, 64
     q_map = ((1, tokens, heads, size), (tokens * q_t, q_t, q_h, 1), (1, 64 // group, group, 64)) if copied else None
     strides = o_t, o_h, q_t, q_h, *k_strides[:3], *v_strides[:3]
-    tiles = (tokens // (ROWS // group) + num_reqs) * kv_heads
+    tiles = (tokens // (64 * _consumers(size) // group) + num_reqs) * kv_heads
     return Plan(
         (q_map, (k_shape, k_strides, box), (v_shape, v_strides, box)), strides, (heads, group, size, width, page), tiles
     )
@@ -733,14 +773,16 @@ def constants(
     which values begin in the array of the keys; the others: whether the arguments are there (ragged: keys without pages, of
     starts of their own)."""
     heads, group, size, width, page = sizes
+    consumers = _consumers(size)
+    registers = _REGISTERS[consumers]
     return {
         "cap": rules.cap, "left": rules.left, "right": rules.right, "min_query": rules.min_query, "H": heads, "G": group,
         "D": size, "DV": width, "BLOCK_D": _padded(size), "BLOCK_V": _padded(width), "P": page,
-        "BOX": _box(page, size, width), "BLOCK_Q": ROWS // group, "BLOCK_N": _keys(size, width), "STAGES": _stages(size),
-        "Q_STAGES": 2 if copied and size <= 128 else 1, "COPIED": copied, "PAGED": paged, "RAGGED": ragged,
-        "NEGATE": rules.negate, "HAS_LEFT": rules.has_left, "HAS_RIGHT": rules.right < UNBOUNDED, "HAS_CAP": rules.cap != 0,
-        "HAS_SINKS": sinks, "HAS_LSE": lse, "CONSUMER_REGS": _REGISTERS[0], "PRODUCER_REGS": _REGISTERS[1],
-        "VALUES_AT": values_at, "num_warps": 4, **FUSED,
+        "BOX": _box(page, size, width), "BLOCK_Q": 64 * consumers // group, "BLOCK_N": _keys(size, width),
+        "CONSUMERS": consumers, "STAGES": _stages(size), "Q_STAGES": 2 if copied and size <= 128 else 1, "COPIED": copied,
+        "PAGED": paged, "RAGGED": ragged, "NEGATE": rules.negate, "HAS_LEFT": rules.has_left,
+        "HAS_RIGHT": rules.right < UNBOUNDED, "HAS_CAP": rules.cap != 0, "HAS_SINKS": sinks, "HAS_LSE": lse,
+        "CONSUMER_REGS": registers[0], "PRODUCER_REGS": registers[1], "VALUES_AT": values_at, "num_warps": 4, **FUSED,
     }  # fmt: skip
 
 
@@ -751,7 +793,12 @@ def _padded(size: int) -> int:
 
 def _keys(size: int, width: int) -> int:
     """Keys per tile, for sizes of keys and of values: as many as registers and two stages of shared memory hold."""
-    return 128 if size <= 192 and width <= 128 else 64
+    return 128 if 64 < size <= 192 and width <= 128 else 64
+
+
+def _consumers(size: int) -> int:
+    """Consumers of a program: three where the exponentials take as long as the products, so that they keep both units busy."""
+    return 3 if size <= 64 else 2
 
 
 def _stages(size: int) -> int:

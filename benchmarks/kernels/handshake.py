@@ -7,7 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from attn.kernels.hopper_prefill import _REGISTERS
 
 ROUNDS = gl.constexpr(3)
-REGISTERS = gl.constexpr(_REGISTERS)
+REGISTERS = gl.constexpr(_REGISTERS[2])
 
 
 @gluon.jit
