@@ -1,5 +1,6 @@
 """Metadata of the paged backends: a framework-neutral batch on a torch device, with host copies of the lengths."""
 
+import functools
 import itertools
 import json
 import weakref
@@ -17,7 +18,7 @@ from attn.arrays import to_framework
 from attn.backends.abstract import AttentionMetadataBuilder
 from attn.backends.metadata import PAD_SLOT_ID, AttentionMetadata, CommonAttentionMetadata, blocks_of
 from attn.errors import DeviceError, MetadataError
-from attn.torch.arrays import from_foreign
+from attn.torch.arrays import from_foreign, static
 from attn.visibility import BatchMask
 
 if TYPE_CHECKING:
@@ -79,6 +80,13 @@ def exportable(cls: Any) -> Any:
     return cls
 
 
+@functools.lru_cache(maxsize=1024)
+def of_kind(kind: tuple[Any, ...]) -> dict[Any, Any]:
+    """Return what calls of a kind keep for later ones, the same dictionary each time. kind: everything that their launches
+    depend on but addresses, and nothing that holds memory of theirs."""
+    return {}
+
+
 @exportable
 @dataclass
 class PagedAttentionMetadata(AttentionMetadata):
@@ -123,6 +131,17 @@ class PagedAttentionMetadata(AttentionMetadata):
         if kept is None or not all(map(is_, kept[0], fields)):
             kept = self.__dict__["_calls"] = fields, {}
         return kept[1]  # type: ignore[no-any-return]
+
+    def kind(self) -> tuple[Any, ...] | None:
+        """Return what checks and launches depend on of this batch but its tensors' addresses; None unless these are plain.
+
+        Kernels cut keys in tiles of a multiple of 16, so lengths that need as many tiles are of one kind.
+        """
+        found = static(self.tensors())
+        if found is None:
+            return None
+        bounds = self.num_reqs, self.num_actual_tokens, self.max_query_len, -(-self.max_seq_len // 16)
+        return (type(self), *bounds, self.causal, self.block_size, *found)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_calls"}

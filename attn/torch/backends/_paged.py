@@ -6,7 +6,7 @@ of the call). Every limit is in the backend's capability record. The constructor
 unsupported layer is rejected before any weight is loaded.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +36,7 @@ from attn.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
 from attn.torch import kv_cache as caches
 from attn.torch.alignment import aligned
 from attn.torch.arrays import static
-from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder, check_device
+from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder, check_device, of_kind
 from attn.visibility import Visibility
 
 #: The dtype of the output when output_scale is given.
@@ -73,15 +73,20 @@ Given = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 class Known(NamedTuple):
     """What is kept of a call that passed its checks, for calls with an equal signature over the same batch.
 
-    mask: what its rows see; shape, strides: of its output [T, H, D]; has_lse: whether it returns a log-sum-exp; launches:
-    repeats its launches with other tensors (`attn.torch.kernels.kept`), or None.
+    mask: what its rows see; batch: the addresses of the batch's tensors; shape, strides: of its output [T, H, D]; has_lse:
+    whether it returns a log-sum-exp; launches: repeats its launches with other tensors (`attn.torch.kernels.kept`), or None.
     """
 
     mask: Visibility
+    batch: Sequence[int]
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     has_lse: bool
     launches: Callable[..., bool] | None
+
+
+def _addresses(attn_metadata: PagedAttentionMetadata) -> list[int]:
+    return [x.data_ptr() for x in attn_metadata.tensors() if x is not None]
 
 
 class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
@@ -166,6 +171,8 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         elif isinstance(attn_metadata, PagedAttentionMetadata) and not torch.compiler.is_compiling():
             signature = self._signature(layer, (*given, kv_cache, output))
             known = attn_metadata.calls().get(signature)
+            if known is None and signature is not None:
+                known = self._of_kind(signature, attn_metadata, kv_cache)
             if known is not None and known.launches is not None:
                 result = self._repeat(known, layer, given, kv_cache, output)
                 if result is not None:
@@ -201,10 +208,27 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         if known is not None or signature is None or envs.debug("device"):
             self._run(call)
         else:
-            launches = self._run_first(call, given)
-            attn_metadata.calls()[signature] = Known(mask, out.shape, out.stride(), lse is not None, launches)
+            known = Known(
+                mask, _addresses(attn_metadata), out.shape, out.stride(), lse is not None, self._run_first(call, given)
+            )
+            attn_metadata.calls()[signature] = known
+            if known.launches is not None and (kind := self._kind_of_batch(attn_metadata, kv_cache)) is not None:
+                of_kind((signature, kind))["call"] = known._replace(mask=Visibility(mask.layer), batch=())
         result = out if output is None else output
         return result if lse is None else (result, lse)
+
+    def _of_kind(self, signature: tuple[Any, ...], attn_metadata: PagedAttentionMetadata, kv_cache: Any) -> Known | None:
+        """Return what is kept of an equal call over another batch of the same kind, for this one; None if nothing is."""
+        kind = None if envs.debug("device") else self._kind_of_batch(attn_metadata, kv_cache)
+        known = None if kind is None else of_kind((signature, kind)).get("call")
+        if known is not None:
+            known = known._replace(mask=self.visible(attn_metadata), batch=_addresses(attn_metadata))
+            attn_metadata.calls()[signature] = known
+        return known
+
+    def _kind_of_batch(self, attn_metadata: PagedAttentionMetadata, kv_cache: Any) -> tuple[Any, ...] | None:
+        """Return what checks and launches depend on of a batch but addresses, or None."""
+        return attn_metadata.kind()
 
     def _run(self, call: PagedCall) -> None:
         """Write the new tokens, unless they belong to another layer's cache, and attend."""
@@ -241,7 +265,8 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             out = torch.empty_strided(known.shape, known.strides, dtype=query.dtype, device=query.device)
         if known.has_lse:
             lse = query.new_empty(self.num_heads, known.shape[0], dtype=torch.float32)
-        if not known.launches(*[x for x in self._launched(layer, out, lse, *given, kv_cache) if x is not None]):
+        tensors = [x for x in self._launched(layer, out, lse, *given, kv_cache) if x is not None]
+        if not known.launches(tensors, known.batch):
             return None
         return out if lse is None else (out, lse)
 

@@ -21,7 +21,7 @@ from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.paged import PagedCall
 from attn.capabilities import ATTN_TYPES, PAGED_FEATURES, Capabilities, Device, Feature, MultipleOf, Request
 from attn.dtypes import PER_TOKEN_HEAD
-from attn.kernels.launch import FIXED_SPLIT
+from attn.kernels.launch import FIXED_SPLIT, TUNED
 from attn.kernels.memory import group_reason
 from attn.torch import kv_cache as caches
 from attn.torch.backends import _hopper
@@ -117,11 +117,18 @@ class TritonPagedImpl(PagedAttentionImpl):
         pattern = self._sparse()
         return (*super()._constants(), self.fixed_split_size, None if pattern is None else tuple(pattern))
 
+    def _kind_of_batch(self, attn_metadata: PagedAttentionMetadata, kv_cache: Any) -> tuple[Any, ...] | None:
+        kind = super()._kind_of_batch(attn_metadata, kv_cache)
+        if kind is None or kv_cache is None:
+            return kind
+        # another number of measured launches: some were measured since
+        return (*kind, self._plan(attn_metadata, kv_cache), len(TUNED), envs.switch("ATTN_AUTOTUNE"))
+
     def _run_first(self, call: PagedCall, given: Given) -> "Kept | None":
         from attn.torch.kernels.kept import Keeper
 
         tensors = self._launched(call.layer, call.output, call.lse, *given, call.kv_cache)
-        with Keeper(tensors, call.meta.tensors()) as keeper:
+        with Keeper((*tensors, *call.meta.tensors())) as keeper:
             self._run(call)
         return keeper.kept
 
@@ -144,7 +151,7 @@ class TritonPagedImpl(PagedAttentionImpl):
         from attn.torch.kernels.paged_attention import paged_attention
 
         meta, (key_cache, value_cache, token_scales) = call.meta, self._parts(call.kv_cache)
-        plan = _UNKNOWN if self._fixed_split() else self._plan(meta, key_cache)
+        plan = self._plan(meta, key_cache)
         scales = {"k_scale": token_scales[0], "v_scale": token_scales[1]} if token_scales is not None else self._scales(call)
         arguments: dict[str, Any] = dict(
             self._common(call, key_cache, value_cache),
@@ -175,8 +182,8 @@ class TritonPagedImpl(PagedAttentionImpl):
     def _plan(self, attn_metadata: PagedAttentionMetadata, key_cache: torch.Tensor) -> "_Plan":
         """Return what the host's lengths say about a batch's launches; computed once per batch and shape."""
         start, seq_lens = attn_metadata.query_start_loc_cpu, attn_metadata.seq_lens_cpu
-        # a graph serves any batch of its shapes
-        if torch.compiler.is_compiling() or start is None or seq_lens is None or not key_cache.is_cuda:
+        # a graph serves any batch of its shapes, and fixed splits any
+        if self._fixed_split() or torch.compiler.is_compiling() or start is None or seq_lens is None or not key_cache.is_cuda:
             return _UNKNOWN
         plans = attn_metadata.__dict__.setdefault("_plans", {})
         shape = (self.num_heads, self.num_kv_heads, self.head_size, self.window, key_cache.element_size())

@@ -1,8 +1,8 @@
-"""The launches of a call, kept to be repeated: by layers of the same shape, over the same batch, with tensors of their own.
+"""The launches of a call, kept to be repeated: by layers of the same shape, over batches of the same kind.
 
-The first layer's call examines its arguments, chooses kernels and compiles them. For the next layer nothing differs but where
-tensors are, so a `Keeper` collects what the first call launched, and `Kept` launches it again with other addresses, as a CUDA
-graph would on the device. A batch holds it, by everything else that calls depend on (`PagedAttentionMetadata.calls`).
+A call examines its arguments, chooses kernels and compiles them. Where nothing differs in the next call but where tensors are,
+a `Keeper` collects what the first one launched, and `Kept` launches it again with other addresses, as a CUDA graph would on
+the device. It is kept by everything else that calls depend on (`attn.torch.metadata.of_kind`).
 """
 
 import functools
@@ -42,15 +42,13 @@ class Keeper:
     copy that the call made, which launches alone would not make again.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor | None], held: Iterable[torch.Tensor | None]) -> None:
-        """tensors: the call's, which `Kept` takes in the same order without None; the first one is on the device. held: those
-        of the batch."""
+    def __init__(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        """tensors: the call's, and then the batch's, as `Kept` takes them, without None; the first one is on the device."""
         self._tensors = [x for x in tensors if x is not None]
-        self._held = {x.data_ptr() for x in held if x is not None}
         self._places: dict[int, Place] = {x.data_ptr(): ("tensor", i) for i, x in enumerate(self._tensors)}
         # two tensors in one place may be in two the next time
-        self._complete = len(self._places) == len(self._tensors) and not self._held & self._places.keys()
-        self._complete &= not functools.reduce(or_, self._places) % _ALIGNED and 0 not in self._places
+        self._complete = len(self._places) == len(self._tensors) and 0 not in self._places
+        self._complete &= not functools.reduce(or_, self._places) % _ALIGNED
         self._temporary, self._of_stream = list[torch.Tensor](), list[tuple[int, int]]()
         self._steps, self._device = list[_Step](), 0
         self.kept: Kept | None = None
@@ -80,41 +78,48 @@ class Keeper:
         """Add a launch. compiled: None if it was interpreted."""
         changing = list[tuple[int, Place]]()
         for i, address in enumerate(addresses):
-            if address and address not in self._held:
-                changing.append((i, self._place(address)))
+            if address:
+                changing.append((i, self._places.get(address) or self._inside(address)))
         for i, number in enumerate(numbers, len(addresses)):
-            if (base := getattr(number, "base", None)) is not None:  # of a tensor map
+            if type(number) not in (int, float):  # a tensor map
+                base = number.base
                 about = base.dtype, tuple(number.shape), tuple(number.strides), tuple(number.block_shape)
-                changing.append((i, ("map", (self._place(base.data_ptr()), about))))
+                at = base.data_ptr()
+                changing.append((i, ("map", (self._places.get(at) or self._inside(at), about))))
         self._complete &= compiled is not None
         self._device = device
         if compiled is not None and self._complete:
             self._steps.append(_Step(compiled, programs, columns, (*addresses, *numbers), tuple(changing)))
 
-    def _place(self, address: int) -> Place:
-        if address in self._places:
-            return self._places[address]
-        inside = [(i, address - x.data_ptr()) for i, x in enumerate(self._tensors) if 0 < address - x.data_ptr() < _extent(x)]
-        self._complete &= len(inside) == 1
-        return "inside", inside[0] if inside else (0, 0)
+    def _inside(self, address: int) -> Place:
+        found = [(i, address - begin) for i, (begin, end) in enumerate(self._extents) if begin < address < end]
+        self._complete &= len(found) == 1
+        return "inside", found[0] if found else (0, 0)
+
+    @functools.cached_property
+    def _extents(self) -> list[tuple[int, int]]:
+        """The addresses of each tensor's first byte, and of the one after its last."""
+        last = [sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) for x in self._tensors]
+        return [(x.data_ptr(), x.data_ptr() + (n + 1) * x.itemsize) for x, n in zip(self._tensors, last, strict=True)]
 
 
 class Stages:
     """The launches of a call's stages, between which there are operations of torch's."""
 
-    def __init__(self, held: Iterable[torch.Tensor | None]) -> None:
-        """held: the tensors of the batch."""
-        self._held, self._kept = tuple(held), dict[str, Kept | None]()
+    def __init__(self, kept: dict[Any, Any], batch: Sequence[torch.Tensor]) -> None:
+        """kept: of calls of the same kind, by stage; batch: its tensors."""
+        self._kept, self._batch = kept, batch
+        self._addresses = [x.data_ptr() for x in batch]
 
-    def __call__(self, name: str, run: Callable[[], Any], *tensors: torch.Tensor | None) -> None:
+    def __call__(self, name: Any, run: Callable[[], Any], *tensors: torch.Tensor | None) -> None:
         """Do what `run` does for `tensors`: call it the first time, repeat its launches later."""
         if name not in self._kept:
-            with Keeper(tensors, self._held) as keeper:
+            with Keeper((*tensors, *self._batch)) as keeper:
                 run()
             self._kept[name] = keeper.kept
             return
         kept = self._kept[name]
-        if kept is None or not kept(*[x for x in tensors if x is not None]):
+        if kept is None or not kept([x for x in tensors if x is not None], self._addresses):
             run()
 
 
@@ -127,12 +132,6 @@ def unkept() -> Iterator[None]:
     finally:
         if keeper is not None:
             keepers[get_ident()] = keeper
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
 
 
 class Kept:
@@ -162,13 +161,16 @@ class Kept:
             (step.compiled.bind(step.programs, step.columns, step.arguments, [i for i, _ in step.changing]), step.changing)
             for step in steps
         ]
+        self._compiled = [step.compiled for step in steps]  # alive, with their code
         #: Each launch, and which values it takes. One thread has them at a time.
         self._idle = [[(launch, _picker([at[place] for _, place in changing])) for launch, changing in bound]]
 
-    def __call__(self, *tensors: torch.Tensor) -> bool:
-        """Repeat the launches. Returns whether it did; False: a tensor is aligned to less than 16 bytes, another device is the
-        current one, a profiler wants to see each launch, or another thread is launching them."""
+    def __call__(self, tensors: Sequence[torch.Tensor], batch: Sequence[int]) -> bool:
+        """Repeat the launches for tensors of a call, and of a batch at these addresses. Returns whether it did; False: a tensor
+        is aligned to less than 16 bytes, another device is the current one, a profiler wants to see each launch, or another
+        thread is launching them."""
         values: list[Any] = [x.data_ptr() for x in tensors]
+        values += batch
         if functools.reduce(or_, values) % _ALIGNED or is_profiled():
             return False
         if self._index is not None and torch._C._cuda_getDevice() != self._index:

@@ -16,6 +16,7 @@ from attn.backends.registry import AttentionBackendEnum
 from attn.errors import DTypeError, UnsupportedError
 from attn.torch import kv_cache as caches
 from attn.torch.kernels import kept
+from attn.torch.metadata import of_kind
 
 H, K, D, P = 4, 2, 64, 16
 used = []
@@ -128,6 +129,10 @@ calls = [
     (dict(lens=FEW, batch=dict(tree=True)), "write attention merge"),
     (dict(lens=FEW, batch=dict(prefix=True)), "write attention merge"),
 ]
+def forget(metadata):
+    metadata.__dict__.pop("_calls", None)
+    of_kind.cache_clear()
+
 mla = [
     (plain, "write shares attend merge"),
     (dict(lens=DECODES, cache="fp8", lse=True), "write shares attend merge"),
@@ -143,9 +148,14 @@ for of, options, names in [(Layer, *case) for case in calls] + [(MLALayer, *case
     assert not used, options
     again = one(metadata), other(metadata)
     assert not used and again[1] == repeated, options
-    del metadata.__dict__["_calls"]
-    anew = other(metadata)
-    assert used and repeated == anew, (options, repeated, anew)
+    another = one.build()
+    for first in (metadata, another):  # of the same kind
+        first.__dict__.pop("_calls", None)
+        found = other(first)
+        assert not used, options
+        forget(first)
+        anew = other(first)
+        assert used and found == anew and (first is another or repeated == anew), (options, found, anew)
     assert [name for name, *_ in repeated] == names.split(), (options, [name for name, *_ in repeated])
 
 # what calls differ in beside addresses is another call
@@ -155,9 +165,9 @@ one(metadata)
 def is_new(other):
     found = other(metadata)
     assert used and found
-    metadata.__dict__.pop("_calls")
+    forget(metadata)
     assert other(metadata) == found
-    metadata.__dict__.pop("_calls")
+    forget(metadata)
     one(metadata)
 
 others = dict(logits_soft_cap=3.0), dict(sliding_window=7), dict(arrangement="slices"), dict(sinks=True), dict(lse=True)
@@ -176,11 +186,25 @@ metadata.max_seq_len = 4000
 assert not metadata.calls()
 is_new(Layer(**plain))
 
+# lengths that need as many tiles are of one kind, others are not
+metadata = one.build()
+one(metadata)
+for lens, is_same in (([40, 899, 7, 300, 65], True), ([40, 900, 7, 300, 65], True), ([40, 880, 7, 300, 65], False)):
+    longer = Layer(lens=([1] * 5, lens))
+    longer.batch.block_table = np.resize(longer.batch.block_table, (5, 57))
+    batch = longer.build()
+    found = longer(batch)
+    assert bool(used) != is_same, lens
+    forget(batch)
+    assert longer(batch) == found
+    one(metadata)
+
 other = Layer(**plain)
 other.value = other.key  # two tensors in one place
 metadata = other.build()
 other(metadata)
 assert [known.launches for known in metadata.calls().values()] == [None]
+assert other(other.build()) and used
 
 for change, error in ((lambda x: x.float(), DTypeError), (lambda x: x.requires_grad_(), UnsupportedError)):
     other = Layer(**plain)
@@ -213,6 +237,7 @@ def measured(call):
     attend(call)
 
 one.impl._attend = measured
+forget(metadata)
 metadata = one.build()
 assert len(one(metadata)) == 5 and len(one(metadata)) == 3
 import copy, pickle

@@ -181,7 +181,7 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         decode, absorbed = attn_metadata.decode, None
         if signature is not None:
             if signature not in calls:
-                calls[signature] = self._stages(attn_metadata)
+                calls[signature] = self._stages(attn_metadata, signature)
             stages = calls[signature]
         if decode is not None and decode.num_tokens and not self.batch_invariant:
             own = rows_of(query, decode.rows)
@@ -214,8 +214,8 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         result = out if output is None else output
         return result if lse is None else (result, lse)
 
-    def _stages(self, attn_metadata: MLACommonMetadata) -> Any:
-        """Return what keeps the launches of calls with one signature over a batch, or None."""
+    def _stages(self, attn_metadata: MLACommonMetadata, signature: tuple[Any, ...]) -> Any:
+        """Return what keeps the launches of calls with this signature over a batch, or None."""
         return None
 
     def _signature(self, layer: AttentionLayer, tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -9,9 +9,11 @@ from attn import envs
 from attn.backends.abstract import KVCacheSpec
 from attn.capabilities import Capabilities, Device, MultipleOf, Request
 from attn.kernels.memory import latent_reason
+from attn.torch.arrays import static
 from attn.torch.backends.mla import _rows
 from attn.torch.backends.mla._metadata import MLACommonMetadata
 from attn.torch.backends.mla._mla import DecodeCall, MLACommonImpl
+from attn.torch.metadata import of_kind
 
 
 def capabilities(features: frozenset[str]) -> Capabilities:
@@ -90,11 +92,20 @@ def decode(
     return out, lse
 
 
-def stages(attn_metadata: MLACommonMetadata) -> Any:
-    """Return what keeps the launches of a batch's writes and decodes for calls like the first; None with ATTN_DEBUG=device."""
+def stages(attn_metadata: MLACommonMetadata, signature: tuple[Any, ...]) -> Any:
+    """Return what keeps the launches of a batch's writes and decodes for calls like the first; None with ATTN_DEBUG=device.
+
+    signature: what calls depend on beside their batch.
+    """
     from attn.torch.kernels.kept import Stages
 
-    if envs.debug("device"):
+    kind, decode = attn_metadata.kind(), attn_metadata.decode
+    if kind is None or envs.debug("device"):
         return None
-    decode = attn_metadata.decode
-    return Stages([*attn_metadata.tensors(), *(() if decode is None else decode.tensors())])
+    tensors: list[torch.Tensor | None] = [attn_metadata.slot_mapping]
+    if decode is not None:
+        rows = (decode.rows.start, decode.rows.stop) if isinstance(decode.rows, slice) else decode.num_tokens
+        bounds = decode.num_reqs, decode.max_query_len, -(-decode.max_seq_len // 16), decode.uneven
+        tensors += decode.tensors()
+        kind += (rows, *bounds, *(static(tensors) or ()))
+    return Stages(of_kind((signature, kind)), [x for x in tensors if x is not None])

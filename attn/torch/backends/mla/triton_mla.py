@@ -64,8 +64,8 @@ class TritonMLAImpl(MLACommonImpl, backend=TritonMLABackend):
     def _writes_by_kernel(self, kv_cache: torch.Tensor) -> bool:
         return True  # interpreted on a CPU, as the decode is
 
-    def _stages(self, attn_metadata: MLACommonMetadata) -> Any:
-        return _triton.stages(attn_metadata)
+    def _stages(self, attn_metadata: MLACommonMetadata, signature: tuple[Any, ...]) -> Any:
+        return _triton.stages(attn_metadata, signature)
 
     def _decode(self, call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor | None]:
         return _triton.decode(self, call, None, self.fixed_split_size)
