@@ -2,10 +2,14 @@
 
 Requests' rows come first, and other kernels write all of them. Where an output has more rows than the requests have tokens,
 this kernel writes the rest: an output that was filled beforehand would be written twice, which takes a prompt of 2,048 tokens
-some percent of its time. It also sets the counters of `hopper_prefill` to 0.
+some percent of its time.
 
-Layouts: output [T, H, D], dense; lse [H, T] float32 or None; counters [2] int32 or None; query_start_loc [R + 1] int32.
-Grid: a program for every ROWS rows.
+It also prepares the launches that follow: it sets the counters of `hopper_prefill` to 0, and decides which of two launches has
+the decodes. Those of about equal length are best left whole, by another launch than their parts would have: `whole` and `cut`
+are `query_start_loc` for one of these and zeros for the other, which then finds requests without tokens.
+
+Layouts: output [T, H, D], dense; lse [H, T] float32 or None; counters [2] or None; query_start_loc, whole, cut [R + 1] and
+seq_lens [R], int32, the last three None where decodes have one launch. Grid: a program for every ROWS rows.
 """
 
 from typing import Any
@@ -19,10 +23,34 @@ ROWS = 8  #: per program
 
 
 @triton.jit
-def fill(  # type: ignore[no-untyped-def]
-    output, lse, counters, query_start_loc, num_reqs, tokens, lse_h,
-    H: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+def _whole_or_cut(  # type: ignore[no-untyped-def]
+    whole, cut, query_start_loc, seq_lens, num_reqs, left, most, keys_per_tile, whole_from, BLOCK_R: tl.constexpr
 ):  # fmt: skip
+    """Whether the plan of the batch (`plan.item_of`) would cut no decode, a request of up to `most` rows, for the sake of the
+    others. left: keys that rows see to the left."""
+    if tl.program_id(0) == 0:
+        i = tl.arange(0, BLOCK_R)
+        end = tl.load(query_start_loc + 1 + i, mask=i < num_reqs, other=0)
+        rows = end - tl.load(query_start_loc + i, mask=i < num_reqs, other=0)
+        keys = tl.minimum(tl.load(seq_lens + i, mask=i < num_reqs, other=0), left + rows)
+        tiles = tl.where((rows > 0) & (rows <= most), (keys + keys_per_tile - 1) // keys_per_tile, 0)
+        live = tl.sum((tiles > 0).to(tl.int32), 0)
+        even = (live >= whole_from) & (4 * tl.max(tiles, 0) * live <= 5 * tl.sum(tiles, 0))
+        tl.store(whole, 0)
+        tl.store(cut, 0)
+        tl.store(whole + 1 + i, tl.where(even, end, 0), mask=i < num_reqs)
+        tl.store(cut + 1 + i, tl.where(even, 0, end), mask=i < num_reqs)
+
+
+@triton.jit
+def fill(  # type: ignore[no-untyped-def]
+    output, lse, counters, whole, cut, query_start_loc, seq_lens, num_reqs, tokens, lse_h, left, most, keys_per_tile,
+    whole_from,
+    H: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    if whole is not None:
+        _whole_or_cut(whole, cut, query_start_loc, seq_lens, num_reqs, left, most, keys_per_tile, whole_from, BLOCK_R)
     first = tl.program_id(0).to(tl.int64) * ROWS
     if counters is not None:
         tl.store(counters + tl.arange(0, 2), tl.zeros([2], tl.int32))
@@ -36,7 +64,8 @@ def fill(  # type: ignore[no-untyped-def]
 
 
 def constants(heads: int, size: int) -> dict[str, Any]:
-    """The constants and options of `fill`."""
-    columns = heads * size
+    """The constants and options of `fill`, and the arguments of a launch that chooses nothing."""
+    columns, chooses = heads * size, dict.fromkeys(("whole", "cut", "seq_lens"))
+    numbers = dict.fromkeys(("left", "most", "keys_per_tile", "whole_from"), 0) | {"BLOCK_R": 1}
     blocks = {"BLOCK_H": power_of_two(heads), "BLOCK": min(1024, power_of_two(columns)), "ROWS": ROWS}
-    return {"H": heads, "COLUMNS": columns, **blocks, "num_warps": 4, **FUSED}
+    return {"H": heads, "COLUMNS": columns, **blocks, **chooses, **numbers, "num_warps": 4, **FUSED}

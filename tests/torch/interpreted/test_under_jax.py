@@ -206,3 +206,40 @@ def test_requests_of_equal_length_stay_whole_and_others_are_cut(interpreted: Non
         out, lse = paged_attention(jnp.asarray(query), starts, keys, layer, Extents(1, 208))
         np.testing.assert_allclose(out, want, atol=2e-5)
         np.testing.assert_allclose(lse, want_lse, atol=2e-5)
+
+
+MANY, EVEN = 40, [900] * 40
+UNEVEN = [*EVEN[1:], 90_000]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lens", "left", "whole"),
+    [
+        ([1] * MANY, EVEN, None, True),
+        ([1] * MANY, UNEVEN, None, False),
+        ([1] * MANY, UNEVEN, 500, True),  # rows of a window see about equally many keys
+        ([1] * MANY + [0] * 9, EVEN + [0] * 9, None, True),  # padding is no request
+        ([40] + [1] * MANY, [90_000, *EVEN], None, True),  # a prompt has its own launch
+        ([1] * 20 + [0] * 29, EVEN[:20] + [0] * 29, None, False),  # too few to fill the device
+    ],
+)
+def test_one_of_two_launches_has_a_batchs_decodes(
+    tokens: list[int], lens: list[int], left: int | None, whole: bool, interpreted: None
+) -> None:
+    from attn.kernels import fill
+
+    starts = np.cumsum([0, *tokens]).astype(np.int32)
+    made = [jnp.empty(len(starts), jnp.int32) for _ in range(2)]
+    output = jnp.empty((int(starts[-1]) + 3, 2, 40), jnp.bfloat16)
+    given = {
+        **fill.constants(2, 40), "output": output, "lse": jnp.empty((2, len(output)), jnp.float32), "counters": None,
+        "whole": made[0], "cut": made[1], "query_start_loc": starts, "seq_lens": np.asarray(lens, np.int32),
+        "num_reqs": len(lens), "tokens": len(output), "lse_h": len(output), "left": 1 << 30 if left is None else left,
+        "most": 1, "keys_per_tile": 64, "whole_from": 26, "BLOCK_R": 256,
+    }  # fmt: skip
+    names = ["output", "lse", "whole", "cut"]
+    output, lse, *made = _launch(fill.fill, "interpreter", (-(-len(output) // fill.ROWS),), given, names)
+    for of, wanted in zip(made, (whole, not whole), strict=True):
+        assert np.asarray(of).tolist() == (starts.tolist() if wanted else [0] * len(starts))
+    assert not np.asarray(output[starts[-1] :]).any() and np.isneginf(lse[:, starts[-1] :]).all()
+    assert np.isnan(np.asarray(output[: starts[-1]], np.float32)).all() and np.isnan(lse[:, : starts[-1]]).all()

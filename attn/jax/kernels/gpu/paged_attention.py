@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from attn.jax.kernels.gpu.launch import dense_strides, launch, target
 from attn.kernels import fill as rest
 from attn.kernels import hopper, kv_write
-from attn.kernels.launch import converts_e4m3
+from attn.kernels.launch import SplitKV, converts_e4m3
 from attn.kernels.paged_attention import attention, merge
-from attn.kernels.paged_launch import ARRAYS, OF_MERGE, Kinds, Launches, Layer, strides_of
+from attn.kernels.paged_launch import ARRAYS, OF_MERGE, Kinds, Launches, Layer, bound, strides_of
 from attn.visibility import BatchMask
 
 #: Tokens of a request, beyond which all are alike to the launch rules.
@@ -165,23 +165,37 @@ class _Call:
 
     def run(self, num_reqs: int, max_seq_len: int) -> tuple[jax.Array, jax.Array | None]:
         rules = self.rules
-        counters = self._fill()
+        split_kv = rules.parts(num_reqs, max_seq_len, False) if rules.paged else None
+        made = self._fill(num_reqs, split_kv)
         if rules.on_hopper:
-            self._on_hopper(counters)
+            self._on_hopper(made["counters"])
         elif rules.prefill is not None:
             tiles = self.given["query"].shape[0] // rules.prefill_tokens + num_reqs
             self._attend(tiles * rules.kv_heads, rules.prefill)
-        if rules.paged:
-            self._decode(num_reqs, max_seq_len)
+        if not rules.paged:
+            return self.given["output"], self.given["lse"]
+        if split_kv is None or "whole" in made:
+            self.given["query_start_loc"] = made.get("whole", self.given["query_start_loc"])
+            self._attend(num_reqs * rules.kv_heads, rules.decode(0))
+        if split_kv is not None:
+            self.given["query_start_loc"] = made.get("cut", self.given["query_start_loc"])
+            self._in_parts(num_reqs, split_kv)
         return self.given["output"], self.given["lse"]
 
-    def _fill(self) -> Any:
-        """Write rows of no request; return the counters that a Hopper prefill needs."""
-        (tokens, heads, size), counters = self.given["query"].shape, jnp.empty(2, jnp.int32) if self.rules.on_hopper else None
-        given = {name: self.given[name] for name in ("output", "lse", "query_start_loc")}
-        numbers = {name: self.numbers[name] for name in ("num_reqs", "lse_h")}
-        arguments = {"counters": counters, "tokens": tokens, **given, **numbers, **rest.constants(heads, size)}
-        return self._launch(rest.fill, -(-tokens // rest.ROWS), arguments, "counters").get("counters")
+    def _fill(self, num_reqs: int, split_kv: SplitKV | None) -> dict[str, jax.Array]:
+        """Write rows of no request. Return the counters that a Hopper prefill needs, and, where decodes may be either, `whole`
+        and `cut` (`attn.kernels.fill`)."""
+        rules, given, (tokens, heads, size) = self.rules, self.given, self.given["query"].shape
+        chooses: dict[str, Any] = {"counters": jnp.empty(2, jnp.int32) if rules.on_hopper else None}
+        if split_kv is not None and split_kv.max_splits and num_reqs >= split_kv.whole_from:
+            chooses |= {name: jnp.empty(num_reqs + 1, jnp.int32) for name in ("whole", "cut")}
+            chooses |= {"seq_lens": given["seq_lens"], "left": bound(None if rules.free else rules.layer.left)}
+            chooses |= {"most": rules.tokens, "keys_per_tile": rules.keys_per_tile, "whole_from": split_kv.whole_from}
+            chooses |= {"BLOCK_R": split_kv.block_r}
+        of_rows = {name: given[name] for name in ("output", "lse", "query_start_loc")}
+        numbers = {"tokens": tokens, "num_reqs": num_reqs, "lse_h": self.numbers["lse_h"]}
+        arguments = rest.constants(heads, size) | of_rows | numbers | chooses
+        return self._launch(rest.fill, -(-tokens // rest.ROWS), arguments, "counters", "whole", "cut")
 
     def _on_hopper(self, counters: Any) -> None:
         from attn.jax.kernels.gpu.hopper_prefill import Out, prefill
@@ -192,18 +206,8 @@ class _Call:
         out = Out(given["output"], given["lse"], counters)
         given["output"], given["lse"], _ = prefill(out, _prompts(given), rules, factor, self.arch, kinds.processors)
 
-    def _decode(self, num_reqs: int, max_seq_len: int) -> None:
-        rules, split_kv = self.rules, self.rules.parts(num_reqs, max_seq_len, False)
-        if split_kv is None:
-            self._attend(num_reqs * rules.kv_heads, rules.decode(0))
-            return
-        if split_kv.max_splits and num_reqs >= split_kv.whole_from:
-            # Requests of about equal length are best left whole, by another launch than their parts would have. Which it is the
-            # lengths say, on the device: the launch that is not for them finds requests without tokens.
-            starts, even = self.given["query_start_loc"], self._are_even(split_kv.whole_from)
-            self.given["query_start_loc"] = jnp.where(even, starts, 0)
-            self._attend(num_reqs * rules.kv_heads, rules.decode(0))
-            self.given["query_start_loc"] = jnp.where(even, 0, starts)
+    def _in_parts(self, num_reqs: int, split_kv: SplitKV) -> None:
+        rules = self.rules
         states, floats = rules.states(num_reqs, split_kv)
         self.numbers |= {"states": states, "scratch": jnp.empty(floats, jnp.float32)}
         self.numbers |= {name: getattr(split_kv, name) for name in ("split_tiles", "max_splits", "whole_from")}
@@ -211,16 +215,6 @@ class _Call:
         of_merge = {name: self.given[name] for name in ARRAYS[:OF_MERGE]}
         numbers = {name: self.numbers[name] for name in ("scratch", "v_factor", "states", "lse_h", "o_t", "o_h")}
         self._launch(merge, num_reqs * rules.rows, of_merge | numbers | rules.merge)
-
-    def _are_even(self, whole_from: int) -> jax.Array:
-        """Whether the plan of the batch (`plan.item_of`) would cut no decode for the sake of the others."""
-        rules, starts, lens = self.rules, self.given["query_start_loc"], self.given["seq_lens"]
-        rows = jnp.diff(starts)
-        left = rules.layer.left
-        keys = lens if left is None or rules.free else jnp.minimum(lens, left + rows)
-        tiles = jnp.where((rows > 0) & (rows <= rules.tokens), -(-keys // rules.keys_per_tile), 0)
-        live = (tiles > 0).sum()
-        return (live >= whole_from) & (4 * tiles.max() * live <= 5 * tiles.sum())
 
     def _attend(self, programs: int, constants: dict[str, Any]) -> None:
         arguments = self.given | self.numbers | constants | self.values_at

@@ -91,7 +91,7 @@ def compare():
     return names
 
 def both(lens, tokens, dtype="bfloat16", stored=None, heads=(8, 2), size=64, page=16, left=None, right=0, cap=0.0, chunk=None,
-         scales=False, sinks=False, slopes=False, lse=True, scale=0.3, ways=(False,), **mask):
+         scales=False, sinks=False, slopes=False, lse=True, scale=0.3, ways=(False,), fixed=0, **mask):
     R, T, stored = len(lens), sum(tokens), stored or dtype
     table = np.zeros((R, -(-max(lens) // page)), np.int32)
     mask = {name: np.asarray(value) for name, value in mask.items()}
@@ -107,10 +107,10 @@ def both(lens, tokens, dtype="bfloat16", stored=None, heads=(8, 2), size=64, pag
             t(lengths), t(table), max(tokens), max(lens), scale, left=left, right=right, tree_right=right, soft_cap=cap,
             slopes=t(flat) if slopes else None, sinks=t(flat) if sinks else None, chunk_size=chunk,
             k_scale=torch.ones(()) if scales else None, v_scale=t(by_head) if scales else None,
-            whole=whole, **{name: t(value) for name, value in mask.items()})
+            whole=whole, fixed_split=fixed, **{name: t(value) for name, value in mask.items()})
     keys = ours.Keys(jnp.zeros(cache.shape, stored), lengths, table, k_scale=jnp.ones(()) if scales else None,
                      v_scale=by_head if scales else None)
-    layer = Layer(scale, cap, left, right, right, chunk, False, 0, None)
+    layer = Layer(scale, cap, left, right, right, chunk, False, fixed, None)
     out, log = ours.paged_attention(
         jnp.zeros(query.shape, dtype), starts, keys, layer, ours.Extents(max(tokens), max(lens)), BatchMask(**mask),
         slopes=flat if slopes else None, sinks=flat if sinks else None, return_lse=lse)
@@ -120,8 +120,9 @@ def both(lens, tokens, dtype="bfloat16", stored=None, heads=(8, 2), size=64, pag
 assert both([900, 70], [1, 1]) == ["attention", "merge"]
 assert both([30, 7], [1, 1]) == ["attention"]
 assert both([900, 70], [1, 1], lse=False, scale=-0.3) == ["attention", "merge"]
-# so many requests may be best left whole: which it is, their lengths say on the device
+# so many requests may be best left whole: which it is, `fill` decides on the device
 assert both([900] * 300, [1] * 300, ways=(True, False)) == ["attention", "attention", "merge"]
+assert both([900] * 300, [1] * 300, fixed=2048) == ["attention", "merge"]
 assert both([900, 70], [4, 3]) == ["attention", "merge"]
 assert both([900, 70], [20, 1]) == ["attention", "attention", "merge"]
 for dtype, stored in (("float16", "float8_e4m3fn"), ("bfloat16", "float8_e5m2"), ("bfloat16", "int8"), ("float32", "float32")):
@@ -131,25 +132,6 @@ both([90, 70], [3, 2], tree=np.ones((2, 4, 4), bool))
 both([90, 70], [3, 2], spans=np.zeros((5, 2), np.int32), prefix=np.zeros(2, np.int32))
 both([90, 70], [3, 20], right=None, is_causal=np.ones(2, bool))
 both([9000, 70], [1, 1], chunk=512)
-
-# of both launches of many decodes one has the batch's tokens, the other none; so has the merge
-def tokens_of_launches(lens, tokens, **rules):
-    starts, table = np.cumsum([0, *tokens]).astype(np.int32), np.zeros((len(lens), -(-max(lens) // 16)), np.int32)
-    layer = Layer(0.3, 0.0, rules.get("left"), 0, 0, None, False, rules.get("fixed_split", 0), None)
-    keys = ours.Keys(jnp.zeros((2, 40, 16, 2, 64), jnp.bfloat16), np.asarray(lens, np.int32), table)
-    query, extents = jnp.zeros((sum(tokens), 8, 64), jnp.bfloat16), ours.Extents(max(tokens), max(lens))
-    ours.paged_attention(query, starts, keys, layer, extents)
-    found_ = [(name, given.get("BLOCK_R", 0) > 0, int(given["query_start_loc"][-1])) for name, _, given in found["jax"]]
-    found["jax"].clear()
-    return found_
-
-even, uneven, n = [900] * 300, [900] * 299 + [90000], 300
-assert tokens_of_launches(even, [1] * n) == [("attention", False, n), ("attention", True, 0), ("merge", False, 0)]
-assert tokens_of_launches(uneven, [1] * n) == [("attention", False, 0), ("attention", True, n), ("merge", False, n)]
-assert tokens_of_launches(uneven, [1] * n, left=500)[0][2] == n, "rows of a window see about equally many keys"
-assert tokens_of_launches(even, [1] * n, fixed_split=2048) == [("attention", True, n), ("merge", False, n)]
-assert tokens_of_launches(even + [0] * 9, [1] * n + [0] * 9)[0][2] == n, "padding is no request"
-assert tokens_of_launches(even, [40] + [1] * 299)[0][2] == n + 39, "a prompt's own launch comes first"
 
 # prompts on Hopper
 on_hopper = True
