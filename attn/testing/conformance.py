@@ -18,7 +18,7 @@ from attn.backends.registry import BLOCKSPARSE, AttentionBackendEnum, blockspars
 from attn.capabilities import Candidate, Capabilities, Device, Feature
 from attn.dtypes import dtype_name
 from attn.errors import AttnError, UnsupportedError
-from attn.imports import first_installed, resolve_obj_by_qualname, version_of
+from attn.imports import first_installed, installed, pip_install, resolve_obj_by_qualname, version_of
 from attn.progress import Display
 from attn.reports import evidence
 from attn.selection import plugins
@@ -336,6 +336,8 @@ def unable(candidate: Candidate, kind: str | None = None, named: bool = True) ->
     if reasons := not_loadable(candidate):
         return "; ".join(reasons)
     backend: Any = candidate.backend
+    if not installed(framework := _framework(backend)):  # a backend of records only is loaded without it
+        return f"{framework} is not installed: {pip_install(framework)}"
     interpreted = is_interpreted(backend)
     if interpreted and kind == "ran":
         raise ValueError(f"{candidate.name} is interpreted on this machine: kind must be 'interpreted'")

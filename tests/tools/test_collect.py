@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -54,6 +55,19 @@ def test_one_backend_is_checked_in_a_process_of_its_own(tmp_path: Path, monkeypa
     [mine] = reported(file, " a reader ")
     assert str(mine).startswith(f"ran on {row.device}, reported by a reader (")
     assert mine.key != row.key, "it does not replace the project's row"
+
+
+def test_a_slow_backend_leaves_time_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, now = Collection(tmp_path / "evidence.json", 400), [0.0]
+
+    def slow(self: Collection, seconds: float, function: Any, words: Sequence[str]) -> dict[str, Any]:
+        now[0] += seconds
+        return {"error": f"not done within {seconds:.0f} s"}
+
+    monkeypatch.setattr(collect.time, "monotonic", lambda: found.began + now[0])
+    monkeypatch.setattr(Collection, "_child", slow)
+    found._conformance([("attention", name, "jax") for name in "ABC"], "smoke")
+    assert [*found.left_out.values()] == [f"not done within {n} s" for n in (200, 100, 50)]
 
 
 def hang(words: Sequence[str]) -> dict[str, Any]:
@@ -124,3 +138,18 @@ def test_mistakes_are_one_line(
     assert cli.main(["evidence", *words]) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1 and said.startswith("attn: ")
+
+
+@pytest.mark.parametrize(("missing", "framework"), [("torch", "jax"), ("jax", "torch")])
+def test_a_framework_that_is_not_installed_is_a_reason(missing: str, framework: str) -> None:
+    """As on a TPU, where torch is not needed: some classes of torch's backends are loaded without it."""
+    pytest.importorskip(framework)
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None; from attn.tools.collect import _listed; found = _listed(());"
+        f"assert {{words[2] for words in found['backends']}} == {{{framework!r}}}, found['backends'];"
+        f"assert '{missing} is not installed' in str(found['left_out'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
