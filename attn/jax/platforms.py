@@ -71,7 +71,8 @@ class JaxPlatform(Platform):
         return ("XLA", "PALLAS")
 
     def diffusion_priorities(self, request: Request, device: Device) -> tuple[str, ...]:
-        # PALLAS is for TPUs. On a CPU it would be interpreted, so XLA_ATTN comes first there
+        # Measured (H200, TFLOP/s): TRITON_ATTN_JAX 552 to 622, CUDNN 591 to 619, neither always faster, and the second takes
+        # masks. PALLAS is for TPUs. On a CPU it would be interpreted, so XLA_ATTN comes first there.
         return ("PALLAS", "XLA_ATTN") if self.name == "tpu" else ("CUDNN", "TRITON_ATTN_JAX", "XLA_ATTN", "PALLAS")
 
     def priorities(self, request: Request, device: Device) -> tuple[str, ...]:
