@@ -36,12 +36,18 @@ def _ways(name: str, request: Request, device: Device) -> Iterator[str]:
     if request.block_size is not None:
         asked = (size for size in BLOCK_SIZES if _serves(name, replace(request, block_size=size), device))
         yield from (f"with block_size={size}" for size in itertools.islice(asked, 1))
-    for package, modules in PACKAGES.items():
-        with assuming(modules, beside=True):
-            served = _serves(name, request, device)
-        if served:
-            yield f"with {package} installed"
+    # GPUs before Ampere have no bfloat16 products: their kernels are for float16
+    dtypes = {"": request} | ({"dtype=float16": replace(request, dtype="float16")} if request.dtype == "bfloat16" else {})
+    for dtype, other in dtypes.items():
+        if dtype and _serves(name, other, device):
+            yield f"with {dtype}"
             return
+        for package, modules in PACKAGES.items():
+            with assuming(modules, beside=True):
+                served = _serves(name, other, device)
+            if served:
+                yield f"with {' and '.join(filter(None, (dtype, package)))} installed"
+                return
 
 
 def _serves(name: str, request: Request, device: Device) -> bool:

@@ -338,7 +338,7 @@ def test_the_shape_of_a_cache_is_known_without_allocating_it() -> None:
         layer.build(CommonAttentionMetadata.from_lens([1], [1], [[N]], P))
 
 
-def test_no_backend_declares_batch_invariance() -> None:
+def test_xlas_backends_declare_no_batch_invariance() -> None:
     """XLA compiles a program for each padded shape, and two programs may round differently."""
     with pytest.raises(UnsupportedError, match="XLA_ATTN +batch_invariant not supported") as refusal:
         new_layer(features=["batch_invariant"])

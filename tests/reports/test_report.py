@@ -229,3 +229,15 @@ def test_environment(monkeypatch):
     assert found["attn"] == attn.__version__ and found["variables"] == {"ATTN_DISABLE": "FLASH_ATTN"}
     assert {"torch", "jax"} <= found["versions"].keys() and {"torch", "jax"} == found["devices"].keys()
     json.dumps(found)
+
+
+def test_a_gpu_without_bfloat16_products_is_told_which_kernel_serves_float16() -> None:
+    """TORCH_SDPA is what is left on a T4, and the dtype is why."""
+    for assumed, hint in (
+        ([], "with dtype=float16 and xformers installed: XFORMERS"),
+        (["xformers"], "with dtype=float16: XFORMERS"),
+    ):
+        selection = attn.explain(128, "bfloat16", device="T4", assume=["triton", *assumed])
+        assert selection.name == "TORCH_SDPA" and hint in selection.notes
+        assert any("dtype=bfloat16 on sm_75 (supports sm_80+)" in reason for reason in selection.reasons)
+    assert not any("dtype=" in note for note in attn.explain(128, "bfloat16", device="A100").notes)

@@ -383,8 +383,8 @@ DEFECTS = (
     Defect(
         "tpu_single_lse_base",
         "jax/kernels/tpu/_single.py",
-        "(m + jnp.log2(total)) * (1 / LOG2_E)",
-        "(m + jnp.log2(total))",
+        "m * (1 / LOG2_E)) + jnp.log(total)",
+        "m) + jnp.log2(total)",
         PAGED_TPU,
         "A decode's log-sum-exp is returned in units of log2.",
     ),
@@ -1647,6 +1647,14 @@ DEFECTS = (
         "Backends whose caches have heads and tokens in another order serve one layer.",
     ),
     Defect(
+        "pair_kind_without_parts",
+        "torch/backends/pair.py",
+        "return None if attn_metadata.parts else self._member(0)._kind_of_batch(",
+        "return self._member(0)._kind_of_batch(",
+        ("torch/backends/test_pair.py",),
+        "A batch with prompts repeats the launches of one that the decodes' backend served whole.",
+    ),
+    Defect(
         "pair_of_disabled_backend",
         "selection/choice.py",
         "(member.name, *(part.name for part in member.parts))",
@@ -1677,6 +1685,14 @@ DEFECTS = (
         "if provider is not None else order",
         ("torch/test_platforms.py",),
         "Hopper's prompts go to whatever FlashAttention is installed, measured or not.",
+    ),
+    Defect(
+        "pallas_blocks_of_batch",
+        "jax/kernels/tpu/_chips.py",
+        "dataclasses.replace(shape, max_query_len=FIXED_ROWS, columns=FIXED_KEYS // shape.page)",
+        "shape",
+        ("jax/backends/test_pallas.py",),
+        "The bits of a request that must not depend on its batch depend on the batch's longest sequence.",
     ),
     Defect(
         "batch_part_starts_of_whole",

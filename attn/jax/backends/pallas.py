@@ -4,6 +4,9 @@ They are fast because scores never leave VMEM, and DMA copies keys while earlier
 reads the encoder's keys from pages, which a scatter writes once. The requests of an encoder are segments of one dense sequence,
 and rows attend only blocks with keys of their segment. On a CPU the same kernels run in TPU interpret mode, thousands of times
 slower, for tests. On GPUs use XLA_ATTN.
+
+A layer that requests `batch_invariant` has blocks of one size in every batch. Each item of a launch is of one request, so its
+steps are then that request's own.
 """
 
 from typing import Any
@@ -16,7 +19,7 @@ from attn import envs
 from attn.backends.abstract import AttentionType, MultipleOf
 from attn.backends.metadata import PAD_SLOT_ID, CommonAttentionMetadata
 from attn.backends.paged import PagedCall
-from attn.capabilities import ATTN_TYPES, Capabilities, Device, Request
+from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, Capabilities, Device, Feature, Request
 from attn.errors import MetadataError, ShapeError
 from attn.jax import kv_cache as caches
 from attn.jax.backends._paged import FEATURES, PagedAttentionBackend, PagedAttentionImpl
@@ -27,8 +30,10 @@ from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuil
 #: The maximum width of a tree: a row of its mask is the lanes of one register.
 MAX_TREE_WIDTH = 128
 
-#: Compiled once per shape and values of the static arguments; layers that differ in other numbers share the program.
-_attend = jax.jit(kernel.ragged_paged_attention, static_argnames=("max_query_len", "mask", "logits_soft_cap", "return_lse"))
+#: Static arguments: programs are compiled once per shape and values of these; layers that differ in other numbers share them.
+_attend = jax.jit(
+    kernel.ragged_paged_attention, static_argnames=("max_query_len", "mask", "logits_soft_cap", "return_lse", "invariant")
+)
 _attend_segments = jax.jit(flash_attention, static_argnames=("sliding_window", "scale", "logits_soft_cap", "return_lse"))
 
 
@@ -59,7 +64,7 @@ class PallasAttentionBackend(PagedAttentionBackend):
         head_sizes=(MultipleOf(16, 64, 256),),
         kv_cache_dtypes=("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"),
         attn_types=ATTN_TYPES,
-        features=FEATURES,
+        features=FEATURES | {Feature.BATCH_INVARIANT},
         archs=(("tpu", ("v5e", "v5p", "v6e", "v7x")),),
     )
 
@@ -68,6 +73,10 @@ class PallasAttentionBackend(PagedAttentionBackend):
         why = super().why_not(request, device)
         if device is not None and device.platform == "gpu":
             why.append("its kernels are for TPUs (a CPU interprets them, for tests); use XLA_ATTN on GPUs")
+        if request.attn_type in ENCODER_TYPES and Feature.BATCH_INVARIANT in request.features:
+            why.append(
+                f"batch_invariant for {request.attn_type}: requests share blocks of keys (supports decoder, encoder_decoder)"
+            )
         return why
 
     @staticmethod
@@ -108,7 +117,8 @@ class PallasAttentionImpl(PagedAttentionImpl, backend=PallasAttentionBackend):
             else:
                 key, value = (caches.encode(x, kv_cache.dtype, s) for x, s in zip((key, value), scales.values(), strict=True))
         seen = {"mask": call.mask.layer, "batch_mask": meta.mask, "max_query_len": meta.max_query_len}
-        rules = {**self._numbers(), **seen, **scales, "return_lse": self.need_to_return_lse_for_decode}
+        asked = {"return_lse": self.need_to_return_lse_for_decode, "invariant": self.batch_invariant}
+        rules = {**self._numbers(), **seen, **scales, **asked}
         return _attend(call.query, key, value, kv_cache, *meta.requests, slots, **rules)
 
     def _numbers(self) -> dict[str, Any]:

@@ -167,6 +167,12 @@ class PairedImpl(PagedAttentionImpl):
     ) -> torch.Tensor:
         return self._member(0).do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[no-any-return]
 
+    def _constants(self) -> tuple[Any, ...]:
+        return type(self), *self._member(0)._constants()
+
+    def _kind_of_batch(self, attn_metadata: PagedAttentionMetadata, kv_cache: Any) -> tuple[Any, ...] | None:
+        return None if attn_metadata.parts else self._member(0)._kind_of_batch(attn_metadata, kv_cache)
+
     def _run_first(self, call: PagedCall, given: Given) -> Callable[..., bool] | None:
         """Run a call; one of decodes alone is repeated as the decodes' backend repeats its own."""
         if call.meta.parts:

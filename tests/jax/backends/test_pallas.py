@@ -14,7 +14,10 @@ from attn.capabilities import Device, Request
 from attn.errors import MetadataError, ShapeError
 from attn.jax import Attention
 from attn.jax.backends.pallas import PallasAttentionBackend
+from attn.jax.kernels.tpu._chips import blocks_for, fixed_blocks
+from attn.jax.kernels.tpu._refs import PagedShape
 from attn.jax.platforms import TpuPlatform, compiling_for
+from attn.visibility import LayerMask
 
 H, K, D, P, N = 4, 2, 80, 16, 12
 TPU = Device("jax", "tpu", "TPU v6 lite", "v6e")
@@ -144,3 +147,59 @@ def test_a_cache_of_another_layout_or_a_wide_tree() -> None:
     wide = build(layer, common.replace(tree_mask=np.ones((1, 129, 129), bool)))
     with pytest.raises(ShapeError, match="129 wide: must be at most 128"):
         layer(q, q[:, :K], q[:, :K], layer.new_kv_cache(N), wide)
+
+
+def test_a_request_has_the_same_bits_in_any_batch() -> None:
+    """A decode beside a chunk, and alone under a wider table, for which blocks would be larger."""
+    lens, heads, kv_heads, size = ((20, 50), (1, 300)), 4, 2, 64
+    rng = np.random.default_rng(3)
+    drawn = [
+        [rng.standard_normal((n, h, size), np.float32) for n, h in ((q, heads), (m, kv_heads), (m, kv_heads))] for q, m in lens
+    ]
+
+    def states(requests: list[int], columns: int, **more: Any) -> list[Any]:
+        """The output and the log-sum-exp of the last request, by a layer over the keys of these."""
+        layer = Attention(heads, size, num_kv_heads=kv_heads, block_size=P, backend="PALLAS", return_lse=True, **more)
+        owned = [lens[r] for r in requests]
+        ends = np.cumsum([-(-m // P) for _, m in owned])
+        tables = [list(range(end - -(-m // P), end)) for end, (_, m) in zip(ends, owned, strict=True)]
+        cache = layer.new_kv_cache(32)
+        for table, r in zip(tables, requests, strict=True):
+            pages = [np.zeros((len(table) * P, kv_heads, size), np.float32) for _ in range(2)]
+            for page, rows in zip(pages, drawn[r][1:], strict=True):
+                page[: len(rows)] = rows
+            cache = layer.load_pages(cache, table, *(page.reshape(-1, P, kv_heads, size) for page in pages))
+        wide = np.array([table + [-1] * (columns - len(table)) for table in tables], np.int32)
+        common = CommonAttentionMetadata.from_lens(*zip(*owned, strict=True), wide, P, writes=False)
+        meta = build(layer, common)
+        query = meta.pad(np.concatenate([drawn[r][0] for r in requests]))
+        (out, lse), _ = layer(query, None, None, cache, meta)
+        rows = sum(q for q, _ in owned)
+        return [np.asarray(out)[rows - 1], np.asarray(lse)[:, rows - 1]]
+
+    asked = {"features": ["batch_invariant"]}
+    for one, other in zip(states([0, 1], 19, **asked), states([1], 40, **asked), strict=True):
+        np.testing.assert_array_equal(one.view(np.uint32), other.view(np.uint32))
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "v7x"])
+@pytest.mark.parametrize("window", [None, 200])
+def test_blocks_of_such_a_layer_are_those_of_no_batch(chip: str, window: int | None) -> None:
+    """By default they follow the longest request and the table's columns."""
+    of_heads = {"planes": 2, "num_kv_heads": 2, "page": 16, "lanes": 128, "group": 4, "itemsize": 2, "cache_itemsize": 2}
+    shapes = [
+        PagedShape(rows, requests, columns, longest, **of_heads, mask=LayerMask(True, (window, None)))
+        for rows, requests, columns, longest in ((8, 8, 1, 1), (64, 8, 4, 2), (4096, 64, 64, 64), (8192, 2, 4096, 8192))
+    ]
+    by_default, fixed = [[rule(chip, shape) for shape in shapes] for rule in (blocks_for, fixed_blocks)]
+    assert len({blocks.kv_block for blocks in by_default}) > 1 and len({blocks.large for blocks in by_default}) > 2
+    assert fixed[0] == fixed[1]._replace(large=0) and fixed[1] == fixed[2] == fixed[3]
+
+
+@pytest.mark.parametrize("attn_type", ["encoder", "encoder_only"])
+def test_requests_of_an_encoder_share_blocks(attn_type: str) -> None:
+    asked = {"attn_type": attn_type, "features": frozenset({"batch_invariant"})}
+    assert PallasAttentionBackend.why_not(Request(128, "bfloat16", **asked), TPU) == [
+        f"batch_invariant for {attn_type}: requests share blocks of keys (supports decoder, encoder_decoder)"
+    ]
+    assert PallasAttentionBackend.why_not(Request(128, "bfloat16", block_size=16, features=asked["features"]), TPU) == []

@@ -199,7 +199,7 @@ def test_decodes_are_repeated_as_their_backend_does(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(DecodesImpl, "_run_first", run_first)
     layer = Attention(H, D, num_kv_heads=K, backend="DECODES+PROMPTS")
-    for q_lens, repeated in (([1, 2], 2), ([1, 40], 0)):
+    for q_lens, repeated in (([1, 2], 2), ([40, 1, 1], 2), ([40, 1, 1], 3), ([1, 1, 40], 0)):  # the last two are of one kind
         again.clear()
         meta, rows, cache = layer.build(batch_of(q_lens)), sum(q_lens), layer.new_kv_cache(16)
         for _ in range(3):

@@ -5,6 +5,7 @@ query rows per item as keep the matrix unit busy with one load of the keys. `OVE
 measurement beats the rule.
 """
 
+import dataclasses
 import math
 from typing import NamedTuple
 
@@ -15,6 +16,8 @@ from attn.jax.kernels.tpu._refs import PagedShape, sublanes
 #: Rows of a kv head in items of long requests on any chip, and their scores for eight heads with 1,024 keys.
 ROWS = 512
 STRETCH = 8 * 1024 * ROWS
+#: The longest request, and the keys of the table, that `fixed_blocks` chooses for.
+FIXED_ROWS, FIXED_KEYS = 512, 1 << 20
 
 
 class Chip(NamedTuple):
@@ -123,3 +126,10 @@ def blocks_for(name: str, shape: PagedShape) -> Blocks:
     row_tile = next((tile for tile in (512, 384, 256, 128) if large * group % tile == 0), 0)
     stretch = 2 * STRETCH if large > smallest and large * group > ROWS else STRETCH
     return Blocks(kv_block, large, min(kv_block, 1024), min(kv_block, 256), row_tile, slots, stretch)
+
+
+def fixed_blocks(name: str, shape: PagedShape) -> Blocks:
+    """Block sizes that depend on the layer and on which masks the batch has, not on its size: a request is then computed by the
+    same steps in every batch. They are those of long requests over long tables."""
+    blocks = blocks_for(name, dataclasses.replace(shape, max_query_len=FIXED_ROWS, columns=FIXED_KEYS // shape.page))
+    return blocks if shape.max_query_len > 1 else blocks._replace(large=0)

@@ -301,7 +301,7 @@ def finish(cfg: Config, refs: Refs) -> None:
         normaliser = jnp.where(total == 0.0, 0.0, refs.rules[V_FACTOR, k] / jnp.where(total == 0.0, 1.0, weight))
         refs.o[k] = jnp.transpose((refs.acc[turn, k] * normaliser[:1]).astype(refs.o.dtype))
         if cfg.lse:
-            lse = (m + jnp.log2(total)) * (1 / LOG2_E)
+            lse = jnp.where(total == 0.0, -jnp.inf, m * (1 / LOG2_E)) + jnp.log(total)
             refs.lse_rows[k] = jnp.transpose(jnp.broadcast_to(lse[:1], (LANES, lse.shape[1])))
 
     lax.fori_loop(0, cfg.num_kv_heads, head, None, unroll=_HEADS_AT_ONCE if cfg.num_kv_heads % _HEADS_AT_ONCE == 0 else 1)

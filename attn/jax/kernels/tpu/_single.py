@@ -162,7 +162,7 @@ def finish(cfg: Config, refs: Refs) -> None:
         for i in range(1, cfg.join):
             out = jnp.where(row >= i * cfg.group, refs.acc1[n, :, i * cfg.lanes : (i + 1) * cfg.lanes], out)
         refs.o1[n] = (out * widen(normaliser, cfg.lanes)).astype(refs.o1.dtype)
-        if cfg.lse:
-            refs.lse_rows1[n] = (m + jnp.log2(total)) * (1 / LOG2_E)
+        if cfg.lse:  # the choice keeps a compiler from fusing product and sum, which rounds once, in some programs only
+            refs.lse_rows1[n] = jnp.where(total == 0.0, -jnp.inf, m * (1 / LOG2_E)) + jnp.log(total)
 
     lax.fori_loop(0, cfg.joined, one, None, unroll=cfg.joined <= 4)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from attn.jax.kernels.tpu import _kernel, _launch, _plan
-from attn.jax.kernels.tpu._chips import REBIASES_E4M3, Blocks, blocks_for
+from attn.jax.kernels.tpu._chips import REBIASES_E4M3, Blocks, blocks_for, fixed_blocks
 from attn.jax.kernels.tpu._refs import E4M3_GAIN, LANES, LOG2_E, Config, Refs
 from attn.visibility import CAUSAL, PLAIN, BatchMask, LayerMask
 
@@ -78,6 +78,7 @@ def ragged_paged_attention(
     k_scale: jax.Array | float = 1.0,
     v_scale: jax.Array | float = 1.0,
     return_lse: bool = False,
+    invariant: bool = False,
     blocks: Blocks | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
@@ -88,7 +89,8 @@ def ragged_paged_attention(
     table determines where token t of a request is written; slot_mapping only whether (-1: not), and may exclude the first
     or last tokens of a request, but not tokens in between (`write` supports any). `mask`, static, and `batch_mask`: what
     rows see (`attn.visibility`), a tree at most 128 wide. Raises ValueError if the tables exceed the chip's SMEM.
-    `max_query_len`: static, at least the longest query. `chip`: v5e, v6e, ... and `interpret`, False or
+    `max_query_len`: static, at least the longest query. `invariant`: whether a request's bits must not depend on the others
+    (docs/semantics.md §17), by block sizes that do not depend on the batch. `chip`: v5e, v6e, ... and `interpret`, False or
     `pltpu.InterpretParams`: by default the TPU that is compiled for (`_chips.target`), or else the interpreter.
     """
     if 0 in (query.shape[0], *block_table.shape, kv_cache.shape[0]):
@@ -99,7 +101,7 @@ def ragged_paged_attention(
     shape = _plan.shape_of(query, kv_cache, batch, max_query_len, mask, lse=return_lse, write=key is not None)
     cfg = Config(
         **vars(shape),
-        **(blocks or blocks_for(device.chip, shape))._asdict(),
+        **(blocks or (fixed_blocks if invariant else blocks_for)(device.chip, shape))._asdict(),
         logits_soft_cap=logits_soft_cap or None,
         alibi=alibi_slopes is not None,
         sinks=sinks is not None,
