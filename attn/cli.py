@@ -20,8 +20,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import attn
 from attn import envs
+from attn.capabilities import FRAMEWORKS
 from attn.errors import AttnError, UnsupportedError
-from attn.imports import pip_install
+from attn.imports import installed, pip_install
 from attn.tables import folded
 
 Run = Callable[[argparse.Namespace], int]
@@ -176,6 +177,9 @@ def _tables(parser: argparse.ArgumentParser) -> Run:
         if not args.write:
             print(backend_tables(), end="")
             return 0
+        missing = [framework for framework in FRAMEWORKS if not installed(framework)]
+        if missing:
+            raise ValueError(f"--write needs the records of every backend: {pip_install(*missing)}")
         page = Path(attn.__file__).parents[1] / "docs" / "reference" / "backends.md"
         before = page.read_text(encoding="utf-8")
         after = replace_tables(before)

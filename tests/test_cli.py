@@ -198,6 +198,10 @@ def test_tables(capsys, tmp_path, monkeypatch):
     assert call(capsys, "tables --write")[:2] == (0, "backends.md: tables rewritten\n")
     assert call(capsys, "tables --write")[:2] == (0, "backends.md: unchanged\n")
     assert out in page.read_text()
+    monkeypatch.setitem(sys.modules, "torch", None)
+    code, _, err = call(capsys, "tables --write")
+    assert code == 2 and err.startswith("attn: --write needs the records of every backend: pip install 'torch")
+    assert out in page.read_text()
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

@@ -1,10 +1,10 @@
 """`attn evidence`: what this machine's device computes, how fast, and with which versions, in one file and in bounded time.
 
 For owners of devices that the project lacks. Each backend runs the conformance suite in a process of its own, one at a time,
-so that a kernel that crashes or hangs ends its own row only, and because a TPU admits one process. None takes more than half of
-the time that is left. All backends run the short suite first, then `attn bench` measures each framework's table, then backends
-run the quick suite while there is time. The file is written after each of these steps. It holds the versions and devices that
-`attn env` prints, and no names of hosts or users.
+so that a kernel that crashes or hangs ends its own row only, and because a TPU admits one process. None but the last takes more
+than half of the time that is left. All backends run the short suite first, then `attn bench` measures each framework's table,
+then backends run the quick suite while there is time. The file is written after each of these steps. It holds the versions and
+devices that `attn env` prints, and no names of hosts or users.
 
 `--add` copies the rows of such a file to the project's own table, marked as reported; it never replaces rows of the project.
 """
@@ -110,11 +110,12 @@ class Collection:
         print(f"{counts}, {time.monotonic() - self.began:.0f} s: {self.file}")
 
     def _conformance(self, backends: Sequence[Sequence[str]], level: str) -> None:
-        for registry, name, _ in backends:
+        for i, (registry, name, _) in enumerate(backends, 1):
             what = f"{name} ({level})"
             if registry != "attention" and level == _LEVELS[0]:
                 continue  # their suites have one level
-            row = self._child(self.left / 2, _examined, (registry, name, level))
+            last = i == len(backends) and level == _LEVELS[-1]
+            row = self._child(self.left / (1 if last else 2), _examined, (registry, name, level))
             if "row" in row:
                 self.rows[registry, f"{name} {row['row']['level']}"] = row["row"]
                 if row["failures"]:
