@@ -113,18 +113,20 @@ class PairedMetadataBuilder(AttentionMetadataBuilder[Any]):
             return whole
         for which, (first, last) in enumerate(((0, ends[1]), (ends[1], batch.num_reqs))):
             if first < last:
-                own = batch.select(first, last)
-                arrays = {name: _aligned(getattr(own, name)) for name in ("query_start_loc", "seq_lens", "block_table")}
-                meta = self._builders[which].build(common_prefix_len, own.replace(**arrays), fast_build)
+                own = batch if last - first == batch.num_reqs else _part(batch, first, last)
+                meta = self._builders[which].build(common_prefix_len, own, fast_build)
                 start = 0 if first == 0 else parts[-1].rows.stop
                 parts.append(Part(which, slice(start, start + own.num_actual_tokens), meta))
         whole.parts = tuple(parts)
         return whole
 
 
-def _aligned(array: Any) -> Any:
-    """Return a slice at an address for which kernels are compiled: a copy, where another one would need another program."""
-    return aligned(array, strides=False) if isinstance(array, torch.Tensor) else array
+def _part(batch: CommonAttentionMetadata, first: int, last: int) -> CommonAttentionMetadata:
+    """Return requests of a batch, on a device at addresses for which kernels are compiled: others would need other programs."""
+    own = batch.select(first, last)
+    sliced = {name: getattr(own, name) for name in ("query_start_loc", "seq_lens", "block_table")}
+    moved = {name: aligned(x, strides=False) for name, x in sliced.items() if isinstance(x, torch.Tensor)}
+    return own.replace(**moved) if moved else own
 
 
 def _capture(builder: PairedMetadataBuilder, common_attn_metadata: CommonAttentionMetadata) -> PagedAttentionMetadata:
