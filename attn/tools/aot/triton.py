@@ -361,6 +361,33 @@ def _launch_merge(choice: Choice) -> None:
         merge_states(outputs, lses)
 
 
+# --- rows of no request -----------------------------------------------------------------------------------------------
+
+FILL: dict[str, Sequence[Any]] = {
+    "num_heads": (8, 5, 128),
+    "head_size": (64, 80, 128, 256),
+    "dtype": ("bfloat16", "float16", "float32"),
+    "requests": (8, 300),
+    **switches("lse", "counters", "chooses"),
+}
+
+
+def _launch_fill(choice: Choice) -> None:
+    """Launch the kernel as programs of jax do: torch's outputs have no such rows."""
+    from attn.kernels import fill
+    from attn.kernels.launch import block_of
+
+    heads, size, requests = choice["num_heads"], choice["head_size"], choice["requests"]
+    starts = torch.empty(requests + 1, dtype=torch.int32)
+    given: dict[str, Any] = {"output": torch.empty(9, heads, size, dtype=getattr(torch, choice["dtype"])), "tokens": 9}
+    given |= {"lse": torch.empty(heads, 9) if choice["lse"] else None, "lse_h": 9 if choice["lse"] else 0}
+    given |= {"counters": starts[:2].clone() if choice["counters"] else None, "query_start_loc": starts, "num_reqs": requests}
+    if choice["chooses"]:
+        given |= {"whole": torch.empty_like(starts), "cut": torch.empty_like(starts), "seq_lens": starts[1:].clone()}
+        given |= {"left": 1 << 30, "most": 1, "keys_per_tile": 64, "whole_from": 26, "BLOCK_R": block_of(requests)}
+    fill.fill[-(-9 // fill.ROWS),](**fill.constants(heads, size) | given)
+
+
 # --- multi-head latent attention ------------------------------------------------------------------------------------
 
 RANK, ROPE, VALUE = 512, 64, 128
@@ -516,6 +543,7 @@ KERNELS = {
     "dense_decode": Kernel(ROW, _launch_row),
     "kv_write": Kernel(WRITE, _launch_write, _normalise_paged),
     "merge_states": Kernel(MERGE, _launch_merge),
+    "fill": Kernel(FILL, _launch_fill),
     "latent_write": Kernel(LATENT_WRITE, _launch_latent_write, _normalise_latent_write),
     "mla_decode": Kernel(LATENT, _launch_latent, _normalise_latent, _refuse_latent),
     "hopper_mla": Kernel(HOPPER_LATENT, _launch_hopper_latent, _normalise_latent, only_on=("sm_90",)),
