@@ -58,6 +58,7 @@ class JaxPlatform(Platform):
 
     #: Multi-head latent attention over all keys: the backend that has run on devices first.
     latent: tuple[str, ...] = ("XLA_MLA", "PALLAS_MLA")
+    expanded: tuple[str, ...] = ("XLA", "PALLAS")  #: the same, of long prompts
 
     def mla(self, request: Request, device: Device) -> tuple[str, ...]:
         return ("XLA_MLA_SPARSE",) if Feature.SPARSE_MLA in request.features else self.latent
@@ -68,7 +69,7 @@ class JaxPlatform(Platform):
         return f"XLA_FLAGS has {found[0]}" if found else ""
 
     def mla_prefill_priorities(self, request: Request, device: Device) -> tuple[str, ...]:
-        return ("XLA", "PALLAS")
+        return self.expanded
 
     def diffusion_priorities(self, request: Request, device: Device) -> tuple[str, ...]:
         # Measured (H200, TFLOP/s): TRITON_ATTN_JAX 552 to 622, CUDNN 591 to 619, neither always faster, and the second takes
@@ -108,6 +109,7 @@ class GpuPlatform(JaxPlatform):
     # second has every feature on every GPU and needs no second compiler; PALLAS is for TPUs.
     dense = ("TRITON_ATTN_JAX", "XLA_ATTN", "PALLAS")
     latent = ("TRITON_MLA_JAX", "XLA_MLA", "PALLAS_MLA")
+    expanded = ("TRITON_JAX", "XLA", "PALLAS")
 
 
 class CpuPlatform(JaxPlatform):

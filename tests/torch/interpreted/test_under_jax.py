@@ -20,11 +20,13 @@ import jax
 import jax.numpy as jnp
 
 from attn import reference
+from attn.jax.backends.mla.prefill.triton import TritonPrefillBackend
 from attn.jax.backends.mla.triton_mla import TritonMLABackend, TritonMLAImpl
 from attn.jax.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 from attn.jax.diffusion.backends import triton_attn as dense
 from attn.testing import Case, cases_for, run_case
 from attn.testing.dense import DenseCase, check_dense, dense_cases
+from attn.testing.prefill import check_prefill, prefill_cases
 from tests.levels import sampled
 
 pytestmark = [
@@ -63,6 +65,10 @@ class InterpretedDense(dense.TritonAttentionBackend):
 
 class InterpretedDenseImpl(dense.TritonAttentionImpl, backend=InterpretedDense):
     pass
+
+
+class InterpretedPrefill(TritonPrefillBackend):
+    capabilities = dataclasses.replace(TritonPrefillBackend.capabilities, platforms=("cpu",), archs=())
 
 
 def _tensor(value: Any, dtype: str) -> Any:
@@ -109,7 +115,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         jnp, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan if jnp.issubdtype(dtype, jnp.floating) else 7, dtype)
     )
-    names = "kernels.gpu.paged_attention", "kernels.gpu.mla_attention", "kernels.gpu.dense_attention"
+    names = "kernels.gpu.paged_attention", "kernels.gpu.mla_attention", "kernels.gpu.mla_prefill", "kernels.gpu.dense_attention"
     for name in (*names, "diffusion.backends.triton_attn"):
         module = importlib.import_module(f"attn.jax.{name}")
         monkeypatch.setattr(module, "launch", _launch, raising=False)
@@ -185,6 +191,16 @@ def test_vmap_and_gradients_are_those_of_jax(rows: int, keys: int, lens: Any, in
 def test_conformance(backend: Any, case: Case, interpreted: None) -> None:
     violations = run_case(backend, case)
     assert not violations, "\n".join(map(str, violations))
+
+
+def _prefills() -> list[Any]:
+    cases = prefill_cases(InterpretedPrefill) if INTERPRETS else []
+    return sampled([pytest.param(case, id=str(case)) for case in cases], 4, "TRITON_JAX")
+
+
+@pytest.mark.parametrize("case", _prefills())
+def test_prompts_of_expanded_heads_conform(case: Any, interpreted: None) -> None:
+    check_prefill(InterpretedPrefill, case)
 
 
 def test_requests_of_equal_length_stay_whole_and_others_are_cut(interpreted: None) -> None:

@@ -30,6 +30,7 @@ class MLAPrefillBackendEnum(
     TOKENSPEED_MLA = "attn.torch.backends.mla.prefill.tokenspeed_mla.TokenspeedMLAPrefillBackend"
     TRITON = "attn.torch.backends.mla.prefill.triton.TritonPrefillBackend"
     TORCH_SDPA = "attn.torch.backends.mla.prefill.sdpa.TorchSDPAPrefillBackend"
+    TRITON_JAX = "attn.jax.backends.mla.prefill.triton.TritonPrefillBackend"
     XLA = "attn.jax.backends.mla.prefill.xla.XLAPrefillBackend"
     PALLAS = "attn.jax.backends.mla.prefill.pallas.PallasPrefillBackend"
     # Placeholder for third-party/custom backends - must be registered before use
