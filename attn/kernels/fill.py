@@ -51,9 +51,20 @@ def fill(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     if whole is not None:
         _whole_or_cut(whole, cut, query_start_loc, seq_lens, num_reqs, left, most, keys_per_tile, whole_from, BLOCK_R)
-    first = tl.program_id(0).to(tl.int64) * ROWS
     if counters is not None:
         tl.store(counters + tl.arange(0, 2), tl.zeros([2], tl.int32))
+    fill_rows(
+        tl.program_id(0).to(tl.int64) * ROWS, output, lse, query_start_loc, num_reqs, tokens, lse_h, H, COLUMNS, BLOCK_H, BLOCK,
+        ROWS,
+    )  # fmt: skip
+
+
+@triton.jit
+def fill_rows(  # type: ignore[no-untyped-def]
+    first, output, lse, query_start_loc, num_reqs, tokens, lse_h,
+    H: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write those of ROWS rows from `first` on, a 64-bit number, that are of no request."""
     h, column = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK)
     for row in range(tl.maximum(tl.load(query_start_loc + num_reqs), first), tl.minimum(first + ROWS, tokens)):
         for c in range(0, COLUMNS, BLOCK):

@@ -44,41 +44,55 @@ def write(  # type: ignore[no-untyped-def]
     HAS_SCALE: tl.constexpr, NOPE: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr, HAS_QUERY: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    e = tl.arange(0, BLOCK_R)
     if HAS_QUERY and token < copied:
+        e = tl.arange(0, BLOCK_R)
         for first in tl.range(0, H, BLOCK_H):
             h = (first + tl.arange(0, BLOCK_H))[:, None]
             live = (h < H) & (e < DR)[None, :]
             rope = tl.load(query + token * q_t + h * q_h + NOPE + e[None, :], mask=live)
             tl.store(absorbed + token * a_t + h * a_h + L + e[None, :], rope, mask=live)
     if token < tokens:
-        slot = tl.load(slots + token).to(tl.int64)
-        if slot >= 0:
-            row = cache + slot // P * c_block + slot % P * c_slot
-            rope = tl.load(k_pe + token * k_pe_t + e, mask=e < DR)
-            if KIND == "packed":
-                part = tl.arange(0, 4)
-                at = part[:, None] * 128 + tl.arange(0, 128)[None, :]
-                x = tl.load(kv_c + token * kv_c_t + at).to(tl.float32)
-                nonfinite = tl.max((x != x).to(tl.int32), 1) > 0
-                largest = tl.max(tl.where(x != x, 0.0, tl.abs(x)), 1)
-                scale = tl.maximum(tl.math.div_rn(largest, tl.zeros_like(largest) + 448.0), 1.1754943508222875e-38)
-                scale = tl.where(nonfinite, float("nan"), scale)
-                codes = fp8_code(tl.math.div_rn(x, tl.zeros_like(x) + scale[:, None]), 3, 7, 448.0)
-                tl.store(row + at, codes)
-                tl.store(row.to(tl.pointer_type(tl.float32)) + 128 + part, scale)
-                if rope.dtype == tl.bfloat16:
-                    tl.store(row.to(tl.pointer_type(tl.bfloat16)) + 264 + e, rope)
-                else:
-                    tl.store(row.to(tl.pointer_type(tl.uint16)) + 264 + e, bf16_code(rope.to(tl.float32)))
+        write_row(
+            token, kv_c, k_pe, cache, slots, k_scale, factor, kv_c_t, k_pe_t, c_block, c_slot,
+            L, DR, P, BLOCK_L, BLOCK_R, KIND, HAS_SCALE,
+        )  # fmt: skip
+
+
+@triton.jit
+def write_row(  # type: ignore[no-untyped-def]
+    token, kv_c, k_pe, cache, slots, k_scale, factor, kv_c_t, k_pe_t, c_block, c_slot,
+    L: tl.constexpr, DR: tl.constexpr, P: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, KIND: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+):  # fmt: skip
+    """Store the row of a token, a 64-bit number."""
+    slot = tl.load(slots + token).to(tl.int64)
+    e = tl.arange(0, BLOCK_R)
+    if slot >= 0:
+        row = cache + slot // P * c_block + slot % P * c_slot
+        rope = tl.load(k_pe + token * k_pe_t + e, mask=e < DR)
+        if KIND == "packed":
+            part = tl.arange(0, 4)
+            at = part[:, None] * 128 + tl.arange(0, 128)[None, :]
+            x = tl.load(kv_c + token * kv_c_t + at).to(tl.float32)
+            nonfinite = tl.max((x != x).to(tl.int32), 1) > 0
+            largest = tl.max(tl.where(x != x, 0.0, tl.abs(x)), 1)
+            scale = tl.maximum(tl.math.div_rn(largest, tl.zeros_like(largest) + 448.0), 1.1754943508222875e-38)
+            scale = tl.where(nonfinite, float("nan"), scale)
+            codes = fp8_code(tl.math.div_rn(x, tl.zeros_like(x) + scale[:, None]), 3, 7, 448.0)
+            tl.store(row + at, codes)
+            tl.store(row.to(tl.pointer_type(tl.float32)) + 128 + part, scale)
+            if rope.dtype == tl.bfloat16:
+                tl.store(row.to(tl.pointer_type(tl.bfloat16)) + 264 + e, rope)
             else:
-                d = tl.arange(0, BLOCK_L)
-                latent = _code(tl.load(kv_c + token * kv_c_t + d, mask=d < L), k_scale, factor, KIND, HAS_SCALE)
-                rope = _code(rope, k_scale, factor, KIND, HAS_SCALE)
-                if KIND == "bf16":
-                    row = row.to(tl.pointer_type(tl.uint16))
-                tl.store(row + d, latent.to(row.dtype.element_ty), mask=d < L)
-                tl.store(row + L + e, rope.to(row.dtype.element_ty), mask=e < DR)
+                tl.store(row.to(tl.pointer_type(tl.uint16)) + 264 + e, bf16_code(rope.to(tl.float32)))
+        else:
+            d = tl.arange(0, BLOCK_L)
+            latent = _code(tl.load(kv_c + token * kv_c_t + d, mask=d < L), k_scale, factor, KIND, HAS_SCALE)
+            rope = _code(rope, k_scale, factor, KIND, HAS_SCALE)
+            if KIND == "bf16":
+                row = row.to(tl.pointer_type(tl.uint16))
+            tl.store(row + d, latent.to(row.dtype.element_ty), mask=d < L)
+            tl.store(row + L + e, rope.to(row.dtype.element_ty), mask=e < DR)
 
 
 def code_of(given: str, stored: str) -> str:

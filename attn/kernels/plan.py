@@ -85,8 +85,18 @@ def shares(  # type: ignore[no-untyped-def]
     H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STARTED: tl.constexpr, SHORTEST: tl.constexpr,
     FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Fill the table of equal shares, which `attn.torch.kernels.plan` describes. Grid (groups): one writes its own items."""
+    """Fill the table of equal shares, which `attn.torch.kernels.plan` describes. Grid (groups)."""
     g = tl.program_id(0)
+    share(g, table, query_start_loc, seq_lens, num_reqs, groups, rows, H, BLOCK_N, BLOCK_R, STARTED, SHORTEST, FIELDS)
+
+
+@triton.jit
+def share(  # type: ignore[no-untyped-def]
+    g, table, query_start_loc, seq_lens, num_reqs, groups, rows,
+    H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STARTED: tl.constexpr, SHORTEST: tl.constexpr,
+    FIELDS: tl.constexpr,
+):  # fmt: skip
+    """Write the items of group `g` to the table of equal shares."""
     n = tl.arange(0, BLOCK_R)
     begin = tl.load(query_start_loc + n, mask=n < num_reqs, other=0)
     q_len = tl.load(query_start_loc + n + 1, mask=n < num_reqs, other=0) - begin

@@ -284,7 +284,7 @@ for of, *arguments in calls:
         assert len(directly) == (1 if arguments[-1] else 2)
 wanted = {
     attend: "attention merge", attend_prompts: "attention prefill", attend_row: "_decode", merge: "merge",
-    write: "write", write_latents: "write", decode: "attend shares merge", prefill: "_attend prefill",
+    write: "write", write_latents: "write", decode: "attend shares merge", prefill: "attend prefill",
 }
 assert used == {(of.__name__, name) for of, names in wanted.items() for name in names.split()}, used
 print("equal", len(calls))

@@ -1,7 +1,8 @@
 """Absorbed MLA over a paged cache of latents, and the write to it: `attn.kernels` launched by XLA.
 
-Keys are cut by all lengths: a launch before the others fills the table of equal shares from the lengths on the device, so
-that one program serves every batch of its shapes. Rows of no request are 0, their log-sum-exp -inf.
+Keys are cut by all lengths: a launch before the others (`mla_prepare`) fills the table of equal shares from the lengths on the
+device, so that one program serves every batch of its shapes; it also stores new latents. Rows of no request are 0, their
+log-sum-exp -inf.
 """
 
 import functools
@@ -11,8 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from attn.jax.kernels.gpu.launch import Boxed, dense_strides, launch, target
-from attn.kernels import fill as rest
-from attn.kernels import hopper, latent_write, plan
+from attn.kernels import fill, hopper, latent_write, mla_prepare, plan
 from attn.kernels.launch import LOG2E, block_of
 from attn.kernels.mla_decode import attend, merge
 from attn.kernels.mla_launch import Decode, Launches, RopeFrom, fits_hopper, launches_of, prefers_hopper
@@ -39,18 +39,33 @@ class Rules(NamedTuple):
     max_seq_len: int
 
 
+class New(NamedTuple):
+    """Latents to be stored: kv_c [T, L], k_pe [T, Dr], at slots [T] (int32, -1: nowhere)."""
+
+    kv_c: jax.Array
+    k_pe: jax.Array
+    slots: jax.Array
+
+
 @functools.partial(jax.jit, static_argnames=("rules", "return_lse"))
 def mla_decode(
-    absorbed: jax.Array, query: jax.Array, starts: jax.Array, latents: Latents, rules: Rules, *, return_lse: bool = True
-) -> tuple[jax.Array, jax.Array | None]:
-    """Return (out [T, H, L] in absorbed's dtype, lse [H, T] float32, natural log, or None unless `return_lse`).
+    absorbed: jax.Array,
+    query: jax.Array,
+    starts: jax.Array,
+    latents: Latents,
+    rules: Rules,
+    new: New | None = None,
+    *,
+    return_lse: bool = True,
+) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """Return (out [T, H, L] in absorbed's dtype, lse [H, T] float32, natural log, or None unless `return_lse`, cache).
 
     absorbed: [T, H, L], query: [T, H, Dn + Dr], whose last Dr columns are read; float32, bfloat16 or float16. starts: [R + 1]
-    int32, where requests begin.
+    int32, where requests begin. The cache has the `new` latents, before any is attended, in place if it is donated.
     """
     (tokens, heads, rank), num_reqs = absorbed.shape, starts.shape[0] - 1
     if num_reqs < 1 or tokens == 0:
-        return jnp.zeros_like(absorbed), jnp.full((heads, tokens), -jnp.inf) if return_lse else None
+        return jnp.zeros_like(absorbed), jnp.full((heads, tokens), -jnp.inf) if return_lse else None, latents.cache
     given: dict[str, Any] = {
         "out": jnp.empty(absorbed.shape, absorbed.dtype),
         "lse": jnp.empty((heads, tokens), jnp.float32) if return_lse else None,
@@ -66,16 +81,15 @@ def mla_decode(
     states = made.states(tokens * heads)
     given["partial"] = jnp.empty(max(1, states) * rank, jnp.float32)
     given["partial_lse"] = jnp.empty(max(1, states), jnp.float32)
-    given["items"] = starts if made.shares is None else _shares(of, made, starts, latents.lens)
     given |= _numbers(of, made, given) | {"factor": rules.scale * LOG2E, "v_factor": 1.0}
-    given |= _filled(of.arch, given)
+    given |= {"items": starts} | _prepared(of, made, given, new)
     try:
         given |= (_attend_on_hopper if of.on_hopper else _attend)(of, made, given)
     except hopper.CannotCompile:
-        return mla_decode(absorbed, query, starts, latents, rules, return_lse=return_lse)  # type: ignore[no-any-return]
+        return mla_decode(absorbed, query, starts, latents, rules, new, return_lse=return_lse)  # type: ignore[no-any-return]
     if states:
         given |= _run(merge, of.arch, made.merge_grid(num_reqs, heads, rules.max_query_len), given | made.merge, _RESULTS)
-    return given["out"], given["lse"]
+    return given["out"], given["lse"], given["cache"]
 
 
 _RESULTS = ("out", "lse")
@@ -156,30 +170,40 @@ def _numbers(of: Decode, made: Launches, given: dict[str, Any]) -> dict[str, Any
     }
 
 
-def _filled(arch: str, given: dict[str, Any]) -> dict[str, jax.Array]:
-    """Write the rows of no request."""
-    tokens, heads, rank = given["out"].shape
-    of_rows = {"output": given["out"], "lse": given["lse"], "query_start_loc": given["query_start_loc"], "counters": None}
-    numbers = {"tokens": tokens, "num_reqs": given["seq_lens"].shape[0], "lse_h": tokens, **rest.constants(heads, rank)}
-    written = {"out": "output", **({} if given["lse"] is None else {"lse": "lse"})}
-    made = launch(rest.fill, arch, (-(-tokens // rest.ROWS),), of_rows | numbers, [*written.values()])
-    return dict(zip(written, made, strict=True))
-
-
-def _shares(of: Decode, made: Launches, starts: jax.Array, lens: jax.Array) -> jax.Array:
-    """The table of equal shares (`attn.kernels.plan`)."""
-    assert made.shares is not None
-    groups, _, items = made.shares
+def _prepared(of: Decode, made: Launches, given: dict[str, Any], new: New | None) -> dict[str, jax.Array]:
+    """Fill the table of shares, store new latents, and write the rows of no request; return what it wrote by name."""
+    (tokens, _, rank), cache = given["out"].shape, given["cache"]
+    groups, _, items = made.shares or (0, 0, 0)
+    kv_c, k_pe, slots = new or (None, None, None)
+    code, rows = "" if kv_c is None else latent_write.code_of(kv_c.dtype.name, cache.dtype.name), 0 if kv_c is None else tokens
     arguments = {
-        "table": jnp.empty(2 * groups + plan.FIELDS * items, jnp.int32),
-        "query_start_loc": starts,
-        "seq_lens": lens,
+        "table": jnp.empty(2 * groups + plan.FIELDS * items, jnp.int32) if groups else None,
+        "cache": cache if new else None,
+        "output": given["out"],
+        "lse": given["lse"],
+        "kv_c": kv_c,
+        "k_pe": k_pe,
+        "slots": slots,
+        "k_scale": given["k_scale"],
+        "query_start_loc": given["query_start_loc"],
+        "seq_lens": given["seq_lens"],
+        "factor": 1.0,
         "num_reqs": of.requests,
         "groups": groups,
         "rows": made.tiles * made.block_m,
-        **plan.constants(of.heads, made.block_n, block_of(of.requests)),
+        "new": rows,
+        "tokens": tokens,
+        "lse_h": tokens,
+        **{"kv_c_t": rank, "k_pe_t": of.rope, "c_block": given["c_block"], "c_slot": given["c_slot"]},
+        **mla_prepare.constants(
+            (of.heads, made.block_n, block_of(of.requests)), (rank, of.rope, of.page), code, given["k_scale"] is not None
+        ),
     }
-    return launch(plan.shares, of.arch, (groups,), arguments, ["table"])[0]
+    written = {"out": "output", "lse": "lse", "items": "table", "cache": "cache"}
+    written = {name: parameter for name, parameter in written.items() if arguments[parameter] is not None}
+    codes = {"cache": "uint8"} if code in ("e4m3", "e5m2") else {}
+    grid = (groups + rows - (-tokens // fill.ROWS),)
+    return dict(zip(written, launch(mla_prepare.prepare, of.arch, grid, arguments, [*written.values()], **codes), strict=True))
 
 
 def _own_lengths(starts: jax.Array, lens: jax.Array, tokens: int) -> jax.Array:

@@ -55,14 +55,14 @@ def mla_prefill(
     return launch(attend, arch, (tokens // rule.block_m + num_reqs, heads), arguments, ["out", "lse"])  # type: ignore[return-value]
 
 
-def _prompts(*arrays: jax.Array) -> Any:
+def _prompts(*arrays: Any) -> Any:
     """The arrays as `hopper_prefill.Prompts`; that module is imported on Hopper only."""
     from attn.jax.kernels.gpu.hopper_prefill import Prompts
 
     return Prompts(*arrays)
 
 
-def _serves(*arrays: jax.Array) -> bool:
+def _serves(*arrays: Any) -> bool:
     from attn.jax.kernels.gpu.hopper_prefill import serves
 
     return serves(_prompts(*arrays))
