@@ -6,6 +6,7 @@ of the call). Every limit is in the backend's capability record. The constructor
 unsupported layer is rejected before any weight is loaded.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from attn.backends.paged import PagedBackend, PagedCall, PagedImpl
 from attn.capabilities import ENCODER_TYPES, Feature
 from attn.dtypes import PER_TOKEN_HEAD, QuantKey, kFp8StaticTensorSym
 from attn.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
+from attn.imports import installed
 from attn.torch import kv_cache as caches
 from attn.torch.alignment import aligned
 from attn.torch.arrays import static
@@ -66,6 +68,9 @@ class HeadsFirstBackend(PagedAttentionBackend):
         return kv_cache[0].transpose(1, 2), kv_cache[1].transpose(1, 2)
 
 
+#: The dtypes of keys that `kv_write` takes, and of caches that it codes them for.
+_WRITTEN = (torch.bfloat16, torch.float16, torch.float32)
+_CODES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 #: The query, key and value that a caller passed.
 Given = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
@@ -83,6 +88,12 @@ class Known(NamedTuple):
     strides: tuple[int, ...]
     has_lse: bool
     launches: Callable[..., bool] | None
+
+
+@functools.cache
+def _runs_triton(device: torch.device) -> bool:
+    """Whether Triton is installed and compiles for a GPU: AMD's, and NVIDIA's from Ampere on."""
+    return installed("triton") and (torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0))
 
 
 def _addresses(attn_metadata: PagedAttentionMetadata) -> list[int]:
@@ -303,8 +314,35 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
     ) -> torch.Tensor:
         key, value = self._by_head("key", key, self.num_kv_heads), self._by_head("value", value, self.num_kv_heads)
         key_cache, value_cache, scales = self._parts(kv_cache)
-        caches.write(key, value, key_cache, value_cache, slot_mapping, *(scales or (layer._k_scale, layer._v_scale)))
+        if not self._writes_by_kernel(key, kv_cache):
+            caches.write(key, value, key_cache, value_cache, slot_mapping, *(scales or (layer._k_scale, layer._v_scale)))
+            return kv_cache
+        from attn.torch.kernels.kv_write import write_kv, write_kv_per_token
+
+        if scales is not None:
+            write_kv_per_token(key, value, key_cache, value_cache, *scales, slot_mapping)
+        else:
+            coded = caches.is_quantised(kv_cache.dtype)
+            of_cache = [self._on(kv_cache.device, scale) if coded else None for scale in (layer._k_scale, layer._v_scale)]
+            write_kv(key, value, key_cache, value_cache, slot_mapping, *of_cache)
         return kv_cache
+
+    def _writes_by_kernel(self, key: torch.Tensor, kv_cache: torch.Tensor) -> bool:
+        """Whether a Triton kernel writes the cache, in one launch: on GPUs with Triton, outside of graphs that are traced."""
+        if not kv_cache.is_cuda or key.dtype not in _WRITTEN or torch.compiler.is_compiling():
+            return False
+        return kv_cache.dtype in (key.dtype, *_CODES) and kv_cache.stride(-1) == 1 and _runs_triton(kv_cache.device)
+
+    @staticmethod
+    def _on(device: torch.device, scale: Any) -> torch.Tensor:
+        """Return a scale on the device. A scalar from the host is filled in, since graph capture does not allow the copy."""
+        is_tensor = isinstance(scale, torch.Tensor)
+        if is_tensor and scale.device == device and scale.dtype == torch.float32 and not scale.requires_grad:
+            return scale  # type: ignore[no-any-return]
+        on_host = not is_tensor or (scale.ndim == 0 and scale.device.type == "cpu")
+        if on_host and not torch.compiler.is_compiling():
+            return torch.full((), float(scale), dtype=torch.float32, device=device)
+        return torch.as_tensor(scale, dtype=torch.float32, device=device).detach()
 
     def _parts(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
         """Return keys and values [N, P, K, D], and their scales, both [N, P, K], if each token and head has its own."""
@@ -323,6 +361,12 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         It takes query [B, H, 1, D], key and value [B, K, m, D] and `valid` as `attend_keys`, or None, and returns [B, 1, H, D].
         """
         return None
+
+    def _may_lack_keys(self, call: PagedCall) -> bool:
+        """Whether a row may see no key: not if each sees its own, and no graph is captured, which serves other lengths too."""
+        if self.attn_type != AttentionType.DECODER or not call.meta.has_own_keys:
+            return True
+        return call.query.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def _attend(self, call: PagedCall) -> None:
         """Fill rows below `num_actual_tokens` of `call.output` and, unless None, of `call.lse`, from the cache."""

@@ -16,7 +16,6 @@ import torch
 
 from attn import envs
 from attn.arguments import fold_sign
-from attn.backends.abstract import AttentionLayer
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.paged import PagedCall
 from attn.capabilities import ATTN_TYPES, PAGED_FEATURES, Capabilities, Device, Feature, MultipleOf, Request
@@ -132,20 +131,8 @@ class TritonPagedImpl(PagedAttentionImpl):
             self._run(call)
         return keeper.kept
 
-    def do_kv_cache_update(
-        self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
-    ) -> torch.Tensor:
-        from attn.torch.kernels.kv_write import write_kv, write_kv_per_token
-
-        key_cache, value_cache, token_scales = self._parts(kv_cache)
-        key, value = self._by_head("key", key, self.num_kv_heads), self._by_head("value", value, self.num_kv_heads)
-        if token_scales is not None:
-            write_kv_per_token(key, value, key_cache, value_cache, *token_scales, slot_mapping)
-        else:
-            coded = caches.is_quantised(kv_cache.dtype)
-            scales = (self._on(kv_cache.device, s) if coded else None for s in (layer._k_scale, layer._v_scale))
-            write_kv(key, value, key_cache, value_cache, slot_mapping, *scales)
-        return kv_cache
+    def _writes_by_kernel(self, key: torch.Tensor, kv_cache: torch.Tensor) -> bool:
+        return True  # interpreted on a CPU, and an operator of traced graphs, as the attention is
 
     def _attend(self, call: PagedCall) -> None:
         from attn.torch.kernels.paged_attention import paged_attention
@@ -330,17 +317,6 @@ class TritonPagedImpl(PagedAttentionImpl):
             else:
                 scales[f"{which}_scale"] = self._on(call.kv_cache.device, scale)
         return scales
-
-    @staticmethod
-    def _on(device: torch.device, scale: Any) -> torch.Tensor:
-        """Return a scale on the device. A scalar from the host is filled in, since graph capture does not allow the copy."""
-        is_tensor = isinstance(scale, torch.Tensor)
-        if is_tensor and scale.device == device and scale.dtype == torch.float32 and not scale.requires_grad:
-            return scale  # type: ignore[no-any-return]
-        on_host = not is_tensor or (scale.ndim == 0 and scale.device.type == "cpu")
-        if on_host and not torch.compiler.is_compiling():
-            return torch.full((), float(scale), dtype=torch.float32, device=device)
-        return torch.as_tensor(scale, dtype=torch.float32, device=device).detach()
 
 
 def _in_row(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:

@@ -6,6 +6,7 @@ reasons. This backend applies sinks itself, from the log-sum-exp (docs/semantics
 result is the same for every provider.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,6 +61,11 @@ class FlashAttentionBackend(PagedAttentionBackend):
 class FlashAttentionImpl(PagedAttentionImpl, backend=FlashAttentionBackend):
     can_return_lse_for_decode = True
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        #: By dtype, block size and device: what calls the provider that was chosen, and its module.
+        self._chosen = dict[Any, tuple[Callable[[Any, VarlenCall], Any], Any]]()
+
     @staticmethod
     def get_supported_kernel_block_size() -> list[int | MultipleOf]:
         """Return the smallest block size of the installed providers; of all providers if none is installed."""
@@ -106,10 +112,17 @@ class FlashAttentionImpl(PagedAttentionImpl, backend=FlashAttentionBackend):
             **keys,
         )
         block_size = None if provided.block_table is None else meta.block_size
-        request = replace(self.request(), dtype=str(call.query.dtype).removeprefix("torch."), block_size=block_size)
-        provider = self._provider(request, arch_of(call.query.device))
-        out, log = provider.attend(provider.load(), provided)
-        fill(out, log, self.sinks, call.output, call.lse)
+        kind = call.query.dtype, block_size, call.query.device
+        if kind not in self._chosen:
+            request = replace(self.request(), dtype=str(call.query.dtype).removeprefix("torch."), block_size=block_size)
+            provider = self._provider(request, arch_of(call.query.device))
+            self._chosen[kind] = provider.attend, provider.load()
+        attend, module = self._chosen[kind]
+        out, log = attend(module, provided)
+        if self.sinks is None and call.lse is None and not self._may_lack_keys(call):
+            call.output[:rows] = out
+        else:
+            fill(out, log, self.sinks, call.output, call.lse)
 
     def _provider(self, request: Request, arch: str) -> providers.Provider:
         """Return the best provider that serves a request."""

@@ -267,15 +267,18 @@ class FlashInferImpl(PagedAttentionImpl, backend=FlashInferBackend):
             lse=call.lse is not None,
         )
 
-    @staticmethod
     def _planned(
-        call: PagedCall, group: Group, part: slice, keys: tuple[Any, ...], scales: dict[str, float]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (out [n, H, D], lse [n, H] base 2) of one part of the batch, from its planned wrapper."""
+        self, call: PagedCall, group: Group, part: slice, keys: tuple[Any, ...], scales: dict[str, float]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return (out [n, H, D], lse [n, H] base 2) of one part of the batch, from its planned wrapper; None for the lse where
+        nothing needs it."""
+        with_log = call.lse is not None or self.sinks is not None or self._may_lack_keys(call)
         assert isinstance(call.meta, FlashInferMetadata)
-        return call.meta.planned(group).run(  # type: ignore[no-any-return]
-            call.query[part].contiguous(), *keys, return_lse=True, **scales
-        )
+        run = call.meta.planned(group).run
+        query = call.query if part.stop - part.start == len(call.query) else call.query[part]
+        if not with_log:
+            return run(query.contiguous(), *keys, **scales), None
+        return run(query.contiguous(), *keys, return_lse=True, **scales)  # type: ignore[no-any-return]
 
     def _fill(self, call: PagedCall, part: slice, out: torch.Tensor, log: torch.Tensor | None) -> None:
         if log is None:

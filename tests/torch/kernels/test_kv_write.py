@@ -77,6 +77,22 @@ def test_slices_of_a_projection_are_not_copied(monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(cache.flatten(1, 2)[:, slots[live]], torch.stack((key, value))[:, live])
 
 
+@pytest.mark.parametrize("element", [torch.float32, torch.float8_e4m3fn])
+def test_heads_before_tokens(element: torch.dtype) -> None:
+    """The layout of vendors' caches (HND), which the same kernel writes."""
+    from attn.torch.kernels.kv_write import write_kv
+
+    key, value = torch.randn(2, 5, 3, 16)
+    slots, scale = torch.tensor([3, 20, -1, 40, 7]), torch.tensor(0.5)
+    ours, want = (torch.zeros(2, 4, 3, 16, 16).to(element) for _ in range(2))
+    there = ours.to(DEVICE)
+    write_kv(
+        key.to(DEVICE), value.to(DEVICE), *there.transpose(2, 3).unbind(), slots.to(DEVICE), scale.to(DEVICE), scale.to(DEVICE)
+    )
+    caches.write(key, value, *want.transpose(2, 3).unbind(), slots, scale, scale)
+    assert torch.equal(there.cpu().float(), want.float()) and bool(want.float().any())
+
+
 @pytest.mark.parametrize("element", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
 def test_nan(element: torch.dtype) -> None:
     """NaN stays one in fp8 and is 0 in int8, which has none."""
