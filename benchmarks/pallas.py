@@ -504,7 +504,7 @@ def source(kind: str) -> str:
     own = {"latent": "mla", "dense": "flash", "dense_backward": "flash"}.get(kind, "ragged")
     others = {"mla", "flash", "ragged"} - {own}
     if own != "ragged":
-        others |= {"_kernel.py", "_single", "_long"} - {f"_{own}_kernel.py"}
+        others |= {"_kernel.py", "_single", "_long", "_line"} - {f"_{own}_kernel.py"}
     files = sorted((ROOT / "attn/jax/kernels/tpu").glob("*.py"))
     kept = [path for path in files if not any(word in path.name for word in others) or own in path.name]
     return hashlib.sha256("\n".join(_code(path) for path in kept).encode()).hexdigest()[:12]

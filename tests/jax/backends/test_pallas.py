@@ -150,8 +150,8 @@ def test_a_cache_of_another_layout_or_a_wide_tree() -> None:
 
 
 def test_a_request_has_the_same_bits_in_any_batch() -> None:
-    """A decode beside a chunk, and alone under a wider table, for which blocks would be larger."""
-    lens, heads, kv_heads, size = ((20, 50), (1, 300)), 4, 2, 64
+    """A decode beside a chunk, alone under a wider table, where blocks would be larger, and behind one that shares them."""
+    lens, heads, kv_heads, size = ((20, 50), (1, 1500), (1, 40)), 4, 2, 64
     rng = np.random.default_rng(3)
     drawn = [
         [rng.standard_normal((n, h, size), np.float32) for n, h in ((q, heads), (m, kv_heads), (m, kv_heads))] for q, m in lens
@@ -163,7 +163,7 @@ def test_a_request_has_the_same_bits_in_any_batch() -> None:
         owned = [lens[r] for r in requests]
         ends = np.cumsum([-(-m // P) for _, m in owned])
         tables = [list(range(end - -(-m // P), end)) for end, (_, m) in zip(ends, owned, strict=True)]
-        cache = layer.new_kv_cache(32)
+        cache = layer.new_kv_cache(128)
         for table, r in zip(tables, requests, strict=True):
             pages = [np.zeros((len(table) * P, kv_heads, size), np.float32) for _ in range(2)]
             for page, rows in zip(pages, drawn[r][1:], strict=True):
@@ -178,8 +178,10 @@ def test_a_request_has_the_same_bits_in_any_batch() -> None:
         return [np.asarray(out)[rows - 1], np.asarray(lse)[:, rows - 1]]
 
     asked = {"features": ["batch_invariant"]}
-    for one, other in zip(states([0, 1], 19, **asked), states([1], 40, **asked), strict=True):
-        np.testing.assert_array_equal(one.view(np.uint32), other.view(np.uint32))
+    alone = states([1], 120, **asked)
+    for others in ([0], [2]):
+        for one, other in zip(states([*others, 1], 94, **asked), alone, strict=True):
+            np.testing.assert_array_equal(one.view(np.uint32), other.view(np.uint32))
 
 
 @pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "v7x"])

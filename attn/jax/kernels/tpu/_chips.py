@@ -18,6 +18,8 @@ ROWS = 512
 STRETCH = 8 * 1024 * ROWS
 #: The longest request, and the keys of the table, that `fixed_blocks` chooses for.
 FIXED_ROWS, FIXED_KEYS = 512, 1 << 20
+#: Segments of the line of singles in a block, and the least keys of one: fewer leave the matrix unit's columns empty.
+SEGMENTS, SEGMENT = 8, 128
 
 
 class Chip(NamedTuple):
@@ -54,7 +56,7 @@ class Blocks(NamedTuple):
     """Sizes of a launch.
 
     Keys per DMA block; query tokens per large item; keys per step of such an item, and keys and rows of its score matrices;
-    blocks in memory at a time.
+    keys per segment of the line of singles; blocks in memory at a time.
     """
 
     kv_block: int
@@ -62,6 +64,7 @@ class Blocks(NamedTuple):
     chunk: int
     key_tile: int
     row_tile: int
+    segment: int
     slots: int = 3
     #: Scores per straight stretch of code: the matrix unit idles at its ends, and compile time grows with its length.
     stretch: int = STRETCH
@@ -125,7 +128,8 @@ def blocks_for(name: str, shape: PagedShape) -> Blocks:
         large //= 2
     row_tile = next((tile for tile in (512, 384, 256, 128) if large * group % tile == 0), 0)
     stretch = 2 * STRETCH if large > smallest and large * group > ROWS else STRETCH
-    return Blocks(kv_block, large, min(kv_block, 1024), min(kv_block, 256), row_tile, slots, stretch)
+    segment = max(page, kv_block // SEGMENTS, min(kv_block, SEGMENT))
+    return Blocks(kv_block, large, min(kv_block, 1024), min(kv_block, 256), row_tile, segment, slots, stretch)
 
 
 def fixed_blocks(name: str, shape: PagedShape) -> Blocks:

@@ -1,8 +1,7 @@
-"""The ragged kernel's body: what its two kinds of item compute on the blocks that `_pages` loads.
+"""The ragged kernel's body: singles are processed in a line (`_line`), and then the items of longer requests.
 
 `cache` is the aliased output, so reads after the writing loop see the new tokens. Scores are in units of log2: exp2 is the
-hardware's exponential. m (running maximum), l (sum) and acc are float32. Only blocks with a masked score compute masks;
-unused slots may contain NaN, so in such blocks the values are zeroed first.
+hardware's exponential. m (running maximum), l (sum) and acc are float32. Only blocks with a masked score compute masks.
 """
 
 import functools
@@ -13,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from attn.jax.kernels.tpu import _long, _pages, _plan, _single
+from attn.jax.kernels.tpu import _line, _long, _pages, _plan
+from attn.jax.kernels.tpu._line import Line
 from attn.jax.kernels.tpu._pages import Item, copy
 from attn.jax.kernels.tpu._refs import Config, Refs
 
@@ -22,38 +22,12 @@ def run(cfg: Config, refs: Refs) -> None:
     """The whole launch."""
     if cfg.write:
         _pages.write(cfg, refs)
-    _pages.attend(cfg, refs, _singles(cfg, refs), _longs(cfg, refs) if cfg.large else None)
-
-
-def _singles(cfg: Config, refs: Refs) -> _pages.ItemOps:
-    def row(i: jax.Array) -> jax.Array:
-        return refs.items[_plan.ROW * cfg.num_items + i]
-
-    def queries(i: jax.Array) -> list[Any]:
-        slot = lax.rem(i, 2)
-        return [copy(refs.query1.at[row(i)], refs.q1.at[slot], refs.q_sem.at[slot])]
-
-    def outputs(i: jax.Array) -> list[Any]:
-        copies = [copy(refs.o1, refs.out1.at[row(i)], refs.o_sem)]
-        return copies + ([copy(refs.lse_rows1, refs.lse1.at[row(i)], refs.o_sem)] if cfg.lse else [])
-
-    def attend(item: Item, begin: jax.Array, slot: jax.Array) -> None:
-        whole = (begin >= item.low) & (begin + cfg.kv_block <= item.high)
-        for low, high in item.gaps:
-            whole &= (begin + cfg.kv_block <= low) | (begin >= high)
-        pl.when(whole)(lambda: _single.attend(cfg, refs, item, slot, begin, False))
-        pl.when(jnp.logical_not(whole))(lambda: masked(item, begin, slot))
-
-    def masked(item: Item, begin: jax.Array, slot: jax.Array, exact: bool = False) -> None:
-        low, high, step = item.low - begin, item.high - begin, _single.keys_of_step(cfg)
-        _pages.clean(cfg, refs, slot, low, high, None if step == cfg.kv_block else _single.steps_of(cfg, high) * step)
-        for first, stop in item.gaps:
-            _pages.drop(cfg, refs, slot, first - begin, stop - begin)
-        _single.attend(cfg, refs, item, slot, begin, True, exact)
-
-    exact = (lambda: _single.failed(cfg, refs)), functools.partial(masked, exact=True)
-    reset, finish = (functools.partial(do, cfg, refs) for do in (_single.reset, _single.finish))
-    return _pages.ItemOps(queries, outputs, reset, attend, finish, exact)
+    loads = _pages.Loads(cfg, refs, refs.counts[0])
+    line = Line(cfg, refs, loads)
+    if not cfg.large:
+        _line.attend(line, (jnp.int32(0),) * 3)
+        return
+    _pages.attend(cfg, refs, loads, _longs(cfg, refs), after=(line.count, functools.partial(_line.attend, line)))
 
 
 def _longs(cfg: Config, refs: Refs) -> _pages.ItemOps:

@@ -78,7 +78,8 @@ def run(cfg: Config, refs: Refs) -> None:
     """The whole launch."""
     if cfg.write:
         _pages.write(cfg, refs)
-    _pages.attend(cfg, refs, _kind(cfg, refs, refs.single), None if refs.long is None else _kind(cfg, refs, refs.long))
+    loads = _pages.Loads(cfg, refs, refs.counts[0])
+    _pages.attend(cfg, refs, loads, _kind(cfg, refs, refs.single), None if refs.long is None else _kind(cfg, refs, refs.long))
 
 
 def _kind(cfg: Config, refs: Refs, rows: Rows) -> _pages.ItemOps:

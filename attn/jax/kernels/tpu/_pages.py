@@ -56,8 +56,6 @@ class ItemOps(NamedTuple):
     """The operations for items of one kind: requests of one row, or tiles of longer ones.
 
     `attend` processes a block: it receives the item, the position of the block's first key, and the slot that holds it.
-    `recompute` is two functions: if the first returns true after the last block, the item is repeated with the second as
-    `attend`.
     """
 
     queries: Callable[[jax.Array], list[Any]]  #: the copies that load an item's rows, by its number
@@ -65,19 +63,18 @@ class ItemOps(NamedTuple):
     reset: Callable[[], None]
     attend: Callable[[Item, jax.Array, jax.Array], None]
     finish: Callable[[], None]
-    recompute: tuple[Callable[[], jax.Array], Callable[[Item, jax.Array, jax.Array], None]] | None = None
 
 
 def copy(source: Ref, target: Ref, sem: Ref) -> Any:
     return pltpu.make_async_copy(source, target, sem)
 
 
-def _start(copies: list[Any]) -> None:
+def start(copies: list[Any]) -> None:
     for one in copies:
         one.start()
 
 
-def _wait(copies: list[Any]) -> None:
+def wait(copies: list[Any]) -> None:
     for one in copies:
         one.wait()
 
@@ -152,7 +149,7 @@ def write(cfg: PagedConfig, refs: PagedRefs) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Loads:
+class Loads:
     """The copies that load the blocks of items into slots of `kv`."""
 
     cfg: PagedConfig
@@ -178,18 +175,24 @@ class _Loads:
     def first_page(self, i: jax.Array) -> jax.Array:
         return lax.div(self.field(_plan.LOW, i), self.cfg.page)
 
+    def page(self, at: jax.Array, n: jax.Array | int, slot: jax.Array) -> Any:
+        """The copy of the page that entry `at` of the table names to the place of the nth page in `slot`."""
+        cfg, refs = self.cfg, self.refs
+        if cfg.narrow:
+            return copy(refs.cache.at[refs.table[at]], refs.kv.at[slot, :, :, n], refs.kv_sem.at[slot])
+        first = n * cfg.page
+        rows = pl.ds(first if isinstance(first, int) else pl.multiple_of(first, cfg.page), cfg.page)
+        return copy(refs.cache.at[refs.table[at]], refs.kv.at[slot, :, :, rows, :], refs.kv_sem.at[slot])
+
     def pages(self, i: jax.Array, b: jax.Array, slot: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
         """(the number of pages of block b of item i with a visible key, the copy of the nth of them into `slot`)."""
-        cfg, refs, per_block = self.cfg, self.refs, self.cfg.kv_block // self.cfg.page
+        cfg, per_block = self.cfg, self.cfg.kv_block // self.cfg.page
         begin = self.first_page(i) + b * per_block
         stop = lax.div(self.field(_plan.HIGH, i) + (cfg.page - 1), cfg.page)
         base = self.field(_plan.TABLE, i) + begin
 
         def nth(n: jax.Array) -> Any:
-            if cfg.narrow:
-                return copy(refs.cache.at[refs.table[base + n]], refs.kv.at[slot, :, :, n], refs.kv_sem.at[slot])
-            rows = pl.ds(pl.multiple_of(n * cfg.page, cfg.page), cfg.page)
-            return copy(refs.cache.at[refs.table[base + n]], refs.kv.at[slot, :, :, rows, :], refs.kv_sem.at[slot])
+            return self.page(base + n, n, slot)
 
         number = jnp.clip(stop - begin, 0, per_block)
         for low, high in self.gaps(i):
@@ -212,9 +215,16 @@ class _Loads:
             lax.fori_loop(0, lax.div(number + (at_once - 1), at_once), some, None)
 
     def wait(self, i: jax.Array, b: jax.Array, slot: jax.Array) -> None:
-        (number, nth), refs, per_block = self.pages(i, b, slot), self.refs, self.cfg.kv_block // self.cfg.page
-        whole = copy(refs.kv.at[slot], refs.kv.at[slot], refs.kv_sem.at[slot])  # as many bytes as all pages of a block
-        pl.when(number == per_block)(whole.wait)
+        self.wait_for(*self.pages(i, b, slot), slot)
+
+    def whole(self, slot: jax.Array) -> Any:
+        """A copy of as many bytes as all pages of a block."""
+        return copy(self.refs.kv.at[slot], self.refs.kv.at[slot], self.refs.kv_sem.at[slot])
+
+    def wait_for(self, number: jax.Array, nth: Callable[[jax.Array], Any], slot: jax.Array) -> None:
+        """Wait for as many pages in `slot`, wherever in it they are; nth: the copies of so many pages."""
+        per_block = self.cfg.kv_block // self.cfg.page
+        pl.when(number == per_block)(self.whole(slot).wait)
 
         @pl.when(number < per_block)
         def _() -> None:
@@ -231,23 +241,39 @@ class _Loads:
         return jnp.where(last, i + 1, i), jnp.where(last, 0, b + 1), self.after(slot)
 
 
-def attend(cfg: PagedConfig, refs: PagedRefs, single: ItemOps, long: ItemOps | None) -> None:
-    """Process, for every item of the plan, the blocks that it may see; without `long` all items are single."""
-    count, zero = refs.counts[0], jnp.int32(0)
-    loads = _Loads(cfg, refs, count)
+def attend(
+    cfg: PagedConfig,
+    refs: PagedRefs,
+    loads: Loads,
+    ops: ItemOps,
+    long: ItemOps | None = None,
+    after: tuple[jax.Array, Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]]] | None = None,
+) -> None:
+    """Process, for every item of the plan, the blocks that it may see.
+
+    ops: of all items; with `long`, of singles, and `long` is of the others.
+    after: the number of items that are processed before, with the same slots, and what does it. It receives the item, the block
+        and the slot that are started next, starts the first blocks of the other items behind its own, and returns the slot of
+        the first one, and what is started next then.
+    """
+    count, zero = loads.count, jnp.int32(0)
+    first, before = (zero, None) if after is None else after
 
     def by_kind(i: jax.Array, do: Callable[[ItemOps], None]) -> None:
         """Call do(ops) with the operations of item i."""
         if long is None:
-            do(single)
+            do(ops)
         else:
-            lax.cond(loads.field(_plan.SINGLE, i) == 1, lambda: do(single), lambda: do(long))
+            lax.cond(loads.field(_plan.SINGLE, i) == 1, lambda: do(ops), lambda: do(long))
 
-    @pl.when(count > 0)
+    @pl.when(count > first)
     def _() -> None:
-        by_kind(zero, lambda ops: _start(ops.queries(zero)))
+        by_kind(first, lambda ops: start(ops.queries(first)))
 
-    ahead = lax.fori_loop(0, cfg.slots - 1, lambda _, ahead: loads.start_next(*ahead), (zero, zero, zero))
+    if before is None:
+        slot, ahead = zero, lax.fori_loop(0, cfg.slots - 1, lambda _, ahead: loads.start_next(*ahead), (first, zero, zero))
+    else:
+        slot, *ahead = before((first, zero, zero))
 
     def item(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         blocks = loads.field(_plan.BLOCKS, i)
@@ -258,10 +284,10 @@ def attend(cfg: PagedConfig, refs: PagedRefs, single: ItemOps, long: ItemOps | N
 
         @pl.when(i + 1 < count)
         def _() -> None:
-            by_kind(i + 1, lambda ops: _start(ops.queries(i + 1)))
+            by_kind(i + 1, lambda ops: start(ops.queries(i + 1)))
 
         def enter(ops: ItemOps) -> None:
-            _wait(ops.queries(i))
+            wait(ops.queries(i))
             ops.reset()
 
         def block(b: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -273,63 +299,30 @@ def attend(cfg: PagedConfig, refs: PagedRefs, single: ItemOps, long: ItemOps | N
             )
             return loads.after(slot), *then
 
-        def recompute(ops: ItemOps, spent: jax.Array) -> None:
-            if ops.recompute is None:
-                return
-            failed, attend_exactly = ops.recompute
-
-            @pl.when(failed())
-            def _() -> None:
-                ops.reset()
-
-                def again(b: jax.Array, _: None) -> None:
-                    loads.start(i, b, spent)
-                    loads.wait(i, b, spent)
-                    attend_exactly(scalars, begin(b), spent)
-
-                lax.fori_loop(0, blocks, again, None)
-
         def leave(ops: ItemOps) -> None:
             ops.finish()
-            _start(ops.outputs(i))
+            start(ops.outputs(i))
 
         by_kind(i, enter)
         state_after = lax.fori_loop(0, blocks, block, state)
-        by_kind(i, lambda ops: recompute(ops, jnp.where(state_after[0] == 0, cfg.slots, state_after[0]) - 1))
 
-        @pl.when(i > 0)
+        @pl.when(i > first)
         def _() -> None:
-            by_kind(i - 1, lambda ops: _wait(ops.outputs(i - 1)))
+            by_kind(i - 1, lambda ops: wait(ops.outputs(i - 1)))
 
         by_kind(i, leave)
         return state_after
 
-    lax.fori_loop(0, count, item, (zero, *ahead))
+    lax.fori_loop(first, count, item, (slot, *ahead))
 
-    @pl.when(count > 0)
+    @pl.when(count > first)
     def _() -> None:
-        by_kind(count - 1, lambda ops: _wait(ops.outputs(count - 1)))
+        by_kind(count - 1, lambda ops: wait(ops.outputs(count - 1)))
 
 
-def drop(cfg: PagedConfig, refs: PagedRefs, slot: jax.Array, first: jax.Array, stop: jax.Array) -> None:
-    """Zero the values in rows [first, stop) of the block."""
-
-    def tile(t: jax.Array, _: None) -> None:
-        start = pl.multiple_of(t * cfg.tile, cfg.tile)
-        at = (slot, cfg.planes - 1, slice(None), t if cfg.narrow else pl.ds(start, cfg.tile), slice(None))
-        rows = refs.kv[at]
-        refs.kv[at] = rows_between(jnp.zeros_like(rows), rows, first - start, stop - start)
-
-    first, stop = jnp.clip(first, 0, cfg.kv_block), jnp.clip(stop, 0, cfg.kv_block)
-    lax.fori_loop(lax.div(first, cfg.tile), lax.div(jnp.maximum(stop, first) + (cfg.tile - 1), cfg.tile), tile, None)
-
-
-def clean(
-    cfg: PagedConfig, refs: PagedRefs, slot: jax.Array, first: jax.Array, stop: jax.Array, end: jax.Array | None = None
-) -> None:
-    """Zero the values in rows of the block outside [first, stop), up to `end`: a multiple of `tile`, or None for all."""
+def clean(cfg: PagedConfig, refs: PagedRefs, slot: jax.Array, first: jax.Array, stop: jax.Array) -> None:
+    """Zero the values in rows of the block outside [first, stop)."""
     plane = cfg.planes - 1
-    tiles = cfg.kv_block // cfg.tile if end is None else lax.div(end, cfg.tile)
 
     def tile(t: jax.Array, _: None) -> None:
         start = pl.multiple_of(t * cfg.tile, cfg.tile)
@@ -338,4 +331,4 @@ def clean(
 
     # a block begins in the first page that is seen, so there is less than a page before `first`
     lax.fori_loop(0, lax.div(jnp.maximum(first, 0) + (cfg.tile - 1), cfg.tile), tile, None)
-    lax.fori_loop(lax.div(jnp.clip(stop, 0, cfg.kv_block), cfg.tile), tiles, tile, None)
+    lax.fori_loop(lax.div(jnp.clip(stop, 0, cfg.kv_block), cfg.tile), cfg.kv_block // cfg.tile, tile, None)

@@ -3,7 +3,8 @@
 A batch becomes *items*, each one tile of one request's query rows with the keys that those rows may see, and *tiles*, each
 one aligned group of cache rows that receive new tokens. The kernel then processes the two lists without further decisions.
 The length of each list is static for a bucket; the number of real entries is a value. A request of one row is a *single*:
-its rows are the heads, and are stored separately from those of longer requests.
+its rows are the heads, and are stored separately from those of longer requests. With a line (`_line`) singles are the first
+items, and BLOCKS is how many segments of it they are.
 
 New tokens are arranged so that each is in its tile at the row it will have in the cache: a write is then whole aligned
 tiles.
@@ -76,7 +77,7 @@ class Plan(NamedTuple):
 
     items: jax.Array  # [columns * I]: column c of item i at c * I + i
     tiles: jax.Array  # [5 * X]
-    counts: jax.Array  # [2]: how many of each are real
+    counts: jax.Array  # how many of each are real, and with a line how many items are singles, which come first, and its blocks
     table: jax.Array  # [R * B plus the pages of a block]: entries may be read before it is known whether they are used
     rows: Rows
     token_of_slot: jax.Array  # [X * tile] which token each row of new keys and values holds (0 for none)
@@ -108,10 +109,11 @@ def fresh_tiles(cfg: PagedConfig, plan: Plan, rows: jax.Array) -> jax.Array:
 def make(cfg: PagedConfig, batch: Batch) -> Plan:
     """Make the plan of a batch. Requests of more than one row are cut into items of `cfg.large` rows."""
     rows, region = _rows(cfg, batch)
-    items, num_items, ranges = _items(cfg, batch, rows, region)
+    items, counts, ranges = _items(cfg, batch, rows, region)
     tiles, num_tiles, token_of_slot = _tiles(cfg, batch, rows)
     table = jnp.pad(batch.block_table.reshape(-1), (0, cfg.kv_block // cfg.page))
-    return Plan(items.reshape(-1), tiles.reshape(-1), jnp.stack([num_items, num_tiles]), table, rows, token_of_slot, ranges)
+    counts.insert(1, num_tiles)
+    return Plan(items.reshape(-1), tiles.reshape(-1), jnp.stack(counts), table, rows, token_of_slot, ranges)
 
 
 def _rows(cfg: PagedConfig, batch: Batch) -> tuple[Rows, jax.Array]:
@@ -131,16 +133,24 @@ def _rows(cfg: PagedConfig, batch: Batch) -> tuple[Rows, jax.Array]:
     return Rows(row_of, live, single, request, token_of_row, request_of_row), region
 
 
-def _items(cfg: PagedConfig, batch: Batch, rows: Rows, region: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """([columns, I], the number of real ones, `Plan.ranges`). region: [R], each request's first row in the query buffer."""
+def _items(
+    cfg: PagedConfig, batch: Batch, rows: Rows, region: jax.Array
+) -> tuple[jax.Array, list[jax.Array], jax.Array | None]:
+    """([columns, I], `Plan.counts` without that of tiles, `Plan.ranges`).
+
+    region: [R], each request's first row in the query buffer.
+    """
     q_lens, context, large, tree = batch.query_lens, batch.context, max(cfg.large, 1), batch.mask.tree
     is_single = q_lens == 1
     is_tree = jnp.zeros_like(is_single) if tree is None else q_lens <= tree.shape[1]
     per_request = -(-q_lens // large)
-    ends = jnp.cumsum(per_request, dtype=jnp.int32)
+    # the line of singles comes first
+    order = jnp.argsort(~is_single, stable=True) if cfg.segment and cfg.large else jnp.arange(cfg.num_requests)
+    ends = jnp.cumsum(per_request[order], dtype=jnp.int32)
     item = jnp.arange(cfg.num_items, dtype=jnp.int32)
-    r, _ = _owner(ends, item)
-    offset = (item - (ends - per_request)[r]) * large
+    at, real = _owner(ends, item)
+    r = order[at].astype(jnp.int32)
+    offset = (item - (ends - per_request[order])[at]) * large
     position = context[r] + offset
     last = position + jnp.minimum(q_lens[r] - offset, large) - 1
     of_tree = jnp.where(is_tree[r], context[r], NO_TREE)
@@ -158,10 +168,21 @@ def _items(cfg: PagedConfig, batch: Batch, rows: Rows, region: jax.Array) -> tup
             high -= (is_single & ~tree[:, 0, 0])[r]
     high = jnp.maximum(high, 0)
     low = jnp.minimum(low, high)
-    blocks = jnp.maximum(-(-(high - low // cfg.page * cfg.page) // cfg.kv_block), 1)
+    origin = low // cfg.page * cfg.page
+    blocks = jnp.maximum(-(-(high - origin) // cfg.kv_block), 1)
+    counts = [ends[-1]]
+    if cfg.segment:
+        of_line = is_single[r] & real
+        blocks = jnp.where(of_line, jnp.maximum(-(-(high - origin) // cfg.segment), 1), blocks)
+        met = blocks
+        for gap in zip(more[GAPS - CLEAR :: 2], more[GAPS - CLEAR + 1 :: 2], strict=True):  # whole segments are skipped
+            first, stop = ((x - origin + more_) // cfg.segment for x, more_ in zip(gap, (cfg.segment - 1, 0), strict=True))
+            met -= jnp.maximum(stop - first, 0)
+        total = jnp.sum(jnp.where(of_line, met, 0), dtype=jnp.int32)
+        counts += [jnp.sum(of_line, dtype=jnp.int32), -(-total // cfg.segments)]
     row = jnp.where(is_single, jnp.arange(cfg.num_requests), region)[r] + offset
     columns = [r * cfg.columns, row, position, low, high, blocks, is_single[r].astype(jnp.int32), of_tree, *more]
-    return jnp.stack(columns), ends[-1], ranges
+    return jnp.stack(columns), counts, ranges
 
 
 def _ranges(cfg: PagedConfig, batch: Batch, rows: Rows, is_tree: jax.Array) -> jax.Array:

@@ -75,6 +75,12 @@ class PagedConfig(PagedShape):
     row_tile: int  # and its query rows
     slots: int  # blocks that VMEM holds: one computed on, the others being loaded
     ring: int = 8
+    segment: int = 0  # keys per segment of the line of singles (`_line`); 0: singles are items like others
+
+    @property
+    def segments(self) -> int:
+        """Segments per block."""
+        return self.kv_block // self.segment
 
     @property
     def num_rows(self) -> int:
@@ -125,6 +131,7 @@ class Config(PagedConfig):
     sinks: bool
     tree: bool
     rebiased: bool  # the cache is float8_e4m3fn, read as another format: see `widened`
+    invariant: bool  # a request's bits do not depend on the others
 
     @property
     def join(self) -> int:
@@ -145,6 +152,16 @@ class Config(PagedConfig):
         return self.num_kv_heads // self.join
 
     @property
+    def query_slots(self) -> int:
+        """Places for the queries of singles: at least a segment's of each block in memory, and a power of two."""
+        return 1 << (self.segments * self.slots - 1).bit_length()
+
+    @property
+    def from_start(self) -> bool:
+        """Whether rows see every key before their last one."""
+        return self.mask.window[0] is None and self.mask.chunk_size is None and not self.ranges
+
+    @property
     def rows(self) -> int:
         """Rows of a kv head in an item of a long request."""
         return self.large * self.group
@@ -159,13 +176,14 @@ class Refs(PagedRefs):
     out1: Ref = None  # [R, K / J, S, lanes]
     lse1: Ref = None  # [R, K / J, S, 128] float32
     rules1: Ref = None  # [4, K / J, S, 128] float32 in VMEM
-    q1: Ref = None  # [2, K / J, S, E] in VMEM
-    o1: Ref = None
-    m1: Ref = None
+    q1: Ref = None  # [query_slots, K / J, S, E] in VMEM
+    o1: Ref = None  # [segments, K / J, S, lanes]
+    o1_sem: Ref = None
+    m1: Ref = None  # [segments, K / J, S, 128]
     l1: Ref = None
-    acc1: Ref = None  # [K / J, S, E]
+    acc1: Ref = None  # [segments, K / J, S, E]
     lse_rows1: Ref = None
-    recompute1: Ref = None  # [8, 128] int32, above 0 where a NaN of the cache was lost
+    recompute1: Ref = None  # [segments, 8, 128] int32, above 0 where a NaN of the cache was lost
     # long requests
     query: Ref = None  # [K, rows of all, lanes]
     out: Ref = None

@@ -106,6 +106,7 @@ def ragged_paged_attention(
         alibi=alibi_slopes is not None,
         sinks=sinks is not None,
         tree=batch_mask.tree is not None,
+        invariant=invariant,
         rebiased=device.chip in REBIASES_E4M3 and kv_cache.dtype == jnp.float8_e4m3fn,
     )
     plan = _plan.make(cfg, batch)
@@ -185,16 +186,17 @@ def _buffers(cfg: Config, arrays: dict[str, jax.Array], stored: Any) -> _launch.
     single = (cfg.joined, cfg.single_rows)
     made = {"out1": jax.ShapeDtypeStruct((cfg.num_requests, *single, lanes), dtype)}
     scratch = _launch.page_buffers(cfg, stored) | {
-        "q1": pltpu.VMEM((2, *single, cfg.join * lanes), dtype),
-        "o1": pltpu.VMEM((*single, lanes), dtype),
-        "m1": pltpu.VMEM((*single, LANES), jnp.float32),
-        "l1": pltpu.VMEM((*single, LANES), jnp.float32),
-        "acc1": pltpu.VMEM((*single, cfg.join * lanes), jnp.float32),
-        "recompute1": pltpu.VMEM((8, LANES), jnp.int32),
+        "q1": pltpu.VMEM((cfg.query_slots, *single, cfg.join * lanes), dtype),
+        "o1": pltpu.VMEM((cfg.segments, *single, lanes), dtype),
+        "o1_sem": pltpu.SemaphoreType.DMA((cfg.segments,)),
+        "m1": pltpu.VMEM((cfg.segments, *single, LANES), jnp.float32),
+        "l1": pltpu.VMEM((cfg.segments, *single, LANES), jnp.float32),
+        "acc1": pltpu.VMEM((cfg.segments, *single, cfg.join * lanes), jnp.float32),
+        "recompute1": pltpu.VMEM((cfg.segments, 8, LANES), jnp.int32),
     }
     if cfg.lse:
         made["lse1"] = jax.ShapeDtypeStruct((cfg.num_requests, *single, LANES), jnp.float32)
-        scratch["lse_rows1"] = pltpu.VMEM((*single, LANES), jnp.float32)
+        scratch["lse_rows1"] = pltpu.VMEM((cfg.segments, *single, LANES), jnp.float32)
     if cfg.large:
         made["out"] = jax.ShapeDtypeStruct(arrays["query"].shape, dtype)
         scratch |= {

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from attn import reference
-from attn.jax.kernels.tpu import _pages, _plan, _single
+from attn.jax.kernels.tpu import _pages, _plan
 from attn.jax.kernels.tpu import ragged_paged_attention as kernel
 from attn.jax.kernels.tpu._chips import CHIPS, Blocks, blocks_for
 from attn.jax.kernels.tpu._refs import Config, PagedConfig, PagedShape, widen_e4m3, widened, widened_exactly
@@ -30,7 +30,7 @@ from tests.levels import sampled
 QUERY_LENS, SEQ_LENS = (1, 5, 40, 0, 1), (70, 33, 100, 20, 16)
 #: 8 kv heads of 4 query heads, pages of 128 tokens
 SHAPE = PagedShape(2048, 1, 256, 1, 2, 8, 128, 128, 4, 2, 2)
-BLOCKS = Blocks(kv_block=64, large=64, chunk=32, key_tile=16, row_tile=128)
+BLOCKS = Blocks(kv_block=64, large=64, chunk=32, key_tile=16, row_tile=128, segment=16)
 
 
 @dataclass
@@ -61,6 +61,7 @@ def launch(
     chip: str = "v5e",
     seed: int = 0,
     strange: tuple[tuple[int, int, int, float], ...] = (),
+    unused: float = np.nan,
     **rules: Any,
 ) -> Launch:
     num_heads, num_kv_heads, head_size = heads
@@ -98,7 +99,7 @@ def launch(
     if write:
         live.reshape(-1)[slots[slots >= 0]] = False
     if element.itemsize > 1:
-        flat = jnp.asarray(np.where(live[:, None, None, :, None], flat, np.array(np.nan, element)))
+        flat = jnp.asarray(np.where(live[:, None, None, :, None], flat, np.array(unused, element)))
     for plane, r, position, number in strange:  # in the last kv head
         place = int(table[r, position // page]), position % page
         if flat.shape[1] == 1:
@@ -125,7 +126,7 @@ def launch(
         max_query_len=int(query_lens.max()),
         mask=of_layer,
         batch_mask=of_batch,
-        blocks=blocks,
+        blocks=blocks and blocks._replace(segment=max(page, blocks.segment)),
         interpret=interpret,
         **rules,
     )
@@ -242,27 +243,40 @@ def test_against_the_oracle(name: str) -> None:
     check(launch(**{**case, **arrays}), **rules)
 
 
-#: Of blocks whose keys are met in several steps: ends within the first, at a step's end, within the second; windows that begin
-#: in either; a block of pages less than a hardware tile, and one that is done again.
-STEPS: dict[str, dict[str, Any]] = {
-    "bfloat16": {"lens": ((1, 1, 1, 0, 1), (70, 33, 32, 20, 128)), "sinks": SINKS},
-    "packed": {"lens": ((1, 1), (97, 31)), "heads": (8, 4, 64), "window": (40, None)},
-    "narrow": {"lens": ((1, 1), (97, 31)), "cache_dtype": "float8_e4m3fn", "chip": "v6e", "strange": ((0, 0, 95, np.nan),)},
-    "int8": {"lens": ((1, 1), (100, 64)), "cache_dtype": "int8", "page": 32, "window": (20, None)},
+#: Of blocks that several requests share: ends within a segment, at its end and at the block's; windows that begin in its
+#: first segment and in a later one; requests without keys; more requests than places for their sums; a block that is of one
+#: request, which begins in the middle of it; pages less than a hardware tile, and a request that is done again. If unused
+#: slots are not NaN no other request is, and masks alone hide them.
+LINES: dict[str, dict[str, Any]] = {
+    "bfloat16": {"lens": ((1, 1, 1, 0, 1, 1, 1), (70, 33, 32, 20, 128, 1, 16)), "sinks": SINKS},
+    "packed": {"lens": ((1, 1, 1), (97, 31, 64)), "heads": (8, 4, 64), "window": (40, None), "unused": 50.0},
+    "narrow": {
+        "lens": ((1, 1, 1), (40, 97, 31)),
+        "cache_dtype": "float8_e4m3fn",
+        "chip": "v6e",
+        "strange": ((0, 1, 95, np.nan),),
+    },
+    "int8": {"lens": ((1, 1, 1), (100, 200, 64)), "cache_dtype": "int8", "page": 32, "window": (150, None)},
+    "float32": {
+        "lens": ((1,) * 7, (16, 3, 17, 100, 1, 30, 33)),
+        "dtype": "float32",
+        "mode": "eager",
+        "alibi_slopes": SLOPES,
+        "unused": 50.0,
+    },
 }
 
 
-@pytest.mark.parametrize("name", sampled(list(STEPS), 1, "steps of a block"))
-def test_steps_of_a_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_single, "_KEYS_AT_ONCE", 32)
-    case = STEPS[name]
+@pytest.mark.parametrize("name", sampled(list(LINES), 1, "lines of singles", lambda name: name not in ("bfloat16", "narrow")))
+def test_requests_that_share_blocks(name: str) -> None:
+    case = LINES[name]
     arrays = {k: jnp.asarray(v) for k, v in case.items() if isinstance(v, np.ndarray)}
     rules = {k: v for k, v in case.items() if k in reference.paged_attention.__kwdefaults__}
     got = launch(**{"blocks": BLOCKS._replace(large=0, kv_block=128 if name == "int8" else 64), **case, **arrays})
     if "strange" not in case:
         return check(got, **rules)
-    assert np.isnan(got.out[0]).any()
-    assert np.isfinite(got.out[1]).all()
+    assert np.isnan(got.out[1]).any()
+    assert np.isfinite(got.out[[0, 2]]).all()
 
 
 STRANGE: dict[str, dict[str, Any]] = {
@@ -418,9 +432,9 @@ def test_e4m3_codes_as_another_format() -> None:
 def test_what_is_planted_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy that is not waited for is a race, or NaN; a block id out of bounds raises."""
     lens, decode = ((1, 1), (100, 70)), BLOCKS._replace(large=0)
-    real = _pages._wait
+    real = _pages.wait
     with monkeypatch.context() as planted:
-        planted.setattr(_pages, "_wait", lambda copies: None if len(copies) == 1 else real(copies))
+        planted.setattr(_pages, "wait", lambda copies: None if len(copies) == 1 else real(copies))
         with pytest.raises(AssertionError):
             check(launch(lens=lens, blocks=decode, return_lse=False))
     assert _plan.TABLE == 0
