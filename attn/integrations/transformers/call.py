@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,7 +97,7 @@ class Call:
     sinks: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     dropout: float = 0.0
-    asked: Requested = Requested()
+    asked: Requested = field(default_factory=Requested)
     valid: "Described | None" = None
 
     @property
