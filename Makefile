@@ -85,7 +85,7 @@ compilers-all: compilers $(foreach version,3.7.1 3.8.0 3.9.0,.venv/compilers-$(v
 	@touch $@
 
 test-compilers: compilers-all
-	TRITONS=all $(BIN)/pytest -q tests/torch/kernels/test_hopper.py
+	TRITONS=all $(BIN)/pytest -q tests/kernels/test_hopper.py
 
 weights: .venv/.weights
 

@@ -219,6 +219,10 @@ class AttentionImpl(Implementation, ABC, Generic[T]):
     dcp_world_size: int
     dcp_rank: int
 
+    def traces(self, attn_metadata: Any) -> bool:
+        """Whether `torch.compile` can trace a call with this batch; by default `traceable`."""
+        return self.traceable
+
     def visible(self, attn_metadata: Any) -> Visibility:
         """Return what the rows of a batch see."""
         causal = self.mask.causal and bool(attn_metadata.causal)

@@ -70,7 +70,7 @@ def _part(  # type: ignore[no-untyped-def]
     tile = gl.program_id(0) % row_tiles
     own = items
     if PLANNED:
-        own = items + gl.num_programs(0) // row_tiles * 2 + item * 8  # plan.FIELDS
+        own = items + gl.num_programs(0) // row_tiles * 2 + item * 8  # launch.FIELDS
         r = gl.load(own)
         begin = gl.load(own + 1)
         q_len = gl.load(own + 2)

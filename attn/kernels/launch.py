@@ -206,6 +206,7 @@ LEAST = 2  #: tiles of keys below which a part costs more than it saves
 #: Tiles of keys that beginning and ending a block of rows takes as long as, in equal shares: on an H200, 1.8 us a tile and
 #: 11.5 us an item of the program with most of both are within 10 % of what seven of nine batches took.
 STARTED = 6
+FIELDS = 8  #: of an item of the table of equal shares (`plan`)
 
 
 @functools.lru_cache(maxsize=4096)

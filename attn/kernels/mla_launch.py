@@ -8,9 +8,8 @@ import functools
 from typing import Any, NamedTuple
 
 from attn.kernels import hopper
-from attn.kernels.launch import FUSED, LEAST, STARTED, Launch, converts_e4m3, power_of_two
+from attn.kernels.launch import FIELDS, FUSED, LEAST, STARTED, Launch, converts_e4m3, power_of_two
 from attn.kernels.memory import SHARED_MEMORY, UNKNOWN
-from attn.kernels.plan import FIELDS
 
 
 @functools.lru_cache(maxsize=1024)

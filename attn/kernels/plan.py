@@ -11,9 +11,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from attn.kernels.launch import FUSED, LEAST, STARTED
-
-FIELDS = 8  #: of an item of the table that `shares` fills
+from attn.kernels.launch import FIELDS, FUSED, LEAST, STARTED
 
 
 @triton.jit

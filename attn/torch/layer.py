@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from attn import recording
+from attn.backends.abstract import AttentionImpl
 from attn.capabilities import Request
 from attn.errors import UnsupportedError
 from attn.layer import BaseAttention, BaseLayer, BaseMLAAttention
@@ -132,7 +133,8 @@ class Attention(BaseAttention, _Module):
             else:
                 self.register_buffer("sinks", self.impl.sinks)
         self._share_sinks()
-        self.graph_key = graphs.paged_key(self.impl, self.kv_cache_spec)
+        is_traced = self.impl.traceable and type(self.impl).traces is AttentionImpl.traces  # every call
+        self.graph_key = "" if is_traced else graphs.paged_key(self.impl, self.kv_cache_spec)
 
     def _share_sinks(self) -> None:
         """Let the implementation read this module's sinks, as float32. Numbers that moved to "meta" keep their values there."""

@@ -351,10 +351,6 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             return key_cache, value_cache, (scales[0], scales[1])
         return (*self.backend.logical_kv_cache(kv_cache), None)
 
-    def traces(self, attn_metadata: Any) -> bool:
-        """Whether `torch.compile` can trace a call with this batch; by default `traceable`."""
-        return self.traceable
-
     def row_launcher(self, device: torch.device, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
         """Return a function that computes `attend_keys` of single rows on a device with little work of the host, or None.
 

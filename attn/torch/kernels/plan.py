@@ -5,7 +5,7 @@ import functools
 import torch
 
 from attn.kernels import plan
-from attn.kernels.launch import block_of
+from attn.kernels.launch import FIELDS, block_of
 from attn.torch.kernels.direct import Kind, Prepared, kind_of, temporary
 
 
@@ -28,7 +28,7 @@ def shares(
     first, and a block's first part, its last item, whose state is the group's second.
     """
     num_reqs = seq_lens.shape[0]
-    table = temporary(seq_lens.new_empty(2 * groups + plan.FIELDS * items))
+    table = temporary(seq_lens.new_empty(2 * groups + FIELDS * items))
     arrays = (table, query_start_loc, seq_lens)
     kernel = _prepared(kind_of(arrays), heads, block_n, block_of(num_reqs))
     kernel(groups, arrays, num_reqs, groups, rows)

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from attn.jax.kernels.gpu.launch import Boxed, dense_strides, launch, target
-from attn.kernels import fill, hopper, latent_write, mla_prepare, plan
-from attn.kernels.launch import LOG2E, block_of
+from attn.kernels import fill, hopper, latent_write, mla_prepare
+from attn.kernels.launch import FIELDS, LOG2E, block_of
 from attn.kernels.mla_decode import attend, merge
 from attn.kernels.mla_launch import Decode, Launches, RopeFrom, fits_hopper, launches_of, prefers_hopper
 
@@ -177,7 +177,7 @@ def _prepared(of: Decode, made: Launches, given: dict[str, Any], new: New | None
     kv_c, k_pe, slots = new or (None, None, None)
     code, rows = "" if kv_c is None else latent_write.code_of(kv_c.dtype.name, cache.dtype.name), 0 if kv_c is None else tokens
     arguments = {
-        "table": jnp.empty(2 * groups + plan.FIELDS * items, jnp.int32) if groups else None,
+        "table": jnp.empty(2 * groups + FIELDS * items, jnp.int32) if groups else None,
         "cache": cache if new else None,
         "output": given["out"],
         "lse": given["lse"],
