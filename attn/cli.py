@@ -82,7 +82,7 @@ def _explain(parser: argparse.ArgumentParser) -> Run:
     add("--device-name", default="", help="name to show, with --platform")
     assumed = "with --device or --platform what the framework's wheel installs, else what is installed on this machine"
     packages = f"packages assumed to be installed, comma-separated: {', '.join(machines.PACKAGES)} (default: {assumed})"
-    add("--assume", metavar="NAMES", help=packages)
+    add("--assume", action="append", metavar="NAMES", help=f"{packages}; may be repeated")
     _json_argument(parser)
 
     def run(args: argparse.Namespace) -> int:
@@ -94,7 +94,7 @@ def _explain(parser: argparse.ArgumentParser) -> Run:
             parser.error(one_layer if args.model else f"{option} requires --model")
         if not args.model and args.head_size is None:
             parser.error("the following arguments are required: --head-size, or --model")
-        assume = None if args.assume is None else [name.strip() for name in args.assume.split(",") if name.strip()]
+        assume = None if args.assume is None else [name.strip() for name in ",".join(args.assume).split(",") if name.strip()]
         common = {name: getattr(args, name) for name in ("backend", "framework", "disable")}
         common |= {"device": _described_device(parser, args), "assume": assume}
         return (_explain_model if args.model else _explain_layer)(args, common)

@@ -88,6 +88,8 @@ def test_explain_a_device_that_is_not_here(capsys):
     assert "priority list of jax on tpu" in out
     code, out, _ = call(capsys, "explain --head-size 128 --dtype bfloat16 --device H100 --assume flashinfer,xformers")
     assert code == 0 and out.startswith("TRITON_ATTN for") and "installed: torch, triton, flashinfer, xformers" in out
+    repeated = "explain --head-size 128 --dtype bfloat16 --device H100 --assume flashinfer --assume xformers"
+    assert call(capsys, repeated)[:2] == (code, out)
 
 
 def test_the_dtype_is_that_of_the_device_unless_it_is_passed(capsys):

@@ -46,6 +46,7 @@ ROWS = 128  #: limit of G
 ONE_PAGE = 1 << 30  #: keys of a page that holds all of a request
 #: Registers of a thread of a consumer, and of a producer, by the number of consumers.
 _REGISTERS = {2: (240, 24), 3: (160, 24)}
+_FIELDS = gl.constexpr(9)  #: numbers that describe a unit of work
 _BATCH = ("left", "right", "min_query", "num_reqs", "num_pages", "lse_h", "table_r")
 
 
@@ -57,7 +58,8 @@ def _add(a, b):  # type: ignore[no-untyped-def]
 @gluon.jit
 def _seek(tile, request, before, query_start_loc, min_query, num_reqs, BLOCK_Q: gl.constexpr):  # type: ignore[no-untyped-def]
     """The request with tile `tile` of all requests' tiles, and the number of tiles before that request's. The search begins at
-    `request`, which follows `before` tiles. Requests with few tokens have none; num_reqs or more if there is no such tile."""
+    `request`, which follows `before` tiles. A request of at most `min_query` tokens has no tiles. The request is `num_reqs` or
+    more if there is no such tile."""
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     passed = 32
     while (passed == 32) & (request < num_reqs):
@@ -106,9 +108,9 @@ def _describe(  # type: ignore[no-untyped-def]
 @gluon.jit
 def _publish(units_ring, u_full, wave, unit):  # type: ignore[no-untyped-def]
     """Hand a unit over to the consumers."""
-    for i in gl.static_range(9):
+    for i in gl.static_range(_FIELDS):
         value = gl.full([1], unit[i], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-        units_ring.index(wave % 2 * 9 + i).store(value)
+        units_ring.index(wave % 2 * _FIELDS + i).store(value)
     barrier()
     mbarrier.arrive(u_full.index(wave % 2), count=1)
 
@@ -118,8 +120,8 @@ def _read(units_ring, wave, WARPS: gl.constexpr):  # type: ignore[no-untyped-def
     """The unit of that wave, as `_describe` returned it."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     unit = ()
-    for i in gl.static_range(9):
-        unit = unit + (gl.sum(units_ring.index(wave % 2 * 9 + i).load(layout), 0),)  # type: ignore[assignment]
+    for i in gl.static_range(_FIELDS):
+        unit = unit + (gl.sum(units_ring.index(wave % 2 * _FIELDS + i).load(layout), 0),)  # type: ignore[assignment]
     return unit
 
 
@@ -600,7 +602,7 @@ def prefill(  # type: ignore[no-untyped-def]
     WHOLE: gl.constexpr = PIECES != 3
     k_ring = gl.allocate_shared_memory(dtype, [STAGES if WHOLE else STAGES * PIECES, BLOCK_N, BLOCK_D if WHOLE else 64], ring)
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_V], ring)
-    units_ring = gl.allocate_shared_memory(gl.int32, [2 * 9, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    units_ring = gl.allocate_shared_memory(gl.int32, [2 * _FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     u_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     u_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS * Q_STAGES, 1], mbarrier.MBarrierLayout())

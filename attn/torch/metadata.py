@@ -150,7 +150,7 @@ class PagedAttentionMetadata(AttentionMetadata):
         """The batch's tensors on the device, in the order of `ARRAYS` and of the mask's fields."""
         return [*(getattr(self, name) for name in ARRAYS), *self.mask]
 
-    @functools.cached_property
+    @property
     def has_own_keys(self) -> bool:
         """Whether the host knows that every new token's own key is in the cache, so that no row of a decoder sees no key."""
         starts, lens = self.query_start_loc_cpu, self.seq_lens_cpu

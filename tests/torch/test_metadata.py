@@ -59,6 +59,15 @@ def test_mirrors_are_kept_or_fetched_once() -> None:
     assert [x.tolist() for x in got.host_lens()] == [starts.tolist(), lengths.tolist()]
 
 
+def test_rows_have_keys_if_the_host_knows_so_now() -> None:
+    meta = build(common())
+    assert meta.has_own_keys
+    meta.seq_lens_cpu = np.array([17, 4, 30], np.int32)  # five new tokens of which one has no key in the cache
+    assert not meta.has_own_keys
+    meta.seq_lens_cpu = None
+    assert not meta.has_own_keys
+
+
 def test_tree_mask_and_device() -> None:
     got = build(common(tree_mask=np.tril(np.ones((3, 5, 5), bool))), device="meta")
     tree = got.mask.tree

@@ -111,7 +111,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     from attn.torch.interpreter import correct_bfloat16
 
     correct_bfloat16()
-    # memory that nobody has written
+    # uninitialized memory
     monkeypatch.setattr(
         jnp, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan if jnp.issubdtype(dtype, jnp.floating) else 7, dtype)
     )
