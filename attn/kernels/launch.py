@@ -228,16 +228,28 @@ def split_kv_for(num_reqs: int, kv_heads: int, tiles: int, fixed: int, multiproc
     return SplitKV(LEAST, max_splits, -(-4 * wave // 5), max_splits + num_reqs, block_of(num_reqs))
 
 
-def split_tiles_of(tiles: Any, split_kv: SplitKV) -> int:
-    """The tiles per part that the device chooses for requests of `tiles` tiles (NumPy, [R]): `plan.item_of`."""
-    total, longest, room = int(tiles.sum()), int(tiles.max()), split_kv.max_splits + len(tiles)
-    low = max(split_kv.split_tiles, -(-total // room))
+def _shares(tiles: Any, split_kv: SplitKV) -> tuple[int, int, int]:
+    """(the fewest and the most tiles per part that the device may choose, the most of a request), as `split_tiles_of`."""
+    total, longest = int(tiles.sum()), int(tiles.max())
+    low = max(split_kv.split_tiles, -(-total // (split_kv.max_splits + len(tiles))))
     high = max(low, -(-total // split_kv.max_splits))
     if len(tiles) >= split_kv.whole_from and 4 * longest * len(tiles) <= 5 * total:
-        return max(high, longest)
+        low = high = max(high, longest)
+    return low, high, longest
+
+
+def split_tiles_of(tiles: Any, split_kv: SplitKV, least: int = 0) -> int:
+    """The tiles per part that the device chooses for requests of `tiles` tiles (NumPy, [R]): `plan.item_of`.
+
+    least: any number below it may be returned for a smaller one.
+    """
+    low, high, _ = _shares(tiles, split_kv)
+    room = split_kv.max_splits + int(np.count_nonzero(tiles))  # a request without keys has one item
     for _ in range(4):
+        if high < least:
+            break
         middle = (low + high) // 2
-        if int((-(-tiles // middle)).clip(min=1).sum()) <= room:
+        if int((-(-tiles // middle)).sum()) <= room:
             high = middle
         else:
             low = min(middle + 1, high)
@@ -251,7 +263,10 @@ def are_whole(keys: Any, kv_heads: int, multiprocessors: int) -> bool:
     """
     tiles = -(-keys // 64)
     split_kv = split_kv_for(len(keys), kv_heads, int(tiles.max(initial=0)), 0, multiprocessors)
-    return split_kv is None or split_tiles_of(tiles, split_kv) >= int(tiles.max())
+    if split_kv is None:
+        return True
+    low, high, longest = _shares(tiles, split_kv)  # most batches are decided without the search
+    return low >= longest or (high >= longest and split_tiles_of(tiles, split_kv, longest) >= longest)
 
 
 MOST_PARTS = 64  #: of a single row's keys
@@ -299,11 +314,17 @@ def prefill_programs(flops: float, nbytes: float, multiprocessors: int) -> int:
     end.
     """
     whole, decode = flops / 480e12, nbytes / 4e12
+    if decode == 0:
+        return multiprocessors
 
     def time(programs: int) -> float:
         prefill = whole * multiprocessors / programs
         done = prefill * min(1.0, (multiprocessors - programs) / (3 / 7 * multiprocessors))
         return prefill + max(0.0, decode - done)
 
-    best = min(range(max(1, multiprocessors // 8), multiprocessors), key=time)
+    # More programs shorten the prefill until the decode ends with it, after which they delay the decode. It ends with the
+    # prefill where it takes what was left to it, at its full rate (`programs` <= 4/7 of all) or below it.
+    even = whole / decode if 4 * decode > 7 * whole else 1 / (1 + 3 / 7 * decode / whole)
+    near = int(even * multiprocessors)
+    best = min((min(max(n, multiprocessors // 8, 1), multiprocessors - 1) for n in (near, near + 1)), key=time)
     return best if time(best) < 0.9 * (whole + 0.7 * decode) else multiprocessors

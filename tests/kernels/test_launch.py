@@ -54,6 +54,22 @@ def test_a_full_device_needs_no_parts_and_an_idle_one_does() -> None:
     assert split_kv_for(4, 8, LEAST, 0, 132) is None
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_decodes_are_whole_where_the_search_leaves_the_longest_whole(seed: int) -> None:
+    """Most batches are decided by bounds of the search alone."""
+    rng, seen = np.random.default_rng(seed), set()
+    for _ in range(50):
+        kv_heads, num_reqs = int(rng.choice([1, 4, 8, 16])), int(2 ** rng.uniform(0, 9))
+        longest = int(2 ** rng.uniform(8, 16))
+        keys = rng.integers(int(longest * rng.uniform(0, 1)), longest + 1, num_reqs)
+        tiles = -(-keys // 64)
+        split_kv = split_kv_for(num_reqs, kv_heads, int(tiles.max()), 0, 132)
+        expected = split_kv is None or split_tiles_of(tiles, split_kv) >= int(tiles.max())
+        assert are_whole(keys, kv_heads, 132) == expected
+        seen.add(expected)
+    assert seen == {True, False}
+
+
 @pytest.mark.parametrize(("keys", "kv_heads"), [([131072], 8), ([65536] * 8, 4), ([32768] * 16, 8), ([32768], 8)])
 def test_long_requests_are_cut_into_one_wave(keys: list[int], kv_heads: int) -> None:
     """One item more than the device runs at once takes half as long again (H200: 0.159 ms, 0.141 in one wave)."""
@@ -91,6 +107,25 @@ def test_a_mixed_batch_shares_the_device_where_that_is_shorter() -> None:
     assert prefill_programs(0.13e-3 * second[0], 0.25e-3 * second[1], 132) in range(60, 80)
     assert prefill_programs(0.2e-3 * second[0], 0.03e-3 * second[1], 132) == 132
     assert prefill_programs(second[0], 0.0, 132) == 132
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_other_share_of_a_mixed_batch_is_shorter(seed: int) -> None:
+    """The rule solves for the number of multiprocessors; this tries all."""
+    rng, shared = np.random.default_rng(seed), 0
+    for _ in range(200):
+        whole, decode, processors = 10 ** rng.uniform(-6, -2), 10 ** rng.uniform(-6, -2), int(rng.choice([4, 80, 132, 148]))
+        programs = np.arange(max(1, processors // 8), processors)
+        prefill = whole * processors / programs
+        done = prefill * np.minimum(1, (processors - programs) / (3 / 7 * processors))
+        times = prefill + np.maximum(0, decode - done)
+        chosen = prefill_programs(whole * 480e12, decode * 4e12, processors)
+        if times.min() < 0.9 * (whole + 0.7 * decode):
+            assert times[chosen - programs[0]] == pytest.approx(times.min(), rel=1e-9)
+            shared += 1
+        else:
+            assert chosen == processors
+    assert 20 < shared < 180
 
 
 @pytest.mark.parametrize("programs", [1, 8, 130, 528, 5000])

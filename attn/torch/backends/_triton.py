@@ -179,13 +179,14 @@ class TritonPagedImpl(PagedAttentionImpl):
             from attn.torch.kernels.direct import multiprocessors
 
             processors, left = multiprocessors(key_cache.device), self.window[0]
-            q_lens = (start[1:] - start[:-1]).astype(np.int64)
-            keys = seq_lens.astype(np.int64) if left is None else seq_lens.clip(max=left + q_lens)
-            few = q_lens <= (attn_metadata.max_query_len if attn_metadata.max_query_len <= 16 else 1)
-            programs, whole = 0, are_whole(keys[few & (q_lens > 0)], self.num_kv_heads, processors)
-            if attn_metadata.max_query_len > 1:
-                pairs = (q_lens * (keys - (q_lens - 1) / 2))[q_lens > 1].sum()
-                nbytes = 2 * self.num_kv_heads * self.head_size * key_cache.element_size() * keys[q_lens == 1].sum()
+            q_lens, most = start[1:] - start[:-1], attn_metadata.max_query_len
+            keys = seq_lens if left is None else np.minimum(seq_lens, left + q_lens)
+            decodes = keys[(q_lens > 0) & (q_lens <= (most if most <= 16 else 1))]
+            programs, whole = 0, are_whole(decodes, self.num_kv_heads, processors)
+            if most > 1:
+                rows, of_rows = q_lens[q_lens > 1].astype(np.float64), keys[q_lens > 1]
+                pairs = float(rows @ (of_rows - (rows - 1) / 2))
+                nbytes = 2 * self.num_kv_heads * self.head_size * key_cache.element_size() * int(keys[q_lens == 1].sum())
                 programs = prefill_programs(4 * self.num_heads * self.head_size * pairs, nbytes, processors)
             plans[shape] = _Plan(programs, whole)
         return plans[shape]  # type: ignore[no-any-return]
