@@ -20,6 +20,7 @@ from attn.arrays import to_framework
 from attn.backends.abstract import AttentionMetadataBuilder
 from attn.backends.metadata import INT32_MAX, PAD_SLOT_ID, AttentionMetadata, CommonAttentionMetadata, next_power_of_two
 from attn.errors import MetadataError, ShapeError
+from attn.jax.kernels.xla import Requests
 from attn.visibility import BatchMask
 
 
@@ -45,9 +46,9 @@ class PagedAttentionMetadata(AttentionMetadata):
     least_layers: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
-    def requests(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def requests(self) -> Requests:
         """(query_start_loc, seq_lens, block_table), as kernels take them."""
-        return self.query_start_loc, self.seq_lens, self.block_table
+        return Requests(self.query_start_loc, self.seq_lens, self.block_table)
 
     def pad(self, x: Any) -> jax.Array:
         """Pad token rows x [t, ...] with zeros at the end to this batch's T rows. Raises `ShapeError` if t > T."""

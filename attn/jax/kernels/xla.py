@@ -37,14 +37,27 @@ Fetch = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 _compiled = functools.partial(jax.jit, static_argnames=("max_query_len", "causal", "span_window"))
 
 
+class Requests(NamedTuple):
+    """Where the rows and the keys of a batch's requests are; all int32."""
+
+    query_start_loc: jax.Array  # [R + 1]
+    seq_lens: jax.Array  # [R]
+    block_table: jax.Array  # [R, B]
+
+    @classmethod
+    def of_packed_keys(cls, query_start_loc: jax.Array, key_start_loc: jax.Array, max_keys: int) -> "Requests":
+        """Return the requests of a batch without a cache, whose packed keys are pages of one token: request r has the rows
+        from key_start_loc[r] [R + 1] on, `max_keys` at the most."""
+        table = key_start_loc[:-1, None] + jnp.arange(max_keys, dtype=jnp.int32)
+        return cls(query_start_loc, jnp.diff(key_start_loc), table)
+
+
 @_compiled
-def paged_attention(
-    query: jax.Array, kv_cache: jax.Array, query_start_loc: jax.Array, seq_lens: jax.Array, block_table: jax.Array, **rules: Any
-) -> tuple[jax.Array, jax.Array]:
+def paged_attention(query: jax.Array, kv_cache: jax.Array, requests: Requests, **rules: Any) -> tuple[jax.Array, jax.Array]:
     """Compute (out [T, H, D] in query's dtype, lse [H, T] float32) of a ragged batch over a paged cache.
 
-    query: [T, H, D]; kv_cache: [2, N, P, K, D], keys then values, of any dtype; query_start_loc: [R + 1]; seq_lens: [R];
-    block_table: [R, B]; all int32. `rules` are `Rules`. Rows of no request are 0 and -inf.
+    query: [T, H, D]; kv_cache: [2, N, P, K, D], keys then values, of any dtype. `rules` are `Rules`. Rows of no request are
+    0 and -inf.
     """
     num_blocks = kv_cache.shape[1]
     pages = kv_cache.reshape(2 * num_blocks, *kv_cache.shape[2:])  # one array: taking [0] would copy half the cache
@@ -66,12 +79,12 @@ def paged_attention(
         here, ids = lax.optimization_barrier((pages, ids))
         return take(here, ids), take(here, ids + num_blocks)
 
-    return _attend(query, fetch, kv_cache.shape[1:4], query_start_loc, seq_lens, block_table, **rules)
+    return _attend(query, fetch, kv_cache.shape[1:4], requests, **rules)
 
 
 @_compiled
 def pages_first_attention(
-    query: jax.Array, kv_cache: jax.Array, query_start_loc: jax.Array, seq_lens: jax.Array, block_table: jax.Array, **rules: Any
+    query: jax.Array, kv_cache: jax.Array, requests: Requests, **rules: Any
 ) -> tuple[jax.Array, jax.Array]:
     """The same over a cache [N, planes, K, P, lanes] (`kernels.tpu.ragged_paged_attention.cache_shape`)."""
     num_blocks, planes, num_kv_heads, page, _ = kv_cache.shape
@@ -80,10 +93,10 @@ def pages_first_attention(
 
     def fetch(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         here, ids = lax.optimization_barrier((kv_cache, ids))
-        found = here.at[ids].get(mode="promise_in_bounds").transpose(2, 0, 3, 1, 4, 5)
-        return found[0, ..., :size], found[-1, ..., values]
+        gathered = here.at[ids].get(mode="promise_in_bounds").transpose(2, 0, 3, 1, 4, 5)
+        return gathered[0, ..., :size], gathered[-1, ..., values]
 
-    return _attend(query, fetch, (num_blocks, page, num_kv_heads), query_start_loc, seq_lens, block_table, **rules)
+    return _attend(query, fetch, (num_blocks, page, num_kv_heads), requests, **rules)
 
 
 @_compiled
@@ -91,13 +104,17 @@ def ragged_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, query_start_loc: jax.Array, *, max_query_len: int, **rules: Any
 ) -> tuple[jax.Array, jax.Array]:
     """The same without a cache: each request attends to its own rows of key, value [T, K, D]."""
-    table = query_start_loc[:-1, None] + jnp.arange(max_query_len, dtype=jnp.int32)
+    requests = Requests.of_packed_keys(query_start_loc, query_start_loc, max_query_len)
+    return _attend(query, *packed_keys(key, value), requests, max_query_len=max_query_len, **rules)
+
+
+def packed_keys(key: jax.Array, value: jax.Array) -> tuple[Fetch, tuple[int, ...]]:
+    """Return `_attend`'s fetch and extent of key, value [m, K, D], whose pages have one token."""
 
     def fetch(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         return tuple(x[ids].swapaxes(1, 2)[:, :, :, None] for x in (key, value))  # type: ignore[return-value]
 
-    extent, lens = (key.shape[0], 1, key.shape[1]), jnp.diff(query_start_loc)
-    return _attend(query, fetch, extent, query_start_loc, lens, table, max_query_len=max_query_len, **rules)
+    return fetch, (key.shape[0], 1, key.shape[1])
 
 
 def tile_rows(num_rows: int, num_requests: int, max_query_len: int) -> int:
@@ -262,13 +279,11 @@ def _attend(
     query: jax.Array,
     fetch: Fetch,
     extent: tuple[int, ...],
-    query_start_loc: jax.Array,
-    seq_lens: jax.Array,
-    block_table: jax.Array,
-    **given: Any,
+    requests: Requests,
+    **terms: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Run the loop over the keys, of ABREAST tiles at a time. `extent` is (N, P, K); `given` are `Rules`."""
-    rules = Rules(**given)
+    """Run the loop over the keys, of ABREAST tiles at a time. `extent` is (N, P, K); `terms` are `Rules`."""
+    rules, (query_start_loc, seq_lens, block_table) = Rules(**terms), requests
     num_rows, num_heads, _ = query.shape
     (num_requests, columns), (num_blocks, page, num_kv_heads) = block_table.shape, extent
     if 0 in (num_rows, num_requests, columns, num_blocks):

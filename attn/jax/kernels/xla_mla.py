@@ -33,36 +33,20 @@ _SCORED = 2048  #: keys that the indexer scores at a time
 def latent_attention(
     query: jax.Array,
     kv_cache: jax.Array,
-    query_start_loc: jax.Array,
-    seq_lens: jax.Array,
-    block_table: jax.Array,
+    requests: xla.Requests,
     *,
     kv_lora_rank: int,
-    scale: jax.Array | float,
-    max_query_len: int,
-    causal: bool = True,
     k_scale: jax.Array | float = 1.0,
+    **rules: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute (out [T, H, L] in query's dtype, lse [H, T] float32, natural) of a ragged batch over a paged latent cache.
 
     query: [T, H, W], absorbed; kv_cache: [N, P, W] of any dtype, whose codes have scale `k_scale`, or [N, P, 656] uint8
-    (`fp8_ds_mla`); query_start_loc: [R + 1]; seq_lens: [R]; block_table: [R, B]; all int32. `max_query_len` is static, at
-    least the longest query. Rows of no request, or without keys, are 0 and -inf.
+    (`fp8_ds_mla`). `rules` are scale, max_query_len and causal of `xla.Rules`. Rows of no request, or without keys, are 0
+    and -inf.
     """
-    extent = (*kv_cache.shape[:2], 1)
-    out, lse = _attend(
-        query,
-        _fetch(kv_cache, query.dtype),
-        extent,
-        query_start_loc,
-        seq_lens,
-        block_table,
-        scale=scale,
-        max_query_len=max_query_len,
-        causal=causal,
-        k_scale=k_scale,
-        v_scale=k_scale,
-    )
+    fetch, extent = _fetch(kv_cache, query.dtype), (*kv_cache.shape[:2], 1)
+    out, lse = _attend(query, fetch, extent, requests, k_scale=k_scale, v_scale=k_scale, **rules)
     return out[..., :kv_lora_rank], lse
 
 
@@ -71,9 +55,7 @@ def sparse_attention(
     query: jax.Array,
     kv_cache: jax.Array,
     indices: jax.Array,
-    query_start_loc: jax.Array,
-    seq_lens: jax.Array,
-    block_table: jax.Array,
+    requests: xla.Requests,
     *,
     kv_lora_rank: int,
     scale: jax.Array | float,
@@ -86,6 +68,7 @@ def sparse_attention(
     """
     num_blocks, page, width = kv_cache.shape
     rows, topk = indices.shape
+    query_start_loc, seq_lens, block_table = requests
     row = jnp.arange(rows, dtype=jnp.int32)
     request = jnp.sum(row[:, None] >= query_start_loc[1:], axis=1, dtype=jnp.int32)
     owned = request < seq_lens.shape[0]
@@ -94,18 +77,9 @@ def sparse_attention(
     position = jnp.where(there, indices, 0)
     slot = jnp.take_along_axis(block_table[request], position // page, axis=1) * page + position % page
     slot = jnp.sort(jnp.where(there, slot, _NONE), axis=1)
-    out, lse = xla._attend(
-        query,
-        _fetch(kv_cache.reshape(-1, 1, width), query.dtype),
-        (num_blocks * page, 1, 1),
-        jnp.arange(rows + 1, dtype=jnp.int32),
-        there.sum(axis=1, dtype=jnp.int32),
-        slot,
-        scale=scale,
-        max_query_len=1,
-        k_scale=k_scale,
-        v_scale=k_scale,
-    )
+    fetch, extent = _fetch(kv_cache.reshape(-1, 1, width), query.dtype), (num_blocks * page, 1, 1)
+    by_row = xla.Requests(jnp.arange(rows + 1, dtype=jnp.int32), there.sum(axis=1, dtype=jnp.int32), slot)
+    out, lse = xla._attend(query, fetch, extent, by_row, scale=scale, max_query_len=1, k_scale=k_scale, v_scale=k_scale)
     return out[..., :kv_lora_rank], lse
 
 
@@ -138,12 +112,10 @@ def _attend(
     query: jax.Array,
     fetch: xla.Fetch,
     extent: tuple[int, ...],
-    query_start_loc: jax.Array,
-    seq_lens: jax.Array,
-    block_table: jax.Array,
+    requests: xla.Requests,
     *,
     max_query_len: int,
-    causal: bool,
+    causal: bool = True,
     **rules: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute `xla._attend` of a batch of many rows a window at a time.
@@ -153,7 +125,8 @@ def _attend(
     """
     num_rows, rules = query.shape[0], {"max_query_len": min(max_query_len, WINDOW), "causal": causal, **rules}
     if num_rows <= WINDOW:
-        return xla._attend(query, fetch, extent, query_start_loc, seq_lens, block_table, **rules)
+        return xla._attend(query, fetch, extent, requests, **rules)
+    query_start_loc, seq_lens, block_table = requests
     lens = jnp.where(seq_lens > 0, jnp.diff(query_start_loc), 0)
     order = jnp.argsort(jnp.where(lens > 0, -seq_lens, 1), stable=True)
     packed = pack(query_start_loc, lens, order, num_rows)
@@ -169,7 +142,7 @@ def _attend(
         keys, pages = (lax.dynamic_slice_in_dim(x, first, most) for x in (lengths, table))
         if causal:
             keys = jnp.maximum(keys - (starts - inside)[1:], 0)  # without those of rows that are cut off
-        return xla._attend(query[packed.row[index]], fetch, extent, inside, keys, pages, **rules)
+        return xla._attend(query[packed.row[index]], fetch, extent, xla.Requests(inside, keys, pages), **rules)
 
     out, lse = lax.map(window, jnp.arange(0, num_rows, WINDOW, dtype=jnp.int32))
     out, lse = out.reshape(-1, *out.shape[2:])[packed.place], lse.swapaxes(0, 1).reshape(lse.shape[1], -1)[:, packed.place]
@@ -192,44 +165,19 @@ def _fetch(kv_cache: jax.Array, dtype: Any) -> xla.Fetch:
     return fetch
 
 
-@functools.partial(jax.jit, static_argnames=("max_query_len", "max_keys", "causal"))
+@functools.partial(jax.jit, static_argnames=("max_query_len", "causal"))
 def expanded_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    query_start_loc: jax.Array,
-    key_start_loc: jax.Array,
-    *,
-    scale: jax.Array | float,
-    max_query_len: int,
-    max_keys: int,
-    causal: bool,
+    query: jax.Array, key: jax.Array, value: jax.Array, requests: xla.Requests, **rules: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Compute (out [T, H, Dv], lse [H, T]) of expanded heads, in which a request attends to its own keys.
 
-    Request r attends to rows [key_start_loc[r], key_start_loc[r + 1]).
-
-    query: [T, H, D]; key: [m, H, D]; value: [m, H, Dv]; both bounds are static.
+    query: [T, H, D]; key: [m, H, D]; value: [m, H, Dv]; requests: `xla.Requests.of_packed_keys`. `rules` are scale,
+    max_query_len and causal of `xla.Rules`.
     """
     value_width, width = value.shape[2], max(value.shape[2], key.shape[2])
     # the loop has one width: zeros change no score, and what they add to the values is cut off
     query, key, value = (jnp.pad(x, ((0, 0), (0, 0), (0, width - x.shape[2]))) for x in (query, key, value))
-
-    def fetch(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return tuple(x[ids].swapaxes(1, 2)[:, :, :, None] for x in (key, value))  # type: ignore[return-value]
-
-    table = key_start_loc[:-1, None] + jnp.arange(max_keys, dtype=jnp.int32)
-    out, lse = _attend(
-        query,
-        fetch,
-        (key.shape[0], 1, key.shape[1]),
-        query_start_loc,
-        jnp.diff(key_start_loc),
-        table,
-        scale=scale,
-        max_query_len=max_query_len,
-        causal=causal,
-    )
+    out, lse = _attend(query, *xla.packed_keys(key, value), requests, **rules)
     return out[..., :value_width], lse
 
 
@@ -266,8 +214,8 @@ def unpack_fp8_ds_mla(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     def parts(first: int, stop: int, dtype: Any) -> jax.Array:
         size = jnp.dtype(dtype).itemsize
-        found = rows[..., first:stop].reshape(*rows.shape[:-1], -1, size)
-        return lax.bitcast_convert_type(found[..., 0] if size == 1 else found, dtype).astype(jnp.float32)
+        octets = rows[..., first:stop].reshape(*rows.shape[:-1], -1, size)
+        return lax.bitcast_convert_type(octets[..., 0] if size == 1 else octets, dtype).astype(jnp.float32)
 
     codes = parts(0, _LATENT, jnp.float8_e4m3fn).reshape(*rows.shape[:-1], -1, _TILE)
     latent = codes * parts(_SCALES, _ROPE, jnp.float32)[..., None]
@@ -279,9 +227,7 @@ def lightning_indexer(
     query: jax.Array,
     weights: jax.Array,
     key_cache: jax.Array,
-    query_start_loc: jax.Array,
-    seq_lens: jax.Array,
-    block_table: jax.Array,
+    requests: xla.Requests,
     *,
     topk: int,
 ) -> tuple[jax.Array, jax.Array]:
@@ -292,6 +238,7 @@ def lightning_indexer(
     on the batch's pages. The top `topk` positions of a row come best first (of equal scores the earlier), padded with -1.
     """
     rows, page = query.shape[0], key_cache.shape[1]
+    query_start_loc, seq_lens, block_table = requests
     row = jnp.arange(rows, dtype=jnp.int32)
     request = request_of(query_start_loc, row)
     position = jnp.where(row < query_start_loc[-1], seq_lens[request] - query_start_loc[request + 1] + row, -1)

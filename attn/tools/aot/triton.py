@@ -274,7 +274,7 @@ def _launch_row(choice: Choice) -> None:
     cache = torch.empty(shape, dtype=dtype)
     if choice["tokens_first"]:
         cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
-    Decoder(cache.device, dtype, heads, kv_heads, size, size**-0.5, 30.0 if choice["soft_cap"] else 0.0)(
+    Decoder(cache.device, dtype, (heads, kv_heads, size), size**-0.5, 30.0 if choice["soft_cap"] else 0.0)(
         torch.empty(3, heads, 1, size, dtype=dtype),
         cache,
         cache,
@@ -520,7 +520,7 @@ INT8: dict[str, Sequence[Any]] = {
 
 
 def _launch_int8(choice: Choice) -> None:
-    from attn.torch.kernels.int8_attention import int8_attention
+    from attn.torch.kernels.int8_attention import Keys, int8_attention
 
     (rows, keys), (heads, kv_heads), size = choice["lengths"], choice["heads"], choice["head_size"]
     dtype, wide = getattr(torch, choice["dtype"]), 2**31 // keys // size if choice["large"] else kv_heads
@@ -529,9 +529,8 @@ def _launch_int8(choice: Choice) -> None:
     int8_attention(
         torch.empty_like(query),
         torch.empty(2, heads, rows) if choice["lse"] else None,
-        *(query, key, key),
-        lens=torch.full((2,), keys, dtype=torch.int32),
-        mean=torch.zeros(2, kv_heads, size) if choice["smooth"] else None,
+        query,
+        Keys(key, key, torch.full((2,), keys, dtype=torch.int32), torch.zeros(2, kv_heads, size) if choice["smooth"] else None),
         scale=size**-0.5,
         causal=choice["causal"],
     )

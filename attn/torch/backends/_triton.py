@@ -298,7 +298,7 @@ class TritonPagedImpl(PagedAttentionImpl):
         self._move_to(device)
         window = None if self.window[0] is None else self.window[0] + 1
         shape = self.num_heads, self.num_kv_heads, self.head_size
-        return decoder(device, dtype, *shape, self.signed_scale, self.logits_soft_cap or 0.0, window)
+        return decoder(device, dtype, shape, self.signed_scale, self.logits_soft_cap or 0.0, window)
 
     def _sparse(self) -> list[int] | None:
         """Return a block-sparse pattern for the kernel, or None."""

@@ -141,20 +141,19 @@ def _store(  # type: ignore[no-untyped-def]
 class Decoder:
     """The calls of layers of one shape, which have one row per request.
 
-    device, dtype: of all arrays; heads, kv_heads, size: H, K and D; window: how many of a request's last keys its row sees.
+    device, dtype: of all arrays; shape: H, K and D; window: how many of a request's last keys its row sees.
     """
 
     def __init__(
         self,
         device: torch.device,
         dtype: torch.dtype,
-        heads: int,
-        kv_heads: int,
-        size: int,
+        shape: tuple[int, int, int],
         scale: float,
         soft_cap: float = 0.0,
         window: int | None = None,
     ) -> None:
+        heads, kv_heads, size = shape
         self.device, self.heads, self.kv_heads, self.size = device, heads, kv_heads, size
         self.factor, self.cap = abs(scale) * LOG2E, 0.0
         if soft_cap:
@@ -207,17 +206,17 @@ class Decoder:
         first, number = (None, None) if runs is None else (runs.first, runs.number)
         strides = q_b, q_h, k_b, k_t, k_h, v_b, v_t, v_h
         variant = (sinks is not None) | (runs is not None) << 1 | (mask is not None) << 2 | (parts > 1) << 3
-        kind = variant, strides_that_count(strides)
-        kernel = self.kernels.get(kind) or self._prepared(kind)
+        key_of = variant, strides_that_count(strides)
+        kernel = self.kernels.get(key_of) or self._prepared(key_of)
         arrays = output, states, counters, query, key, value, sinks, first, number, mask
         numbers = self.factor, self.cap, self.window, keys, parts, *strides, m_b
         kernel(count, arrays, *numbers, columns=parts)
         return output
 
-    def _prepared(self, kind: tuple[int, tuple[int, ...] | None]) -> Prepared:
-        flags = {name: bool(kind[0] >> i & 1) for i, name in enumerate(("HAS_SINKS", "HAS_RUNS", "HAS_MASK", "SPLIT"))}
+    def _prepared(self, key_of: tuple[int, tuple[int, ...] | None]) -> Prepared:
+        flags = {name: bool(key_of[0] >> i & 1) for i, name in enumerate(("HAS_SINKS", "HAS_RUNS", "HAS_MASK", "SPLIT"))}
         rule = self.rule
-        kernel = self.kernels[kind] = Prepared(_decode, **self.constants, **flags, **rule.options())
+        kernel = self.kernels[key_of] = Prepared(_decode, **self.constants, **flags, **rule.options())
         return kernel
 
 
@@ -238,40 +237,28 @@ def row(
 
     mask: bool [B, m], the keys that count; those before the first and after the last are not read.
     """
-    first = number = None
+    run = []
     if mask is not None:
         at = torch.arange(mask.shape[1], dtype=torch.int32, device=mask.device)
         first = torch.where(mask, at, mask.shape[1]).amin(1).to(torch.int32)
-        number = (torch.where(mask, at + 1, 0).amax(1) - first).clamp(min=0).to(torch.int32)
+        run = [first, (torch.where(mask, at + 1, 0).amax(1) - first).clamp(min=0).to(torch.int32)]
     call = _operator if torch.compiler.is_compiling() else _row
-    return call(  # type: ignore[no-any-return]
-        query=query,
-        key=key,
-        value=value,
-        sinks=sinks,
-        mask=mask,
-        first=first,
-        number=number,
-        scale=scale,
-        soft_cap=soft_cap,
-    )
+    return call(query, key, value, scale, soft_cap, sinks, mask, run)  # type: ignore[no-any-return]
 
 
 def _row(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    sinks: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    first: torch.Tensor | None,
-    number: torch.Tensor | None,
     scale: float,
     soft_cap: float,
+    sinks: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    run: list[torch.Tensor],
 ) -> torch.Tensor:
-    shape = query.shape[1], key.shape[1], query.shape[3]
-    runs = None if first is None or number is None else Runs(first, number)
-    found: torch.Tensor = decoder(query.device, query.dtype, *shape, scale, soft_cap)(query, key, value, sinks, runs, mask)
-    return found
+    attend = decoder(query.device, query.dtype, (query.shape[1], key.shape[1], query.shape[3]), scale, soft_cap)
+    out: torch.Tensor = attend(query, key, value, sinks, Runs(*run) if run else None, mask)
+    return out
 
 
 _operator = library.custom_op("attn::dense_row", _row, mutates_args=())

@@ -14,7 +14,7 @@ infinity in a query's row affects that row; among a head's keys it affects all r
 values, those of the tiles that see it. Offsets are 64-bit wherever an array may have 2^31 elements.
 """
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
@@ -168,97 +168,74 @@ def _attend(  # type: ignore[no-untyped-def]
         tl.store(lse + b.to(tl.int64) * lse_b + head.to(tl.int64) * lse_h + row, log * 0.6931471805599453, mask=live)
 
 
+class Keys(NamedTuple):
+    """The keys and values of a batch."""
+
+    key: torch.Tensor  # [B, M, K, D], float16 or bfloat16, any strides with a dense last dimension
+    value: torch.Tensor  # like key
+    lens: torch.Tensor  # [B] int32: entry b has keys 0 .. lens[b] - 1; later rows may contain anything
+    #: [B, K, D] float32, subtracted from the keys (their mean over the sequence: any vector gives the same attention, with
+    #: another rounding error); None subtracts nothing.
+    mean: torch.Tensor | None = None
+
+
 @on_device
 def int8_attention(
-    output: torch.Tensor,
-    lse: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    lens: torch.Tensor,
-    mean: torch.Tensor | None,
-    scale: float,
-    causal: bool = False,
+    output: torch.Tensor, lse: torch.Tensor | None, query: torch.Tensor, keys: Keys, scale: float, causal: bool = False
 ) -> None:
     """Compute output [B, S, H, D] and, unless None, lse [B, H, S] float32 (natural log). Without keys they are 0 and -inf.
 
-    query: [B, S, H, D]; key, value: [B, M, K, D], float16 or bfloat16, any strides with a dense last dimension. lens: [B]
-    int32, entry b has keys 0 .. lens[b] - 1; later rows may contain anything. mean: [B, K, D] float32, subtracted from the
-    keys (their mean over the sequence: any vector gives the same attention, with another rounding error); None subtracts
-    nothing. causal: row i sees keys up to i + lens[b] - S.
+    query: [B, S, H, D], of the keys' dtype, any strides with a dense last dimension. causal: row i sees keys up to
+    i + lens[b] - S.
     """
     batch, rows, heads, size = query.shape
-    keys, kv_heads = key.shape[1:3]
+    key, value, lens, mean = keys
     for name, tensor in (("output", output), ("query", query), ("key", key), ("value", value)):
         check_stride(name, tensor)
-    launch, block_d = int8_launch(arch(), size), power_of_two(size)
-    group, smooth = heads // kv_heads, mean is not None
-    mean = query if mean is None else mean.contiguous()
-    has_shift = smooth and lse is not None
-    fixed = {"D": size, "BLOCK_D": block_d, "num_warps": 4 if block_d <= 128 else 8}
-
-    def coded(x: torch.Tensor, length: int, count: int, block: int, scales: int, **kind: Any) -> tuple[torch.Tensor, ...]:
-        padded = -(-length // block) * block
-        codes = torch.empty(batch * count * padded * block_d, dtype=torch.int8, device=x.device)
-        found = torch.empty(batch * count * padded // scales, dtype=torch.float32, device=x.device)
-        moved = torch.empty_like(found) if kind["HAS_SHIFT"] else found
-        _quantize[(padded // block * count * batch,)](
-            codes=codes,
-            scales=found,
-            shift=moved,
-            x=x,
-            mean=mean,
-            lens=lens,
-            factor=scale * LOG2E,
-            rows=length,
-            padded=padded,
-            x_b=x.stride(0),
-            x_s=x.stride(1),
-            x_h=x.stride(2),
-            mean_b=mean.stride(0),
-            mean_h=mean.stride(1),
-            H=count,
-            BLOCK=block,
-            HAS_MEAN=smooth,
-            **kind,
-            **fixed,
-            **FUSED,
-        )
-        return codes, found, moved
-
-    q, q_scales, shift = coded(query, rows, heads, launch.block_m, 1, G=group, IS_QUERY=True, HAS_SHIFT=has_shift)
-    k, k_scales, _ = coded(key, keys, kv_heads, launch.block_n, launch.block_n, G=1, IS_QUERY=False, HAS_SHIFT=False)
+    launch, has_shift = int8_launch(arch(), size), mean is not None and lse is not None
+    keys = keys._replace(mean=None if mean is None else mean.contiguous())
+    q_codes, shift = _quantised(query, keys, launch.block_m, scale, is_query=True, has_shift=has_shift)
+    k_codes, _ = _quantised(key, keys, launch.block_n, scale)
     tiles = -(-rows // launch.block_m)
+    padded = tiles * launch.block_m, -(-key.shape[1] // launch.block_n) * launch.block_n
+    strides = *output.stride()[:3], *((0, 0) if lse is None else lse.stride()[:2]), *value.stride()[:3]
     _attend[(tiles * heads * batch,)](
-        output=output,
-        lse=lse,
-        shift=shift,
-        q_codes=q,
-        q_scales=q_scales,
-        k_codes=k,
-        k_scales=k_scales,
-        value=value,
-        lens=lens,
-        rows=rows,
-        q_padded=tiles * launch.block_m,
-        k_padded=-(-keys // launch.block_n) * launch.block_n,
-        o_b=output.stride(0),
-        o_s=output.stride(1),
-        o_h=output.stride(2),
-        lse_b=lse.stride(0) if lse is not None else 0,
-        lse_h=lse.stride(1) if lse is not None else 0,
-        v_b=value.stride(0),
-        v_s=value.stride(1),
-        v_h=value.stride(2),
+        *(output, lse, shift, *q_codes, *k_codes, value, lens, rows, *padded, *strides),
         H=heads,
-        G=group,
+        G=heads // key.shape[2],
         D=size,
-        BLOCK_D=block_d,
+        BLOCK_D=power_of_two(size),
         BLOCK_M=launch.block_m,
         BLOCK_N=launch.block_n,
         CAUSAL=causal,
         HAS_LSE=lse is not None,
         HAS_SHIFT=has_shift,
-        WIDE=keys * value.stride(1) >= 2**31,
+        WIDE=key.shape[1] * value.stride(1) >= 2**31,
         **launch.options(),
     )
+
+
+def _quantised(
+    x: torch.Tensor, keys: Keys, block: int, scale: float, is_query: bool = False, has_shift: bool = False
+) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return ((codes, scales), shift) of the queries or keys x [B, rows, heads, D], in tiles of `block` rows."""
+    batch, rows, heads, size = x.shape
+    tiles, block_d = -(-rows // block), power_of_two(size)
+    codes = torch.empty(batch * heads * tiles * block * block_d, dtype=torch.int8, device=x.device)
+    scales = torch.empty(batch * heads * tiles * (block if is_query else 1), dtype=torch.float32, device=x.device)
+    shift = torch.empty_like(scales) if has_shift else scales
+    mean = x if keys.mean is None else keys.mean
+    _quantize[(tiles * heads * batch,)](
+        *(codes, scales, shift, x, mean, keys.lens, scale * LOG2E, rows, tiles * block, *x.stride()[:3], *mean.stride()[:2]),
+        H=heads,
+        G=heads // keys.key.shape[2],
+        D=size,
+        BLOCK_D=block_d,
+        BLOCK=block,
+        IS_QUERY=is_query,
+        HAS_MEAN=keys.mean is not None,
+        HAS_SHIFT=has_shift,
+        num_warps=4 if block_d <= 128 else 8,
+        **FUSED,
+    )
+    return (codes, scales), shift

@@ -28,9 +28,7 @@ def run(batch: Any, cache: Any = None, padding: int = 0, **rules: Any) -> tuple[
     out, lse = xla.paged_attention(
         jnp.asarray(query),
         jnp.asarray(cache),
-        jnp.asarray(common.query_start_loc),
-        jnp.asarray(common.seq_lens),
-        jnp.asarray(common.block_table),
+        xla.Requests(*map(jnp.asarray, (common.query_start_loc, common.seq_lens, common.block_table))),
         scale=rules.pop("scale", D**-0.5),
         max_query_len=common.max_query_len,
         causal=batch.causal,
@@ -146,9 +144,7 @@ def test_nothing_to_attend(shape: tuple[int, int, int, int]) -> None:
     out, lse = xla.paged_attention(
         jnp.ones((rows, H, D)),
         jnp.ones((2, blocks, P, K, D)),
-        jnp.zeros(requests + 1, jnp.int32),
-        jnp.zeros(requests, jnp.int32),
-        jnp.zeros((requests, columns), jnp.int32),
+        xla.Requests(*(jnp.zeros(shape, jnp.int32) for shape in (requests + 1, requests, (requests, columns)))),
         scale=1.0,
         max_query_len=1,
     )
@@ -203,8 +199,8 @@ def test_short_requests_do_not_wait_for_long_ones(abreast, monkeypatch):
         return tuple(jnp.moveaxis(part[ids], 3, 1) for part in pages)
 
     monkeypatch.setattr(xla, "ABREAST", abreast)
-    given = (jnp.arange(71), jnp.asarray(lens), jnp.asarray(table))
-    out, _ = xla._attend(query, fetch, (int(ends[-1]), 16, 1), *given, scale=0.5, max_query_len=1)
+    requests = xla.Requests(jnp.arange(71), jnp.asarray(lens), jnp.asarray(table))
+    out, _ = xla._attend(query, fetch, (int(ends[-1]), 16, 1), requests, scale=0.5, max_query_len=1)
     jax.effects_barrier()
     loops = -(-70 // abreast)
     assert steps == [abreast] * (8 + loops - 1)

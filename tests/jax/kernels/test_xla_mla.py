@@ -25,10 +25,10 @@ def test_a_window_ends_with_its_longest_request(make_mla: Any, monkeypatch: pyte
     work: list[int] = []
     real = xla._attend
 
-    def counted(query: Any, fetch: Any, extent: Any, starts: Any, lens: Any, *rest: Any, **rules: Any) -> Any:
-        longest = jnp.where(jnp.diff(starts) > 0, lens, 0).max()
+    def counted(query: Any, fetch: Any, extent: Any, requests: xla.Requests, **rules: Any) -> Any:
+        longest = jnp.where(jnp.diff(requests.query_start_loc) > 0, requests.seq_lens, 0).max()
         jax.debug.callback(lambda keys: work.append(query.shape[0] * int(keys)), longest)
-        return real(query, fetch, extent, starts, lens, *rest, **rules)
+        return real(query, fetch, extent, requests, **rules)
 
     monkeypatch.setattr(xla, "_attend", counted)
     batch = make_mla((600, *(60,) * 9, 1, 1), (600, *(100,) * 9, 900, 1000), heads=2)

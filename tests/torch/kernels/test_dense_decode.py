@@ -50,8 +50,7 @@ def decode(
     """Return [B, H, D] of query [B, H, D]."""
     from attn.torch.kernels.dense_decode import decoder
 
-    heads, kv_heads, size = query.shape[1], *key.shape[1::2]
-    return decoder(query.device, query.dtype, heads, kv_heads, size, scale, cap, window)(
+    return decoder(query.device, query.dtype, (query.shape[1], *key.shape[1::2]), scale, cap, window)(
         query[:, :, None], key, value, **given
     )[:, 0]
 

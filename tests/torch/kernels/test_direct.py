@@ -206,7 +206,7 @@ def attend_row(reqs, keys, dtype, odd, order, window, extras):
     key = torch.zeros(reqs * keys * 128 + 8, dtype=dtype)[odd : odd + reqs * keys * 128].view(shape)
     key = key if order == "heads" else key.transpose(1, 2)
     numbers = torch.zeros(reqs, dtype=torch.int32)
-    shape = key.device, dtype, 8, 2, 64, -0.1 if extras else 0.3, 5.0 if extras else 0.0, window
+    shape = key.device, dtype, (8, 2, 64), -0.1 if extras else 0.3, 5.0 if extras else 0.0, window
     return twice(lambda **given: dense_decode.decoder(*shape)(**given), dict(
         query=torch.zeros(reqs, 8, 1, 64, dtype=dtype), key=key, value=key, sinks=torch.zeros(8) if extras else None,
         mask=torch.ones(reqs, keys, dtype=torch.bool) if extras else None,

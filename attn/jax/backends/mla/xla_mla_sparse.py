@@ -39,7 +39,7 @@ class XLAMLASparseImpl(MLACommonImpl, backend=XLAMLASparseBackend):
         indices = getattr(self.indexer, "topk_indices", None) if call.indices is None else call.indices
         _check(indices, query.shape[0])
         rules = {"kv_lora_rank": self.kv_lora_rank, "scale": self.scale, "k_scale": call.k_scale}
-        return xla_mla.sparse_attention(query, call.kv_cache, indices, *call.meta.requests, **rules)
+        return xla_mla.sparse_attention(query, call.kv_cache, indices, call.meta.requests, **rules)
 
 
 def _check(indices: Any, rows: int) -> None:

@@ -46,7 +46,7 @@ class TritonAttentionImpl(TritonImpl, backend=TritonAttentionBackend):
         from attn.torch.kernels.dense_decode import decoder
 
         shape = self.num_heads, self.num_kv_heads, self.head_size
-        row: Callable[..., torch.Tensor] = decoder(query.device, query.dtype, *shape, self.signed_scale)
+        row: Callable[..., torch.Tensor] = decoder(query.device, query.dtype, shape, self.signed_scale)
         return row
 
     def _prompts(self, general: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

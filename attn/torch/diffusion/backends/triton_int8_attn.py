@@ -29,11 +29,10 @@ class TritonInt8AttentionBackend(TritonBackend):
 
 class TritonInt8AttentionImpl(TritonImpl, backend=TritonInt8AttentionBackend):
     def _launch(self, call: DenseCall, lse: torch.Tensor | None) -> torch.Tensor:
-        from attn.torch.kernels.int8_attention import int8_attention
+        from attn.torch.kernels.int8_attention import Keys, int8_attention
 
-        key, value, lens = present_first(call)
         out = torch.empty_like(call.query, memory_format=torch.contiguous_format)
-        int8_attention(out, lse, call.query, key, value, lens=lens, mean=_mean(call), scale=self.scale, causal=self.causal)
+        int8_attention(out, lse, call.query, Keys(*present_first(call), _mean(call)), self.scale, self.causal)
         return out
 
 

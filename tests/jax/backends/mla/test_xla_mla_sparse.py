@@ -91,7 +91,7 @@ def test_the_indexer(make_mla: Any, monkeypatch: pytest.MonkeyPatch, scored: int
     query, weights = rng.standard_normal((rows, heads, width), np.float32), rng.standard_normal((rows, heads), np.float32)
     keys = rng.standard_normal((batch.num_blocks, page, width), np.float32)
     meta = batch.metadata
-    indices, scores = xla_mla.lightning_indexer(*map(jnp.asarray, (query, weights, keys)), *meta.requests, topk=topk)
+    indices, scores = xla_mla.lightning_indexer(*map(jnp.asarray, (query, weights, keys)), meta.requests, topk=topk)
     start = batch.common.query_start_loc
     for r, (n, m) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
         own = keys.reshape(-1, width)[batch.slots_of(r)].astype(np.float64)
@@ -118,7 +118,7 @@ def test_indices_feed_the_sparse_oracle(make_mla: Any) -> None:
     query = rng.standard_normal((rows, 4, width), np.float32)
     cache = rng.standard_normal(batch.cache.shape, np.float32)
     meta = batch.metadata
-    arrays = jnp.asarray(query), jnp.asarray(cache), indices, *meta.requests
+    arrays = jnp.asarray(query), jnp.asarray(cache), indices, meta.requests
     out, lse = xla_mla.sparse_attention(*arrays, kv_lora_rank=rank, scale=0.2)
     for r in range(len(batch.query_lens)):
         mine = slice(batch.common.query_start_loc[r], batch.common.query_start_loc[r + 1])

@@ -4,7 +4,7 @@ import jax
 
 from attn.backends.mla.prefill.abstract import MLAPrefillBackend, PrefillCall
 from attn.capabilities import Capabilities, Feature
-from attn.jax.kernels import xla_mla
+from attn.jax.kernels import xla, xla_mla
 
 
 class XLAPrefillBackend(MLAPrefillBackend):
@@ -17,6 +17,6 @@ class XLAPrefillBackend(MLAPrefillBackend):
     )
 
     def _attend(self, call: PrefillCall) -> tuple[jax.Array, jax.Array]:
-        static = {"max_query_len": call.meta.max_query_len, "max_keys": call.max_keys, "causal": call.causal}
-        starts = call.meta.query_start_loc, call.key_start_loc
-        return xla_mla.expanded_attention(call.q, call.k, call.v, *starts, scale=self.scale, **static)
+        requests = xla.Requests.of_packed_keys(call.meta.query_start_loc, call.key_start_loc, call.max_keys)
+        rules = {"scale": self.scale, "max_query_len": call.meta.max_query_len, "causal": call.causal}
+        return xla_mla.expanded_attention(call.q, call.k, call.v, requests, **rules)
