@@ -76,9 +76,18 @@ def _seek(tile, request, before, query_start_loc, min_query, num_reqs, BLOCK_Q: 
 
 
 @gluon.jit
+def _since(position, left, CHUNK: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The first key that the window and the chunk let a row at that position see; negative if that is before all keys."""
+    since = position - left
+    if CHUNK > 0:
+        since = gl.maximum(since, gl.maximum(position, 0) // CHUNK * CHUNK)
+    return since
+
+
+@gluon.jit
 def _describe(  # type: ignore[no-untyped-def]
     unit, request, before, query_start_loc, seq_lens, num_reqs, left, right, K: gl.constexpr, BLOCK_Q: gl.constexpr,
-    BLOCK_N: gl.constexpr, PAGED: gl.constexpr, RAGGED: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    BLOCK_N: gl.constexpr, PAGED: gl.constexpr, RAGGED: gl.constexpr, HAS_RIGHT: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
     """A unit: its request, -1 if there is none; kv head; the request's first token and number of tokens; the tile's first
     token; keys before the request's first token; first key if keys have no pages; first key of a tile of keys, last key + 1."""
@@ -101,7 +110,7 @@ def _describe(  # type: ignore[no-untyped-def]
     context = seq_len - q_len
     last = context + gl.minimum(first + BLOCK_Q, q_len) - 1
     high = gl.maximum(gl.minimum(last + right + 1, seq_len), 0)
-    low = gl.minimum(gl.maximum(context + first - left, 0) // BLOCK_N * BLOCK_N, high)
+    low = gl.minimum(gl.maximum(_since(context + first, left, CHUNK), 0) // BLOCK_N * BLOCK_N, high)
     return gl.where(request < num_reqs, r, -1), kv_head, begin, q_len, first, context, k_begin, low, high
 
 
@@ -214,7 +223,7 @@ def _produce(  # type: ignore[no-untyped-def]
     seq_lens, block_table, left, right, min_query, num_reqs, num_pages, table_r,
     K: gl.constexpr, G: gl.constexpr, PIECES: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, BLOCK_Q: gl.constexpr,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, COPIED: gl.constexpr,
-    PAGED: gl.constexpr, RAGGED: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    PAGED: gl.constexpr, RAGGED: gl.constexpr, HAS_RIGHT: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
     """Producer of one warp: look up units of work, and copy their queries, and their keys into the ring, in the order in
     which the consumers use them, while they still compute the unit before."""
@@ -224,7 +233,7 @@ def _produce(  # type: ignore[no-untyped-def]
     request, before = _seek(gl.program_id(0) // K, none, none, query_start_loc, min_query, num_reqs, BLOCK_Q)
     _publish(units_ring, u_full, wave, _describe(
         gl.program_id(0), request, before, query_start_loc, seq_lens, num_reqs, left, right, K, BLOCK_Q, BLOCK_N, PAGED,
-        RAGGED, HAS_RIGHT,
+        RAGGED, HAS_RIGHT, CHUNK,
     ))  # fmt: skip
     r, kv_head, begin, q_len, first, context, k_begin, low, high = _read(units_ring, wave, 1)
     while r >= 0:
@@ -250,7 +259,7 @@ def _produce(  # type: ignore[no-untyped-def]
         mbarrier.wait(u_empty.index(wave % 2), wave // 2 & 1 ^ 1)
         _publish(units_ring, u_full, wave, _describe(
             unit, request, before, query_start_loc, seq_lens, num_reqs, left, right, K, BLOCK_Q, BLOCK_N, PAGED, RAGGED,
-            HAS_RIGHT,
+            HAS_RIGHT, CHUNK,
         ))  # fmt: skip
         count = _copy_keys(
             k_desc, k_ring, k_full, k_empty, block_table, count, tiles - early, start - early * BLOCK_N, r, context + q_len,
@@ -266,7 +275,7 @@ def _produce(  # type: ignore[no-untyped-def]
 def _produce_values(  # type: ignore[no-untyped-def]
     v_desc, v_ring, units_ring, u_full, u_empty, v_full, v_empty, v_raw, block_table, left, num_pages, table_r,
     BLOCK_V: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    PAGED: gl.constexpr, VALUES_AT: gl.constexpr,
+    PAGED: gl.constexpr, VALUES_AT: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
     """Producer of one warp: copy the units' values into the ring, and overwrite those that no row sees."""
     HALVES: gl.constexpr = BLOCK_V // 64
@@ -281,7 +290,7 @@ def _produce_values(  # type: ignore[no-untyped-def]
     r, kv_head, begin, q_len, first, context, k_begin, low, high = _take(units_ring, u_full, u_empty, wave, 1)
     while r >= 0:
         seq_len = context + q_len
-        seen = gl.maximum(context + first - left, 0)
+        seen = gl.maximum(_since(context + first, left, CHUNK), 0)
         tiles = (high - low + BLOCK_N - 1) // BLOCK_N
         start = low + (tiles - 1) * BLOCK_N
         pages = start
@@ -409,7 +418,8 @@ def _consume(  # type: ignore[no-untyped-def]
     P: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, COPIED: gl.constexpr, PAGED: gl.constexpr,
     NEGATE: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, WHICH: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, CHUNK: gl.constexpr,
+    WHICH: gl.constexpr,
 ):  # fmt: skip
     """Consumer of four warps: 64 rows of each of the program's tiles."""
     dtype: gl.constexpr = q_ring.dtype
@@ -450,14 +460,14 @@ def _consume(  # type: ignore[no-untyped-def]
 
         position = context + first + row // G
         upper = gl.minimum(position + right, high - 1)
-        lower = position - left
+        lower = _since(position, left, CHUNK)
         tiles = (high - low + BLOCK_N - 1) // BLOCK_N
         # this consumer's own first token decides which tiles need a mask at their upper end
         mine = context + first + WHICH * 64 // G
         right_of = tiles - gl.minimum(gl.maximum(gl.minimum(mine + right + 1, high) - low, 0) // BLOCK_N, tiles)
         left_from = tiles
         if HAS_LEFT:
-            left_from = tiles - gl.minimum((gl.maximum(last - left - low, 0) + BLOCK_N - 1) // BLOCK_N, tiles)
+            left_from = tiles - gl.minimum((gl.maximum(_since(last, left, CHUNK) - low, 0) + BLOCK_N - 1) // BLOCK_N, tiles)
         right_of = gl.maximum(right_of, 1)
         left_from = gl.maximum(left_from, right_of)
 
@@ -591,6 +601,7 @@ def prefill(  # type: ignore[no-untyped-def]
     STAGES: gl.constexpr, Q_STAGES: gl.constexpr, COPIED: gl.constexpr, PAGED: gl.constexpr, RAGGED: gl.constexpr,
     NEGATE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr,
     HAS_LSE: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr, VALUES_AT: gl.constexpr,
+    CHUNK: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = query.dtype.element_ty
     if value_cache is None:
@@ -636,23 +647,23 @@ def prefill(  # type: ignore[no-untyped-def]
                     u_empty, k_full, k_empty, v_full, v_empty, block_table, sinks, factor, v_factor, cap, left, right, o_t, o_h,
                     lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D, PIECES,
                     BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, NEGATE, HAS_LEFT, HAS_CAP,
-                    HAS_SINKS, HAS_LSE, 0,
+                    HAS_SINKS, HAS_LSE, CHUNK, 0,
                 )),
                 (_consume, (
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full,
                     u_empty, k_full, k_empty, v_full, v_empty, block_table, sinks, factor, v_factor, cap, left, right, o_t, o_h,
                     lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D, PIECES,
                     BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, NEGATE, HAS_LEFT, HAS_CAP,
-                    HAS_SINKS, HAS_LSE, 1,
+                    HAS_SINKS, HAS_LSE, CHUNK, 1,
                 )),
                 (_produce, (
                     q_desc, k_desc, q_ring, k_ring, units_ring, q_full, q_empty, u_full, u_empty, k_full, k_empty, counters,
                     query_start_loc, seq_lens, block_table, left, right, min_query, num_reqs, num_pages, table_r, H // G, G,
-                    PIECES, P, BOX, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, RAGGED, HAS_RIGHT,
+                    PIECES, P, BOX, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, RAGGED, HAS_RIGHT, CHUNK,
                 )),
                 (_produce_values, (
                     v_desc, v_ring, units_ring, u_full, u_empty, v_full, v_empty, v_raw, block_table, left, num_pages, table_r,
-                    BLOCK_V, P, BOX, BLOCK_N, STAGES, PAGED, VALUES_AT,
+                    BLOCK_V, P, BOX, BLOCK_N, STAGES, PAGED, VALUES_AT, CHUNK,
                 )),
             ],
             [4, 1, 1],
@@ -666,30 +677,30 @@ def prefill(  # type: ignore[no-untyped-def]
                     u_empty, k_full, k_empty, v_full, v_empty, block_table, sinks, factor, v_factor, cap, left, right, o_t, o_h,
                     lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D, PIECES,
                     BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, NEGATE, HAS_LEFT, HAS_CAP,
-                    HAS_SINKS, HAS_LSE, 0,
+                    HAS_SINKS, HAS_LSE, CHUNK, 0,
                 )),
                 (_consume, (
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full,
                     u_empty, k_full, k_empty, v_full, v_empty, block_table, sinks, factor, v_factor, cap, left, right, o_t, o_h,
                     lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D, PIECES,
                     BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, NEGATE, HAS_LEFT, HAS_CAP,
-                    HAS_SINKS, HAS_LSE, 1,
+                    HAS_SINKS, HAS_LSE, CHUNK, 1,
                 )),
                 (_consume, (
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full,
                     u_empty, k_full, k_empty, v_full, v_empty, block_table, sinks, factor, v_factor, cap, left, right, o_t, o_h,
                     lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D, PIECES,
                     BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, NEGATE, HAS_LEFT, HAS_CAP,
-                    HAS_SINKS, HAS_LSE, 2,
+                    HAS_SINKS, HAS_LSE, CHUNK, 2,
                 )),
                 (_produce, (
                     q_desc, k_desc, q_ring, k_ring, units_ring, q_full, q_empty, u_full, u_empty, k_full, k_empty, counters,
                     query_start_loc, seq_lens, block_table, left, right, min_query, num_reqs, num_pages, table_r, H // G, G,
-                    PIECES, P, BOX, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, RAGGED, HAS_RIGHT,
+                    PIECES, P, BOX, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, RAGGED, HAS_RIGHT, CHUNK,
                 )),
                 (_produce_values, (
                     v_desc, v_ring, units_ring, u_full, u_empty, v_full, v_empty, v_raw, block_table, left, num_pages, table_r,
-                    BLOCK_V, P, BOX, BLOCK_N, STAGES, PAGED, VALUES_AT,
+                    BLOCK_V, P, BOX, BLOCK_N, STAGES, PAGED, VALUES_AT, CHUNK,
                 )),
             ],
             [4, 4, 1, 1],
@@ -700,16 +711,16 @@ def prefill(  # type: ignore[no-untyped-def]
 class Rules(NamedTuple):
     """A layer's rules as the kernel takes them.
 
-    cap: in base 2, or 0; left, right: number of keys seen on either side, larger than any sequence if there is no bound;
-    min_query: requests of at most so many tokens are left out.
+    cap: in base 2, or 0; left, right: number of keys seen on either side, `UNBOUNDED` if there is no bound; chunk: positions of
+    a chunk, before which a row sees no key, or 0; min_query: requests of at most so many tokens are left out.
     """
 
-    cap: float
-    negate: bool
-    left: int
-    right: int
-    has_left: bool
-    min_query: int
+    cap: float = 0.0
+    negate: bool = False
+    left: int = UNBOUNDED
+    right: int = UNBOUNDED
+    chunk: int = 0
+    min_query: int = 0
 
 
 class Arrays(NamedTuple):
@@ -782,7 +793,8 @@ def constants(
         "D": size, "DV": width, "BLOCK_D": _padded(size), "BLOCK_V": _padded(width), "P": page,
         "BOX": _box(page, size, width), "BLOCK_Q": 64 * consumers // group, "BLOCK_N": _keys(size, width),
         "CONSUMERS": consumers, "STAGES": _stages(size), "Q_STAGES": 2 if copied and size <= 128 else 1, "COPIED": copied,
-        "PAGED": paged, "RAGGED": ragged, "NEGATE": rules.negate, "HAS_LEFT": rules.has_left,
+        "PAGED": paged, "RAGGED": ragged, "NEGATE": rules.negate, "CHUNK": rules.chunk,
+        "HAS_LEFT": rules.left < UNBOUNDED or rules.chunk > 0,
         "HAS_RIGHT": rules.right < UNBOUNDED, "HAS_CAP": rules.cap != 0, "HAS_SINKS": sinks, "HAS_LSE": lse,
         "CONSUMER_REGS": registers[0], "PRODUCER_REGS": registers[1], "VALUES_AT": values_at, "num_warps": 4, **FUSED,
     }  # fmt: skip

@@ -65,8 +65,8 @@ class Layer(NamedTuple):
 
     def of_prompts(self, min_query: int) -> dict[str, Any]:
         """`hopper_prefill.Rules` for requests of more than `min_query` tokens."""
-        sides = {"left": bound(self.left), "right": bound(self.right), "has_left": self.left is not None}
-        return {"cap": self.soft_cap * LOG2E, "negate": self.scale < 0, **sides, "min_query": min_query}
+        mask = {"left": bound(self.left), "right": bound(self.right), "chunk": self.chunk_size or 0}
+        return {"cap": self.soft_cap * LOG2E, "negate": self.scale < 0, **mask, "min_query": min_query}
 
 
 class Kinds(NamedTuple):
@@ -120,7 +120,7 @@ class Launches:
             most = 1
         in_row = self.paged and len(cache) == 2
         plain = not any(given[x] for x in ("slopes", "tree", "spans", "prefix", "is_causal", *_SCALES))
-        plain = plain and not (fixed or in_row or layer.sparse or layer.chunk_size)
+        plain = plain and not (fixed or in_row or layer.sparse)
         self.on_hopper = kinds.hopper and plain and kinds.queries > most
         self.beside = self.on_hopper and self.paged and kinds.early
         if self.beside and tuned[0] is None:

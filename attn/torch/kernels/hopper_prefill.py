@@ -28,40 +28,17 @@ def serves(
     return True
 
 
-def prefill(
-    output: torch.Tensor,
-    lse: torch.Tensor | None,
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    *,
-    factor: float,
-    v_factor: float,
-    cap: float,
-    negate: bool,
-    left: int,
-    right: int,
-    has_left: bool,
-    min_query: int,
-    programs: int,
-    one_page: bool = False,
-    ragged: bool = False,
-) -> None:
-    """Compute the rows of all requests with more than `min_query` tokens; the rest of the contract is `paged_attention`'s.
+def prefill(arrays: Sequence[Any], rules: Rules, factors: tuple[float, float], programs: int, *, ragged: bool = False) -> None:
+    """Compute the rows of requests with more than `rules.min_query` tokens; the rest of the contract is `paged_attention`'s.
 
-    factor: scales scores, into base 2 (into the cap's units with a soft cap, whose `cap` is then in base 2). left, right:
-    number of keys seen on either side, larger than any sequence if there is no bound. programs: the number of
-    multiprocessors that it may use. one_page: whether each request's keys are one page, of any size. ragged: whether keys have
-    no pages, and `seq_lens` [R + 1] says where those of each request begin.
+    arrays: output, lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_table, sinks. factors: of scores, into
+    base 2 (into the cap's units with a soft cap, whose `cap` is then in base 2), and of values. programs: the number of
+    multiprocessors that it may use. ragged: whether keys have no pages, and `seq_lens` [R + 1] says where those of each request
+    begin.
     """
-    arrays = output, lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_table, sinks
-    page = ONE_PAGE if one_page else ROWS if block_table is None else key_cache.shape[1]
-    plan = _planned(arrays, page, Rules(cap, negate, left, right, has_left, min_query), ragged)
-    plan(arrays, (factor, v_factor), programs)
+    key_cache, block_table = arrays[3], arrays[7]
+    page = ROWS if block_table is None else key_cache.shape[1]
+    _planned(arrays, page, rules, ragged)(arrays, factors, programs)
 
 
 class _Plan(NamedTuple):
@@ -111,7 +88,7 @@ class Prompts:
     def __init__(self, scale: float, causal: bool) -> None:
         self._factors, self._rules = (
             (abs(scale) * LOG2E, 1.0),
-            Rules(0.0, scale < 0, UNBOUNDED, 0 if causal else UNBOUNDED, False, 0),
+            Rules(negate=scale < 0, right=0 if causal else UNBOUNDED),
         )
         #: shapes, strides and dtypes of the last call; its plan, the lists of its requests, and whether queries are copied
         self._last: tuple[Any, tuple[_Plan, Any, bool] | None] = None, None

@@ -35,15 +35,12 @@ def mla_prefill(
         check_stride(name, tensor)
     arrays = (out, lse, query, key, value, query_start_loc, key_start_loc)
     if arch() == "sm_90" and hopper.is_on("hopper_prefill"):
-        from attn.kernels.hopper_prefill import ROWS
+        from attn.kernels.hopper_prefill import ROWS, Rules
         from attn.torch.kernels import hopper_prefill
 
         if hopper_prefill.serves(query, key, value, requests, 1, ROWS):
-            hopper_prefill.prefill(
-                *arrays, None, None, factor=abs(scale) * LOG2E, v_factor=1.0, cap=0.0, negate=scale < 0, left=UNBOUNDED,
-                right=0 if causal else UNBOUNDED, has_left=False, min_query=0, programs=multiprocessors(query.device),
-                ragged=True,
-            )  # fmt: skip
+            rules, given = Rules(negate=scale < 0, right=0 if causal else UNBOUNDED), (*arrays, None, None)
+            hopper_prefill.prefill(given, rules, (abs(scale) * LOG2E, 1.0), multiprocessors(query.device), ragged=True)
             return
     strides = (*out.stride()[:2], *query.stride()[:2], *key.stride()[:2], *value.stride()[:2])
     kernel, block_m = _prepared(arch(), kind_of(arrays, strides), size, value.shape[2], causal)

@@ -45,10 +45,8 @@ class _Launches:
         numbers, no_plan = (factor, v_factor, num_reqs), (0, lse_h, table_r, tree_w, 0, 0, 0)
         if rules.on_hopper:
             given = output, lse, query, key_cache, value_cache, starts, seq_lens, table, sinks
-            _hopper_prefill().prefill(
-                *given, factor=factor, v_factor=v_factor, programs=prefill_programs or rules.kinds.processors,
-                **self._of_prompts,
-            )  # fmt: skip
+            hopper_prefill, programs = _hopper_prefill(), prefill_programs or rules.kinds.processors
+            hopper_prefill.prefill(given, hopper_prefill.Rules(**self._of_prompts), (factor, v_factor), programs)
         elif self._prefill is not None:
             tiles = query.shape[0] // rules.prefill_tokens + num_reqs  # type: ignore[union-attr]
             self._prefill(tiles * kv_heads, (None, *arrays), *numbers, *no_plan, *strides)

@@ -46,6 +46,10 @@ CASES: dict[str, dict[str, Any]] = {
     "own keys": {"right": None, "paged": False, "lens": [(300, 300), (1, 1), (530, 530)]},
     "values that are not finite": {"wild": True},
     "the same, window": {"wild": True, "left": 50, "size": 64},
+    "chunks": {"chunk": 128, "stale": True},
+    "chunks, head size 64, not finite": {"chunk": 100, "size": 64, "wild": True},
+    "chunks in a window, head size 256": {"chunk": 200, "left": 150, "size": 256, "right": 3, "page": 32},
+    "chunks longer than a sequence": {"chunk": 5000, "heads": (6, 2)},
 }
 
 
@@ -60,7 +64,8 @@ def by_hand() -> Iterator[None]:
 def test_it_is_attention(name: str) -> None:
     given: dict[str, Any] = {
         "lens": [(300, 301), (1, 55), (77, 1003)], "heads": (8, 2), "size": 128, "page": 16, "dtype": torch.bfloat16,
-        "cap": 0.0, "left": None, "right": 0, "sinks": False, "stale": False, "wild": False, "paged": True, **CASES[name],
+        "cap": 0.0, "left": None, "right": 0, "sinks": False, "stale": False, "wild": False, "paged": True, "chunk": None,
+        **CASES[name],
     }  # fmt: skip
     (heads, kv_heads), size, page, lens, dtype = (given[k] for k in ("heads", "size", "page", "lens", "dtype"))
     generator = torch.Generator("cuda").manual_seed(0)
@@ -96,7 +101,7 @@ def test_it_is_attention(name: str) -> None:
     for _ in range(2):  # the second launch finds the counters as the first one left them
         paged_attention(
             output, lse, query, key, value, starts, seq_lens, table, max(q for q, _ in lens), most, size**-0.5, given["left"],
-            given["right"], None, given["cap"], None, sinks,
+            given["right"], None, given["cap"], None, sinks, chunk_size=given["chunk"],
         )  # fmt: skip
     for r, (n, s) in enumerate(lens):
         rows = slice(int(starts[r]), int(starts[r + 1]))
@@ -111,6 +116,8 @@ def test_it_is_attention(name: str) -> None:
         seen = torch.ones(n, s, dtype=torch.bool, device="cuda")
         seen &= j <= position + (s if given["right"] is None else given["right"])
         seen &= j >= position - (s if given["left"] is None else given["left"])
+        if given["chunk"]:
+            seen &= j >= position // given["chunk"] * given["chunk"]
         scores = scores.masked_fill(~seen, -torch.inf)
         log = scores.logsumexp(-1)
         weights = (scores - log.masked_fill(log.isinf(), 0.0)[..., None]).exp()

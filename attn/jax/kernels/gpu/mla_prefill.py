@@ -74,7 +74,7 @@ def _on_hopper(
     from attn.jax.kernels.gpu.hopper_prefill import Out, prefill
     from attn.kernels.hopper_prefill import Rules
 
-    rules = Rules(cap=0.0, negate=False, left=UNBOUNDED, right=0 if causal else UNBOUNDED, has_left=False, min_query=0)
+    rules = Rules(right=0 if causal else UNBOUNDED)
     made = prefill(Out(out, lse, counters), prompts, rules, scale * LOG2E, *target())
     assert made.lse is not None
     return made.output, made.lse

@@ -138,6 +138,7 @@ on_hopper = True
 assert both([900, 70], [20, 1]) == ["prefill", "attention", "merge"]
 assert both([900, 70], [20, 1], left=100, sinks=True, lse=False, cap=5.0, scale=-0.3) == ["prefill", "attention", "merge"]
 assert both([900, 70], [900, 70], "float16", size=256) == ["prefill", "attention", "merge"]
+assert both([9000, 70], [20, 1], chunk=512) == ["prefill", "attention", "merge"]
 assert both([900, 70], [20, 1], "float32") == both([900, 70], [20, 1], page=24) == ["attention", "attention", "merge"]
 assert both([900, 70], [20, 1], slopes=True) == ["attention", "attention", "merge"]
 
