@@ -9,7 +9,7 @@ from attn.kernels import hopper
 from attn.kernels.gluon import descriptor
 from attn.kernels.hopper_mla import attend as _attend
 from attn.kernels.hopper_mla import constants, map_of
-from attn.kernels.mla_launch import fits_hopper
+from attn.kernels.mla_launch import Launches, fits_hopper
 from attn.torch.kernels.direct import Kind, Prepared, kind_of
 
 _SERVED = ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16))
@@ -23,48 +23,23 @@ def serves(query: torch.Tensor, cache: torch.Tensor, rank: int, split: int, spar
     return fits_hopper(query.shape[1:], cache.shape[1:], (block, slot), rank, split, sparse)
 
 
-def attend(
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    partial: torch.Tensor,
-    partial_lse: torch.Tensor,
-    query: torch.Tensor,
-    cache: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    limits: torch.Tensor | None,
-    block_table: torch.Tensor,
-    indices: torch.Tensor | None,
-    *,
-    factor: float,
-    v_factor: float,
-    tiles: int,
-    splits: int,
-    split: int,
-    items: torch.Tensor,
-    programs: int,
-    planned: bool,
-) -> None:
+def attend(arrays: tuple[Any, ...], factors: tuple[float, float], plan: Launches, requests: int) -> None:
     """Compute what `mla_decode`'s own kernel does for the same arguments: results, or states for rows with several splits.
 
-    factor: scales scores, into base 2; v_factor: scales values. tiles: of 64 rows, per request, of which there are `programs`.
-    split: keys per program. planned: `items` is the plan of `programs` groups of so many tiles.
+    arrays: the kernel's pointers; factors: of scores, into base 2, and of values.
     """
-    (pages, page, _), sparse = cache.shape, indices is not None
+    out, lse, _, _, query, _, cache, *_, block_table, indices = arrays
     strides = (*out.stride()[:2], *query.stride()[:2], *cache.stride()[:2])
-    desc = None if sparse else descriptor(cache.data_ptr(), cache.dtype, *map_of(cache.shape, cache.stride()))
-    arrays = (
-        out, lse, partial, partial_lse, query, None, cache, query_start_loc, seq_lens, limits, items, block_table, indices,
-    )  # fmt: skip
-    split, (topk, indices_t) = (
-        split if splits > 1 else 1 << 30,
-        (0, 0) if indices is None else (indices.shape[1], indices.stride(0)),
-    )
-    lse_h = 0 if lse is None else lse.stride(0)
-    numbers = factor, v_factor, tiles, splits, split, topk, pages, lse_h, block_table.stride(0), indices_t
-    kernel = _prepared(kind_of(arrays, strides), query.shape[1], page, planned)
+    desc, (topk, indices_t) = None, (0, 0)
+    if indices is None:
+        desc = descriptor(cache.data_ptr(), cache.dtype, *map_of(cache.shape, cache.stride()))
+    else:
+        topk, indices_t = indices.shape[1], indices.stride(0)
+    split, lse_h = plan.split if plan.splits > 1 else 1 << 30, 0 if lse is None else lse.stride(0)
+    numbers = plan.tiles, plan.splits, split, topk, cache.shape[0], lse_h, block_table.stride(0), indices_t
+    kernel = _prepared(kind_of(arrays, strides), query.shape[1], cache.shape[1], plan.shares is not None)
     try:
-        kernel(programs * tiles, arrays, desc, *numbers, *strides, columns=splits)
+        kernel(plan.programs(requests), arrays, desc, *factors, *numbers, *strides, columns=plan.splits)
     except Exception as error:
         hopper.turn_off("hopper_mla", error)
         raise

@@ -70,11 +70,11 @@ def mla_decode(
     requests, (tokens, heads, width), rank = query_start_loc.shape[0] - 1, query.shape, out.shape[2]
     if requests < 1 or tokens == 0 or max_query_len == 0:
         return
-    (o_t, o_h, o_d), (q_t, q_h, q_d), (c_block, c_slot, c_d) = out.stride(), query.stride(), cache.stride()
+    o_d, q_d, c_d = out.stride(2), query.stride(2), cache.stride(2)
     assert o_d == q_d == c_d == 1, (
         f"the last dimensions of out, query and cache have strides {o_d}, {q_d}, {c_d}: must be dense"
     )
-    (blocks, page, _), name, sparse = cache.shape, arch(), indices is not None
+    name, sparse = arch(), indices is not None
     on_hopper = False
     if prefers_hopper(name, packed) and k_scale is None:
         on_hopper = _hopper_mla().serves(query, cache, rank, fixed_split, sparse)
@@ -92,7 +92,7 @@ def mla_decode(
             rope=width - rank,
             max_query_len=max_query_len,
             keys=topk if sparse else -(-max_seq_len // step) * step,
-            page=page,
+            page=cache.shape[1],
             itemsize=query.itemsize,
             stored=cache.itemsize,
             fixed_split=fixed_split,
@@ -103,52 +103,37 @@ def mla_decode(
             uneven=uneven,
         )
     )
-    splits, rows, groups = plan.splits, plan.tiles * plan.block_m, 0
-    partial = partial_lse = table = out
+    groups, rows, partial, partial_lse, table = 0, plan.tiles * plan.block_m, out, out, out
     if plan.shares is not None:
         groups = plan.shares.groups
         table = shares(query_start_loc, seq_lens, heads, rows, groups, plan.shares.items, plan.block_n)
     if states := plan.states(tokens * heads):
         partial = temporary(out.new_empty(states * rank, dtype=torch.float32))
         partial_lse = temporary(out.new_empty(states, dtype=torch.float32))
-    lse_h = lse.stride(0) if lse is not None else 0
+    arrays = out, lse, partial, partial_lse, query, None, cache, query_start_loc, seq_lens, limits
+    factors = scale * k_factor * LOG2E, k_factor
     if on_hopper:
-        _hopper_mla().attend(
-            out=out,
-            lse=lse,
-            partial=partial,
-            partial_lse=partial_lse,
-            query=query,
-            cache=cache,
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
-            limits=limits,
-            block_table=block_table,
-            indices=indices,
-            factor=scale * k_factor * LOG2E,
-            v_factor=k_factor,
-            tiles=plan.tiles,
-            splits=splits,
-            split=plan.split,
-            items=table,
-            programs=groups or requests,
-            planned=plan.shares is not None,
-        )
+        _hopper_mla().attend((*arrays, table, block_table, indices), factors, plan, requests)
     else:
-        if cache.dtype == torch.float8_e4m3fn and plan.attend["BYTES"]:
-            cache = cache.view(torch.uint8)
-        arrays = (
-            out, lse, partial, partial_lse, query, None, cache, query_start_loc, seq_lens, limits, block_table, indices, table,
-            k_scale,
-        )  # fmt: skip
-        strides = (topk, 0 if indices is None else indices.stride(0), o_t, o_h, q_t, q_h, c_block, c_slot)
-        wide = blocks * c_block >= 2**31
-        kernel = first(kind_of(arrays, strides), HAS_K_SCALE=k_scale is not None, WIDE=wide)
-        numbers = scale * k_factor * LOG2E, k_factor, splits, plan.split, lse_h, block_table.stride(0)
-        kernel(plan.programs(requests), arrays, *numbers, *strides, columns=splits)
+        _attend_generally(first, (*arrays, block_table, indices, table, k_scale), factors, plan, requests)
     if states:
-        merged = (out, lse, partial, partial_lse, query_start_loc, seq_lens, limits, table)
+        merged, (o_t, o_h, _) = (out, lse, partial, partial_lse, query_start_loc, seq_lens, limits, table), out.stride()
         kernel = second(kind_of(merged, (topk, o_t, o_h)))
-        counts = splits, plan.split, groups, max_query_len, lse_h, topk, o_t, o_h
+        counts = plan.splits, plan.split, groups, max_query_len, 0 if lse is None else lse.stride(0), topk, o_t, o_h
         programs, columns = plan.merge_grid(requests, heads, max_query_len)
         kernel(programs, merged, *counts, columns=columns)
+
+
+def _attend_generally(
+    stage: Callable[..., Prepared], arrays: tuple[Any, ...], factors: tuple[float, float], plan: Launches, requests: int
+) -> None:
+    """Launch the first stage, but for `hopper_mla`. arrays: its pointers; factors: of scores, into base 2, and of values."""
+    out, lse, _, _, query, _, cache, *_, block_table, indices, _, k_scale = arrays
+    if cache.dtype == torch.float8_e4m3fn and plan.attend["BYTES"]:
+        arrays = *arrays[:6], cache.view(torch.uint8), *arrays[7:]
+    listed = (0, 0) if indices is None else (indices.shape[1], indices.stride(0))
+    strides = *listed, *out.stride()[:2], *query.stride()[:2], *cache.stride()[:2]
+    wide = cache.shape[0] * cache.stride(0) >= 2**31
+    kernel = stage(kind_of(arrays, strides), HAS_K_SCALE=k_scale is not None, WIDE=wide)
+    numbers = plan.splits, plan.split, 0 if lse is None else lse.stride(0), block_table.stride(0)
+    kernel(plan.programs(requests), arrays, *factors, *numbers, *strides, columns=plan.splits)
