@@ -4,7 +4,7 @@ Each program holds packed rows (tokens of one request x the G query heads of a k
 two consumers, or three for heads of at most 64, whose exponentials take as long as their products. Two producer warps, one for
 keys and one for values, look up pages and copy them with the bulk tensor engine into rings of tiles of 64 keys, or 128 for
 heads of 65 to 192 with values of at most 128. Heads are padded to 64, 128 or 256 in shared memory, keys to 192 too, where the
-engine fills in zeros.
+engine fills in zeros. Products are of the columns that are there: of parts of the head, each of which has its accumulators.
 A consumer computes the scores of the next tile while it multiplies the last tile's weights with its values, with the
 exponentials in between. Consumers drift apart until one's exponentials overlap another's products (Shah et al.,
 FlashAttention-3, 2024). Tiles are processed from the last key to the first, so that the tiles that need a mask come first and
@@ -48,6 +48,21 @@ ONE_PAGE = 1 << 30  #: keys of a page that holds all of a request
 _REGISTERS = {2: (240, 24), 3: (160, 24)}
 _FIELDS = gl.constexpr(9)  #: numbers that describe a unit of work
 _BATCH = ("left", "right", "min_query", "num_reqs", "num_pages", "lse_h", "table_r")
+
+
+@gluon.constexpr_function
+def parts_of(size: int, most: int) -> tuple[tuple[int, int], ...]:
+    """First column and number of columns of each part of a head of `size`: 96 is 64 + 32.
+
+    Dimensions of Gluon's tensors are powers of two. Parts have at most `most` columns, and at least 16, the depth of a product.
+    """
+    parts: list[tuple[int, int]] = []
+    start = 0
+    while start < size:
+        width = min(most, 1 << ((size - start + 15) // 16 * 16).bit_length() - 1)
+        parts.append((start, width))
+        start += width
+    return tuple(parts)
 
 
 @gluon.jit
@@ -363,29 +378,79 @@ def _weigh(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _scores(  # type: ignore[no-untyped-def]
-    q_ring, k_ring, q_at, stage, BLOCK_N: gl.constexpr, PIECES: gl.constexpr, S_LAYOUT: gl.constexpr
-):  # fmt: skip
-    """Start the product of a tile of queries and a tile of keys: as one, or of each 64 columns of keys that are there."""
-    s = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
-    if PIECES == 3:
-        ROOM: gl.constexpr = q_ring.shape[2] // 64
-        parts = reinterpret(q_ring, q_ring.dtype, [q_ring.shape[0] * ROOM, 64, 64], gl.NVMMASharedLayout(128, 16, rank=2))
-        for i in gl.static_range(PIECES):
-            s = warpgroup_mma(
-                parts.index(q_at * ROOM + i), k_ring.index(stage * PIECES + i).permute((1, 0)), s, use_acc=i > 0, is_async=True
-            )  # fmt: skip
-    else:
-        s = warpgroup_mma(q_ring.index(q_at), k_ring.index(stage).permute((1, 0)), s, use_acc=False, is_async=True)
+def _scores(q_ring, k_ring, q_at, stage, D: gl.constexpr, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Start the products of a tile of queries and a tile of keys, one for each part of the head."""
+    TILES: gl.constexpr = k_ring.shape[0] // STAGES
+    WIDTH: gl.constexpr = k_ring.shape[2]
+    ROOM: gl.constexpr = q_ring.shape[2] // WIDTH
+    PARTS: gl.constexpr = parts_of(D, WIDTH)
+    queries = reinterpret(q_ring, q_ring.dtype, [q_ring.shape[0] * ROOM, 64, WIDTH], gl.NVMMASharedLayout(128, 16, rank=2))
+    s = _zeros(k_ring.shape[1])
+    for i in gl.static_range(len(PARTS)):
+        q = queries.index(q_at * ROOM + PARTS[i][0] // WIDTH).slice(PARTS[i][0] % WIDTH, PARTS[i][1], 1)
+        k = k_ring.index(stage * TILES + PARTS[i][0] // WIDTH).slice(PARTS[i][0] % WIDTH, PARTS[i][1], 1)
+        s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=i > 0, is_async=True)
     return s
+
+
+@gluon.jit
+def _nothing(DV: gl.constexpr, BLOCK_V: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Accumulators of 64 rows, one for each part of the values."""
+    PARTS: gl.constexpr = parts_of(DV, BLOCK_V)
+    acc = ()
+    for i in gl.static_range(len(PARTS)):
+        acc = acc + (_zeros(PARTS[i][1]),)  # type: ignore[assignment]
+    return acc
+
+
+@gluon.jit
+def _zeros(WIDTH: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Scores or accumulators of 64 rows."""
+    return gl.zeros([64, WIDTH], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16]))
+
+
+@gluon.jit
+def _add_values(weights, v_ring, stage, acc, DV: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Start the products of weights and a tile of values, one for each part of the values."""
+    PARTS: gl.constexpr = parts_of(DV, v_ring.shape[2])
+    started = ()
+    for i in gl.static_range(len(PARTS)):
+        p = gl.convert_layout(weights, gl.DotOperandLayout(0, acc[i].type.layout, 2))
+        v = v_ring.index(stage).slice(PARTS[i][0], PARTS[i][1], 1)
+        started = started + (warpgroup_mma(p, v, acc[i], is_async=True),)  # type: ignore[assignment]
+    return started
+
+
+@gluon.jit
+def _of_rows(x, acc):  # type: ignore[no-untyped-def]
+    """One number a row, as a column of the accumulator's layout."""
+    return gl.convert_layout(x, gl.SliceLayout(1, acc.type.layout))[:, None]
+
+
+@gluon.jit
+def _times(acc, factor):  # type: ignore[no-untyped-def]
+    """Each row of the accumulators times its factor."""
+    product = ()
+    for i in gl.static_range(len(acc)):
+        product = product + (acc[i] * _of_rows(factor, acc[i]),)  # type: ignore[assignment]
+    return product
+
+
+@gluon.jit
+def _await(acc):  # type: ignore[no-untyped-def]
+    """Wait for all products."""
+    done = ()
+    for i in gl.static_range(len(acc)):
+        done = done + (warpgroup_mma_wait(0, deps=[acc[i]]),)  # type: ignore[assignment]
+    return done
 
 
 @gluon.jit
 def _step(  # type: ignore[no-untyped-def]
     weights, acc, top, norm, count, q_ring, q_at, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start, upper, lower,
     factor, cap,
-    MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr,
+    MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
 ):  # fmt: skip
     """Compute the scores of tile `count` while the values of the previous tile are multiplied with its `weights`.
 
@@ -394,18 +459,18 @@ def _step(  # type: ignore[no-untyped-def]
     stage = count % STAGES
     old = (count - 1) % STAGES
     mbarrier.wait(k_full.index(stage), count // STAGES & 1)
-    s = _scores(q_ring, k_ring, q_at, stage, BLOCK_N, PIECES, S_LAYOUT)
-    p = gl.convert_layout(weights.to(q_ring.dtype), P_LAYOUT)
+    s = _scores(q_ring, k_ring, q_at, stage, D, STAGES)
+    weights = weights.to(v_ring.dtype)
     mbarrier.wait(v_full.index(old), (count - 1) // STAGES & 1)
-    acc = warpgroup_mma(p, v_ring.index(old), acc, is_async=True)
-    s = warpgroup_mma_wait(1, deps=[s])
+    acc = _add_values(weights, v_ring, old, acc, DV)
+    s = warpgroup_mma_wait(len(acc), deps=[s])
     mbarrier.arrive(k_empty.index(stage), count=1)
     weights, top, norm, shrink = _weigh(
         s, top, norm, start, upper, lower, factor, cap, MASKED, HAS_LEFT, HAS_CAP, S_LAYOUT, BLOCK_N
     )
-    acc = warpgroup_mma_wait(0, deps=[acc])
+    acc = _await(acc)
     mbarrier.arrive(v_empty.index(old), count=1)
-    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
+    acc = _times(acc, shrink)
     return weights, acc, top, norm
 
 
@@ -414,8 +479,8 @@ def _consume(  # type: ignore[no-untyped-def]
     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full, u_empty, k_full,
     k_empty, v_full, v_empty, block_table, sinks, factor, v_factor, cap, left, right, o_t, o_h, lse_h, q_t, q_h, k_block,
     k_slot, k_head, v_block, v_slot, v_head, table_r,
-    G: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, PIECES: gl.constexpr, BLOCK_V: gl.constexpr,
-    P: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr,
+    G: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr, P: gl.constexpr,
+    BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, COPIED: gl.constexpr, PAGED: gl.constexpr,
     NEGATE: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, CHUNK: gl.constexpr,
@@ -424,8 +489,6 @@ def _consume(  # type: ignore[no-untyped-def]
     """Consumer of four warps: 64 rows of each of the program's tiles."""
     dtype: gl.constexpr = q_ring.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
     COPY_V: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_V, BLOCK_V // 8], [4, 1], [1, 0])
     # the output goes through the queries' memory
@@ -471,13 +534,13 @@ def _consume(  # type: ignore[no-untyped-def]
         right_of = gl.maximum(right_of, 1)
         left_from = gl.maximum(left_from, right_of)
 
-        acc = gl.zeros([64, BLOCK_V], gl.float32, O_LAYOUT)
+        acc = _nothing(DV, BLOCK_V)
         norm = gl.zeros([64], gl.float32, ROW)
         top = gl.full([64], float("-inf"), gl.float32, ROW)
         if tiles > 0:
             stage = count % STAGES
             mbarrier.wait(k_full.index(stage), count // STAGES & 1)
-            s = _scores(q_ring, k_ring, q_at, stage, BLOCK_N, PIECES, S_LAYOUT)
+            s = _scores(q_ring, k_ring, q_at, stage, D, STAGES)
             s = warpgroup_mma_wait(0, deps=[s])
             mbarrier.arrive(k_empty.index(stage), count=1)
             start = low + (tiles - 1) * BLOCK_N
@@ -489,14 +552,14 @@ def _consume(  # type: ignore[no-untyped-def]
                 start -= BLOCK_N
                 weights, acc, top, norm = _step(
                     weights, acc, top, norm, count, q_ring, q_at, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start,
-                    upper, lower, factor, cap, True, HAS_LEFT, HAS_CAP, S_LAYOUT, P_LAYOUT, BLOCK_N, STAGES, PIECES,
+                    upper, lower, factor, cap, True, HAS_LEFT, HAS_CAP, S_LAYOUT, BLOCK_N, STAGES, D, DV,
                 )  # fmt: skip
                 count += 1
             for _i in range(right_of, left_from):
                 start -= BLOCK_N
                 weights, acc, top, norm = _step(
                     weights, acc, top, norm, count, q_ring, q_at, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start,
-                    upper, lower, factor, cap, False, HAS_LEFT, HAS_CAP, S_LAYOUT, P_LAYOUT, BLOCK_N, STAGES, PIECES,
+                    upper, lower, factor, cap, False, HAS_LEFT, HAS_CAP, S_LAYOUT, BLOCK_N, STAGES, D, DV,
                 )  # fmt: skip
                 count += 1
             if HAS_LEFT:
@@ -504,38 +567,39 @@ def _consume(  # type: ignore[no-untyped-def]
                     start -= BLOCK_N
                     weights, acc, top, norm = _step(
                         weights, acc, top, norm, count, q_ring, q_at, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start,
-                        upper, lower, factor, cap, True, HAS_LEFT, HAS_CAP, S_LAYOUT, P_LAYOUT, BLOCK_N, STAGES, PIECES,
+                        upper, lower, factor, cap, True, HAS_LEFT, HAS_CAP, S_LAYOUT, BLOCK_N, STAGES, D, DV,
                     )  # fmt: skip
                     count += 1
-            p = gl.convert_layout(weights.to(dtype), P_LAYOUT)
             old = (count - 1) % STAGES
             mbarrier.wait(v_full.index(old), (count - 1) // STAGES & 1)
-            acc = warpgroup_mma(p, v_ring.index(old), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
+            acc = _await(_add_values(weights.to(dtype), v_ring, old, acc, DV))
             mbarrier.arrive(v_empty.index(old), count=1)
 
-        O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-        sum_ = gl.convert_layout(norm, O_ROW)
         log = gl.where(norm == 0, float("-inf"), top + gl.log2(norm))
         own = (row < BLOCK_Q * G) & (first + row // G < q_len)  # other rows' queries may be anything
         # a sum of zeros is not 0 if it has a NaN or an infinity times 0
-        odd = (gl.sum(acc * 0.0, 1) != 0.0) & gl.convert_layout(own, O_ROW)
-        if gl.max(odd.to(gl.int32), 0) > 0:
+        odd = 0
+        for i in gl.static_range(len(acc)):
+            rows = (gl.sum(acc[i] * 0.0, 1) != 0.0)[:, None] & _of_rows(own, acc[i])
+            odd = gl.maximum(odd, gl.max(gl.max(rows.to(gl.int32), 0), 0))
+        if odd > 0:
             acc = _nan_safe(
                 q_tile, key_cache, value_cache, block_table, r, k_begin, kv_head, low, high, upper, lower, top, factor, cap,
                 k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, D, DV, BLOCK_D, BLOCK_V, P, PAGED, HAS_LEFT,
-                HAS_CAP, O_LAYOUT,
+                HAS_CAP,
             )  # fmt: skip
-        share = v_factor / gl.where(sum_ == 0, 1.0, sum_)
+        share = v_factor / gl.where(norm == 0, 1.0, norm)
         if HAS_SINKS:
             sink = gl.load(sinks + kv_head * G + row % G, mask=own, other=0.0) * 1.4426950408889634
             # a row without keys is 0 whatever its sink
             kept = gl.where(log == float("-inf"), 0.0, 1.0 / (1.0 + gl.exp2(sink - log)))
-            share = share * gl.convert_layout(kept, O_ROW)
-        result = gl.where((sum_ == 0)[:, None], 0.0, acc * share[:, None]).to(dtype)
+            share = share * kept
         # through the queries' buffer, which is no longer read, so that each thread writes 16 bytes of a row
         o_tile = o_ring.index(q_at * WIDTHS)
-        o_tile.store(result)
+        PARTS: gl.constexpr = parts_of(DV, BLOCK_V)
+        for i in gl.static_range(len(PARTS)):
+            result = gl.where(_of_rows(norm == 0, acc[i]), 0.0, acc[i] * _of_rows(share, acc[i])).to(dtype)
+            o_tile.slice(PARTS[i][0], PARTS[i][1], 1).store(result)
         barrier()
         o_token = first + o_row // G
         written = ((o_row < BLOCK_Q * G) & (o_token < q_len))[:, None] & (o_d < DV)[None, :]
@@ -558,18 +622,18 @@ def _nan_safe(  # type: ignore[no-untyped-def]
     q_tile, key_cache, value_cache, block_table, r, k_begin, kv_head, low, high, upper, lower, top, factor, cap,
     k_block, k_slot, k_head, v_block, v_slot, v_head, table_r,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr, P: gl.constexpr, PAGED: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, LAYOUT: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr,
 ):  # fmt: skip
     """The weighted sum of values, one key at a time: keys that a row does not see are selected away, not multiplied by 0."""
+    acc = _nothing(DV, BLOCK_V)
+    LAYOUT: gl.constexpr = acc[0].type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, LAYOUT))
-    dv = gl.arange(0, BLOCK_V, layout=gl.SliceLayout(0, LAYOUT))
     q = q_tile.load(LAYOUT).to(gl.float32)
     upper = gl.convert_layout(upper, ROW)
     lower = gl.convert_layout(lower, ROW)
     top = gl.convert_layout(top, ROW)
     guard = gl.where(top == float("-inf"), 0.0, top)
-    acc = gl.zeros([64, BLOCK_V], gl.float32, LAYOUT)
     for j in range(low, high):
         if PAGED:
             page = gl.load(block_table + r.to(gl.int64) * table_r + j // P).to(gl.int64)
@@ -579,7 +643,6 @@ def _nan_safe(  # type: ignore[no-untyped-def]
             k_at = (k_begin + j).to(gl.int64) * k_slot
             v_at = (k_begin + j).to(gl.int64) * v_slot
         k = gl.load(key_cache + k_at + kv_head * k_head + d, mask=d < D, other=0.0).to(gl.float32)
-        v = gl.load(value_cache + v_at + kv_head * v_head + dv, mask=dv < DV, other=0.0).to(gl.float32)
         s = gl.sum(q * k[None, :], 1) * factor
         if HAS_CAP:
             s = cap * _tanh(s)
@@ -587,8 +650,21 @@ def _nan_safe(  # type: ignore[no-untyped-def]
         allowed = j <= upper
         if HAS_LEFT:
             allowed = allowed & (j >= lower)
-        acc += gl.where(allowed[:, None], p[:, None] * v[None, :], 0.0)
+        acc = _add_value(acc, p, allowed, value_cache + v_at + kv_head * v_head, DV, BLOCK_V)
     return acc
+
+
+@gluon.jit
+def _add_value(acc, p, allowed, value, DV: gl.constexpr, BLOCK_V: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Add the value at the pointer, with the rows' weights, to the accumulators of the rows that see it."""
+    PARTS: gl.constexpr = parts_of(DV, BLOCK_V)
+    added = ()
+    for i in gl.static_range(len(acc)):
+        dv = PARTS[i][0] + gl.arange(0, PARTS[i][1], layout=gl.SliceLayout(0, acc[i].type.layout))
+        v = gl.load(value + dv, mask=dv < DV, other=0.0).to(gl.float32)
+        weighted = _of_rows(p, acc[i]) * v[None, :]
+        added = added + (acc[i] + gl.where(_of_rows(allowed, acc[i]), weighted, 0.0),)  # type: ignore[assignment]
+    return added
 
 
 @gluon.jit(do_not_specialize=_BATCH)
@@ -645,14 +721,14 @@ def prefill(  # type: ignore[no-untyped-def]
                 (_consume, (
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full,
                     u_empty, k_full, k_empty, v_full, v_empty, block_table, sinks, factor, v_factor, cap, left, right, o_t, o_h,
-                    lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D, PIECES,
+                    lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D,
                     BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, NEGATE, HAS_LEFT, HAS_CAP,
                     HAS_SINKS, HAS_LSE, CHUNK, 0,
                 )),
                 (_consume, (
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full,
                     u_empty, k_full, k_empty, v_full, v_empty, block_table, sinks, factor, v_factor, cap, left, right, o_t, o_h,
-                    lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D, PIECES,
+                    lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D,
                     BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, NEGATE, HAS_LEFT, HAS_CAP,
                     HAS_SINKS, HAS_LSE, CHUNK, 1,
                 )),
@@ -675,21 +751,21 @@ def prefill(  # type: ignore[no-untyped-def]
                 (_consume, (
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full,
                     u_empty, k_full, k_empty, v_full, v_empty, block_table, sinks, factor, v_factor, cap, left, right, o_t, o_h,
-                    lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D, PIECES,
+                    lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D,
                     BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, NEGATE, HAS_LEFT, HAS_CAP,
                     HAS_SINKS, HAS_LSE, CHUNK, 0,
                 )),
                 (_consume, (
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full,
                     u_empty, k_full, k_empty, v_full, v_empty, block_table, sinks, factor, v_factor, cap, left, right, o_t, o_h,
-                    lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D, PIECES,
+                    lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D,
                     BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, NEGATE, HAS_LEFT, HAS_CAP,
                     HAS_SINKS, HAS_LSE, CHUNK, 1,
                 )),
                 (_consume, (
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full,
                     u_empty, k_full, k_empty, v_full, v_empty, block_table, sinks, factor, v_factor, cap, left, right, o_t, o_h,
-                    lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D, PIECES,
+                    lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D,
                     BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, NEGATE, HAS_LEFT, HAS_CAP,
                     HAS_SINKS, HAS_LSE, CHUNK, 2,
                 )),

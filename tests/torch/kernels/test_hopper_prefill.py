@@ -39,6 +39,10 @@ CASES: dict[str, dict[str, Any]] = {
     "head size 32": {"size": 32, "stale": True},
     "head size 72, own keys": {"size": 72, "paged": False, "lens": [(300, 300), (1, 1), (530, 530)]},
     "head size 96": {"heads": (4, 4), "size": 96, "stale": True, "wild": True},
+    "head size 80, soft cap": {"size": 80, "cap": 20.0, "stale": True},
+    "head size 112, not finite": {"size": 112, "stale": True, "wild": True},
+    "head size 160": {"size": 160, "stale": True},
+    "head size 224, own keys": {"size": 224, "paged": False, "right": None, "lens": [(300, 300), (1, 1), (530, 530)]},
     "head size 192, window, sinks": {"size": 192, "left": 100, "sinks": True, "stale": True},
     "window, sinks": {"left": 100, "sinks": True, "stale": True},
     "two-sided window": {"left": 200, "right": 50, "page": 32},
@@ -144,7 +148,7 @@ RAGGED = {  # rows and keys of each request
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("sizes", [(192, 128), (128, 64), (256, 128), (192, 192), (136, 24), (64, 64)])
+@pytest.mark.parametrize("sizes", [(192, 128), (128, 64), (256, 128), (192, 192), (136, 24), (64, 64), (200, 96)])
 @pytest.mark.parametrize("name", RAGGED)
 def test_ragged_keys_and_values_of_another_size(name: str, sizes: tuple[int, int], causal: bool) -> None:
     """MLA's prefill; values that other requests' rows must not see are NaN where their keys are the next request's."""
