@@ -134,7 +134,7 @@ def calls_of(backend: str, kv_cache_dtype: str, query_lens: list[int]) -> Calls:
     if mla:
         impl._choose_prefill = lambda *_: TritonPrefillBackend(HEADS, NOPE + ROPE, VALUE, 0.1)
     again = functools.partial(impl.forward, layer, query, *new, cache, metadata, out)
-    return Calls(lambda: (metadata.__dict__.pop("_calls", None), again()), again)
+    return Calls(lambda: (metadata.__dict__.pop("_kept", None), again()), again)
 
 
 def entries_of(call: Callable[[], Any]) -> dict[str, Callable[[], Any]]:

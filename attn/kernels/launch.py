@@ -203,6 +203,7 @@ def block_of(num_reqs: int) -> int:
 
 
 LEAST = 2  #: tiles of keys below which a part costs more than it saves
+CUT = LEAST * 256 + 1  #: keys, of more than `LEAST` tiles in any launch: without a fixed split, longer requests are cut alike
 #: Tiles of keys that beginning and ending a block of rows takes as long as, in equal shares: on an H200, 1.8 us a tile and
 #: 11.5 us an item of the program with most of both are within 10 % of what seven of nine batches took.
 STARTED = 6

@@ -30,7 +30,9 @@ _DTYPES = (torch.int32, torch.int32, torch.int32, torch.int64)
 #: The fields of a batch that the metadata has as they are.
 _BOUNDS = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len")
 LAUNCHED_BY = (*ARRAYS, *_BOUNDS, "causal", "mask", "block_size")
+_MASK = LAUNCHED_BY.index("mask")
 _UNCHANGED = (*_BOUNDS, "query_start_loc_cpu", "seq_lens_cpu")
+_MOST = 64  #: calls of one kind of batch to keep
 _counter = itertools.count(1)
 #: Every live batch by its `handle`, for operators of a graph. A handle is never reused.
 alive: "weakref.WeakValueDictionary[int, PagedAttentionMetadata]" = weakref.WeakValueDictionary()
@@ -82,9 +84,39 @@ def exportable(cls: Any) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def of_kind(kind: tuple[Any, ...]) -> dict[Any, Any]:
-    """Return what calls of a kind keep for later ones, the same dictionary each time. kind: everything that their launches
-    depend on but addresses, and nothing that holds memory of theirs."""
+    """Return what calls over batches of a kind keep for later ones, the same dictionary each time. kind: see `Kept`."""
     return {}
+
+
+def keep(kept: dict[Any, Any], key: Any, value: Any) -> Any:
+    """Add a value to what is kept of one kind of batch, which is bounded; return it."""
+    if len(kept) >= _MOST:
+        kept.clear()
+    kept[key] = value
+    return value
+
+
+class Kept:
+    """What layers keep of their calls over a batch while its fields are these, by everything else that calls depend on.
+
+    calls: for this batch; of_kind: for later batches of the same kind too, which are equal in what checks and launches depend
+    on but addresses and the longest request, and hold no memory of theirs. None unless the batch's tensors are plain ones.
+    """
+
+    def __init__(self, batch: "type[PagedAttentionMetadata]", fields: tuple[Any, ...]) -> None:
+        """fields: those of `LAUNCHED_BY`, and what a subclass adds."""
+        self.fields, self.calls, self._batch = fields, dict[Any, Any](), batch
+
+    @functools.cached_property
+    def of_kind(self) -> dict[Any, Any] | None:
+        *arrays, num_reqs, num_tokens, most_rows, _, causal, mask, block_size = self.fields[: len(LAUNCHED_BY)]
+        found = static((*arrays, *mask))
+        return None if found is None else of_kind((self._batch, num_reqs, num_tokens, most_rows, causal, block_size, *found))
+
+    @functools.cached_property
+    def addresses(self) -> list[int]:
+        """The addresses of the batch's tensors, absent ones left out."""
+        return [x.data_ptr() for x in (*self.fields[: len(ARRAYS)], *self.fields[_MASK]) if x is not None]
 
 
 @exportable
@@ -124,27 +156,15 @@ class PagedAttentionMetadata(AttentionMetadata):
             self.handle = next(_counter)
             alive[self.handle] = self
 
-    def calls(self) -> dict[Any, Any]:
-        """What layers keep of their calls over this batch, by everything else that these depend on. Assigning a field, but not
-        changing a tensor in place, forgets it."""
-        fields, kept = self._launched_by(self), self.__dict__.get("_calls")
-        if kept is None or not all(map(is_, kept[0], fields)):
-            kept = self.__dict__["_calls"] = fields, {}
-        return kept[1]  # type: ignore[no-any-return]
-
-    def kind(self) -> tuple[Any, ...] | None:
-        """Return what checks and launches depend on of this batch but its tensors' addresses; None unless these are plain.
-
-        Kernels cut keys in tiles of a multiple of 16, so lengths that need as many tiles are of one kind.
-        """
-        found = static(self.tensors())
-        if found is None:
-            return None
-        bounds = self.num_reqs, self.num_actual_tokens, self.max_query_len, -(-self.max_seq_len // 16)
-        return (type(self), *bounds, self.causal, self.block_size, *found)
+    def kept(self) -> Kept:
+        """What layers keep of their calls over this batch, until a field is assigned; a tensor may be changed in place."""
+        fields, kept = self._launched_by(self), self.__dict__.get("_kept")
+        if kept is None or not all(map(is_, kept.fields, fields)):
+            kept = self.__dict__["_kept"] = Kept(type(self), fields)
+        return kept  # type: ignore[no-any-return]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_calls"}
+        return {name: value for name, value in self.__dict__.items() if name != "_kept"}
 
     def tensors(self) -> list[torch.Tensor | None]:
         """The batch's tensors on the device, in the order of `ARRAYS` and of the mask's fields."""
@@ -154,7 +174,12 @@ class PagedAttentionMetadata(AttentionMetadata):
     def has_own_keys(self) -> bool:
         """Whether the host knows that every new token's own key is in the cache, so that no row of a decoder sees no key."""
         starts, lens = self.query_start_loc_cpu, self.seq_lens_cpu
-        return starts is not None and lens is not None and bool((starts[1:] - starts[:-1] <= lens).all())
+        if starts is None or lens is None:
+            return False
+        kept = self.__dict__.get("_own_keys")
+        if kept is None or kept[0] is not starts or kept[1] is not lens:  # asked by each layer's call
+            kept = self.__dict__["_own_keys"] = starts, lens, bool((starts[1:] - starts[:-1] <= lens).all())
+        return kept[2]  # type: ignore[no-any-return]
 
     def host_lens(self) -> "tuple[IntArray, IntArray]":
         """(query_start_loc [R + 1], seq_lens [R]) on the host: the caller's mirrors, or fetched from the device.

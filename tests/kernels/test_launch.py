@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from attn.kernels.launch import (
+    CUT,
     LEAST,
     SHARED_MEMORY,
     are_whole,
@@ -28,6 +29,7 @@ def test_tiles_hold_a_group(arch: str) -> None:
                     launch = rule(arch, group, head_size, itemsize, stored)
                     assert launch.block_m >= group
                     assert launch.block_m % 16 == 0 and launch.block_n % 16 == 0
+                    assert LEAST * launch.block_n < CUT
 
 
 @pytest.mark.parametrize("seed", range(20))

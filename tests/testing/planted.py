@@ -921,7 +921,7 @@ DEFECTS = (
     Defect(
         "kept_launch_of_another_batch",
         "torch/metadata.py",
-        "if kept is None or not all(map(is_, kept[0], fields)):",
+        "if kept is None or not all(map(is_, kept.fields, fields)):",
         "if kept is None:",
         ("torch/kernels/test_kept.py",),
         "Launches are repeated although the batch was changed.",

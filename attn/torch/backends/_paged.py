@@ -38,8 +38,7 @@ from attn.imports import installed
 from attn.torch import kv_cache as caches
 from attn.torch.alignment import aligned
 from attn.torch.arrays import static
-from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder, check_device, of_kind
-from attn.visibility import Visibility
+from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder, check_device, keep
 
 #: The dtype of the output when output_scale is given.
 FUSED_OUTPUT = torch.float8_e4m3fn
@@ -76,14 +75,13 @@ Given = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
 class Known(NamedTuple):
-    """What is kept of a call that passed its checks, for calls with an equal signature over the same batch.
+    """What is kept of a call that passed its checks, for calls with an equal signature over the same batch or, if it has
+    launches, over another one of the same kind.
 
-    mask: what its rows see; batch: the addresses of the batch's tensors; shape, strides: of its output [T, H, D]; has_lse:
-    whether it returns a log-sum-exp; launches: repeats its launches with other tensors (`attn.torch.kernels.kept`), or None.
+    shape, strides: of its output [T, H, D]; has_lse: whether it returns a log-sum-exp; launches: repeats its launches with
+    other tensors (`attn.torch.kernels.kept`), or None.
     """
 
-    mask: Visibility
-    batch: Sequence[int]
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     has_lse: bool
@@ -94,10 +92,6 @@ class Known(NamedTuple):
 def _runs_triton(device: torch.device) -> bool:
     """Whether Triton is installed and compiles for a GPU: AMD's, and NVIDIA's from Ampere on."""
     return installed("triton") and (torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0))
-
-
-def _addresses(attn_metadata: PagedAttentionMetadata) -> list[int]:
-    return [x.data_ptr() for x in attn_metadata.tensors() if x is not None]
 
 
 class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
@@ -176,16 +170,20 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         output_block_scale: torch.Tensor | None = None,
     ) -> Any:
         given = query, key, value
-        scale, signature, known = None, None, None
+        scale, signature, known, shared = None, None, None, None
         if output_scale is not None or output_block_scale is not None:
             scale = self._check_output_scale(query, output_scale, output_block_scale)
         elif isinstance(attn_metadata, PagedAttentionMetadata) and not torch.compiler.is_compiling():
             signature = self._signature(layer, (*given, kv_cache, output))
-            known = attn_metadata.calls().get(signature)
-            if known is None and signature is not None:
-                known = self._of_kind(signature, attn_metadata, kv_cache)
+            kept = attn_metadata.kept()
+            known = kept.calls.get(signature)
+            if known is None and signature is not None and not envs.debug("device"):
+                kind = self._kind_of_batch(attn_metadata, kv_cache)
+                shared = None if kind is None else kept.of_kind
+                if shared is not None and (known := shared.get((signature, kind))) is not None:
+                    kept.calls[signature] = known
             if known is not None and known.launches is not None:
-                result = self._repeat(known, layer, given, kv_cache, output)
+                result = self._repeat(known, kept.addresses, layer, given, kv_cache, output)
                 if result is not None:
                     return result
         query = self._by_head("query", query, self.num_heads)
@@ -203,11 +201,10 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         lse = None
         if self.need_to_return_lse_for_decode:
             lse = query.new_empty(self.num_heads, query.shape[0], dtype=torch.promote_types(query.dtype, torch.float32))
-        mask = self.visible(attn_metadata) if known is None else known.mask
         call = PagedCall(
             query,
             attn_metadata,
-            mask,
+            self.visible(attn_metadata),
             kv_cache=kv_cache,
             key=key,
             value=value,
@@ -219,27 +216,17 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         if known is not None or signature is None or envs.debug("device"):
             self._run(call)
         else:
-            known = Known(
-                mask, _addresses(attn_metadata), out.shape, out.stride(), lse is not None, self._run_first(call, given)
-            )
-            attn_metadata.calls()[signature] = known
-            if known.launches is not None and (kind := self._kind_of_batch(attn_metadata, kv_cache)) is not None:
-                of_kind((signature, kind))["call"] = known._replace(mask=Visibility(mask.layer), batch=())
+            known = Known(out.shape, out.stride(), lse is not None, self._run_first(call, given))
+            kept.calls[signature] = known
+            if known.launches is not None and shared is not None:
+                keep(shared, (signature, kind), known)
         result = out if output is None else output
         return result if lse is None else (result, lse)
 
-    def _of_kind(self, signature: tuple[Any, ...], attn_metadata: PagedAttentionMetadata, kv_cache: Any) -> Known | None:
-        """Return what is kept of an equal call over another batch of the same kind, for this one; None if nothing is."""
-        kind = None if envs.debug("device") else self._kind_of_batch(attn_metadata, kv_cache)
-        known = None if kind is None else of_kind((signature, kind)).get("call")
-        if known is not None:
-            known = known._replace(mask=self.visible(attn_metadata), batch=_addresses(attn_metadata))
-            attn_metadata.calls()[signature] = known
-        return known
-
-    def _kind_of_batch(self, attn_metadata: PagedAttentionMetadata, kv_cache: Any) -> tuple[Any, ...] | None:
-        """Return what checks and launches depend on of a batch but addresses, or None."""
-        return attn_metadata.kind()
+    def _kind_of_batch(self, attn_metadata: PagedAttentionMetadata, kv_cache: Any) -> Any:
+        """Return what the launches that `_run_first` keeps depend on of a batch beside its `Kept.of_kind`; None if they must
+        not be repeated over another batch."""
+        return attn_metadata.max_seq_len
 
     def _run(self, call: PagedCall) -> None:
         """Write the new tokens, unless they belong to another layer's cache, and attend."""
@@ -264,12 +251,14 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
     def _repeat(
         self,
         known: Known,
+        batch: Sequence[int],
         layer: AttentionLayer,
         given: Given,
         kv_cache: torch.Tensor | None,
         output: torch.Tensor | None,
     ) -> Any:
-        """Repeat the launches of an equal call. Returns what `forward` does; None if they could not be repeated."""
+        """Repeat the launches of an equal call over a batch whose tensors are at these addresses. Returns what `forward` does;
+        None if they could not be repeated."""
         assert known.launches is not None
         query, out, lse = given[0], output, None
         if out is None:
@@ -277,7 +266,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         if known.has_lse:
             lse = query.new_empty(self.num_heads, known.shape[0], dtype=torch.float32)
         tensors = [x for x in self._launched(layer, out, lse, *given, kv_cache) if x is not None]
-        if not known.launches(tensors, known.batch):
+        if not known.launches(tensors, batch):
             return None
         return out if lse is None else (out, lse)
 

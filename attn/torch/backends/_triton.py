@@ -20,7 +20,7 @@ from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.paged import PagedCall
 from attn.capabilities import ATTN_TYPES, PAGED_FEATURES, Capabilities, Device, Feature, MultipleOf, Request
 from attn.dtypes import PER_TOKEN_HEAD
-from attn.kernels.launch import FIXED_SPLIT, TUNED
+from attn.kernels.launch import CUT, FIXED_SPLIT, TUNED
 from attn.kernels.memory import group_reason
 from attn.torch import kv_cache as caches
 from attn.torch.backends import _hopper
@@ -116,12 +116,12 @@ class TritonPagedImpl(PagedAttentionImpl):
         pattern = self._sparse()
         return (*super()._constants(), self.fixed_split_size, None if pattern is None else tuple(pattern))
 
-    def _kind_of_batch(self, attn_metadata: PagedAttentionMetadata, kv_cache: Any) -> tuple[Any, ...] | None:
-        kind = super()._kind_of_batch(attn_metadata, kv_cache)
-        if kind is None or kv_cache is None:
-            return kind
-        # another number of measured launches: some were measured since
-        return (*kind, self._plan(attn_metadata, kv_cache), len(TUNED), envs.switch("ATTN_AUTOTUNE"))
+    def _kind_of_batch(self, attn_metadata: PagedAttentionMetadata, kv_cache: Any) -> Any:
+        plan, keys = _UNKNOWN if kv_cache is None else self._plan(attn_metadata, kv_cache), attn_metadata.max_seq_len
+        if not self._fixed_split():
+            keys = min(keys, CUT)
+        # tiles of keys are of a multiple of 16; another number of measured launches: some were measured since
+        return plan, -(-keys // 16), len(TUNED), envs.switch("ATTN_AUTOTUNE")
 
     def _run_first(self, call: PagedCall, given: Given) -> "Kept | None":
         from attn.torch.kernels.kept import Keeper

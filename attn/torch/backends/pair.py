@@ -172,7 +172,7 @@ class PairedImpl(PagedAttentionImpl):
     def _constants(self) -> tuple[Any, ...]:
         return type(self), *self._member(0)._constants()
 
-    def _kind_of_batch(self, attn_metadata: PagedAttentionMetadata, kv_cache: Any) -> tuple[Any, ...] | None:
+    def _kind_of_batch(self, attn_metadata: PagedAttentionMetadata, kv_cache: Any) -> Any:
         return None if attn_metadata.parts else self._member(0)._kind_of_batch(attn_metadata, kv_cache)
 
     def _run_first(self, call: PagedCall, given: Given) -> Callable[..., bool] | None:

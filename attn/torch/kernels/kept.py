@@ -99,8 +99,7 @@ class Keeper:
     @functools.cached_property
     def _extents(self) -> list[tuple[int, int]]:
         """The addresses of each tensor's first byte, and of the one after its last."""
-        last = [sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) for x in self._tensors]
-        return [(x.data_ptr(), x.data_ptr() + (n + 1) * x.itemsize) for x, n in zip(self._tensors, last, strict=True)]
+        return [(x.data_ptr(), x.data_ptr() + _extent(x)) for x in self._tensors]
 
 
 class Stages:
@@ -194,6 +193,13 @@ class Kept:
             return all([launch(stream, pick(values)) for launch, pick in steps])
         finally:
             self._idle.append(steps)
+
+
+def _extent(x: torch.Tensor) -> int:
+    """The bytes from a tensor's first element to its last one, both included."""
+    if x.is_contiguous():
+        return x.nbytes
+    return (sum([(n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)]) + 1) * x.itemsize
 
 
 @functools.cache

@@ -130,7 +130,7 @@ calls = [
     (dict(lens=FEW, batch=dict(prefix=True)), "write attention merge"),
 ]
 def forget(metadata):
-    metadata.__dict__.pop("_calls", None)
+    metadata.__dict__.pop("_kept", None)
     of_kind.cache_clear()
 
 mla = [
@@ -150,7 +150,7 @@ for of, options, names in [(Layer, *case) for case in calls] + [(MLALayer, *case
     assert not used and again[1] == repeated, options
     another = one.build()
     for first in (metadata, another):  # of the same kind
-        first.__dict__.pop("_calls", None)
+        first.__dict__.pop("_kept", None)
         found = other(first)
         assert not used, options
         forget(first)
@@ -181,15 +181,21 @@ for name in ("batch_invariant", "fixed_split_size"):
 other = Layer(**plain)
 other.query = torch.zeros(5 * H * D + 1, dtype=HALF)[1:].view(5, H, D)  # of another alignment
 is_new(other)
-assert metadata.calls()
-metadata.max_seq_len = 4000
-assert not metadata.calls()
+assert metadata.kept().calls
+metadata.max_seq_len = 400
+assert not metadata.kept().calls
 is_new(Layer(**plain))
 
-# lengths that need as many tiles are of one kind, others are not
-metadata = one.build()
-one(metadata)
-for lens, is_same in (([40, 899, 7, 300, 65], True), ([40, 900, 7, 300, 65], True), ([40, 880, 7, 300, 65], False)):
+# requests are cut alike from some length on, and shorter ones if they need as many tiles
+for lens, most, is_same in (
+    ([40, 899, 7, 60, 65], 900, True), ([40, 600, 7, 60, 65], 900, True), ([40, 512, 7, 60, 65], 900, False),
+    ([40, 900, 7, 60, 65], 512, False), ([40, 90, 7, 81, 65], 96, True), ([40, 80, 7, 30, 65], 96, False),
+):
+    one = Layer(lens=([1] * 5, [40, most, 7, 60, 65]))
+    one.batch.block_table = np.resize(one.batch.block_table, (5, 57))
+    metadata = one.build()
+    forget(metadata)
+    one(metadata)
     longer = Layer(lens=([1] * 5, lens))
     longer.batch.block_table = np.resize(longer.batch.block_table, (5, 57))
     batch = longer.build()
@@ -197,13 +203,12 @@ for lens, is_same in (([40, 899, 7, 300, 65], True), ([40, 900, 7, 300, 65], Tru
     assert bool(used) != is_same, lens
     forget(batch)
     assert longer(batch) == found
-    one(metadata)
 
 other = Layer(**plain)
 other.value = other.key  # two tensors in one place
 metadata = other.build()
 other(metadata)
-assert [known.launches for known in metadata.calls().values()] == [None]
+assert [known.launches for known in metadata.kept().calls.values()] == [None]
 assert other(other.build()) and used
 
 for change, error in ((lambda x: x.float(), DTypeError), (lambda x: x.requires_grad_(), UnsupportedError)):
@@ -222,7 +227,7 @@ copies = MLALayer(**plain, copied=True)
 batch = copies.build()
 copies(batch)
 assert [name for name, *_ in copies(batch)] == "write shares attend merge".split() and len(used) == 1
-known, = metadata.calls().values()
+known, = metadata.kept().calls.values()
 steps = known.launches._idle.pop()
 one(metadata)
 assert used
@@ -241,7 +246,7 @@ forget(metadata)
 metadata = one.build()
 assert len(one(metadata)) == 5 and len(one(metadata)) == 3
 import copy, pickle
-assert "_calls" not in vars(copy.copy(metadata)) and metadata.__dict__["_calls"]
+assert "_kept" not in vars(copy.copy(metadata)) and metadata.__dict__["_kept"]
 print("equal")
 """
 )

@@ -162,7 +162,7 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         signature, stages, calls = None, None, dict[Any, Any]()
         if isinstance(attn_metadata, MLACommonMetadata) and not torch.compiler.is_compiling():
             signature = self._signature(layer, (hidden_states_or_cq, kv_c_normed, k_pe, kv_cache, output))
-            calls = attn_metadata.calls()
+            calls = attn_metadata.kept().calls
         query = self._shaped("query", hidden_states_or_cq, (self.num_heads, self.qk_head_dim))
         new = self._new_rows(kv_c_normed, k_pe)
         shape = (query.shape[0], self.num_heads, self.v_head_dim)

@@ -13,7 +13,7 @@ from attn.torch.arrays import static
 from attn.torch.backends.mla import _rows
 from attn.torch.backends.mla._metadata import MLACommonMetadata
 from attn.torch.backends.mla._mla import DecodeCall, MLACommonImpl
-from attn.torch.metadata import of_kind
+from attn.torch.metadata import keep
 
 
 def capabilities(features: frozenset[str]) -> Capabilities:
@@ -99,13 +99,14 @@ def stages(attn_metadata: MLACommonMetadata, signature: tuple[Any, ...]) -> Any:
     """
     from attn.torch.kernels.kept import Stages
 
-    kind, decode = attn_metadata.kind(), attn_metadata.decode
-    if kind is None or envs.debug("device"):
+    shared, decode, kind = attn_metadata.kept().of_kind, attn_metadata.decode, tuple[Any, ...]()
+    if shared is None or envs.debug("device"):
         return None
     tensors: list[torch.Tensor | None] = [attn_metadata.slot_mapping]
     if decode is not None:
         rows = (decode.rows.start, decode.rows.stop) if isinstance(decode.rows, slice) else decode.num_tokens
         bounds = decode.num_reqs, decode.max_query_len, -(-decode.max_seq_len // 16), decode.uneven
         tensors += decode.tensors()
-        kind += (rows, *bounds, *(static(tensors) or ()))
-    return Stages(of_kind((signature, kind)), [x for x in tensors if x is not None])
+        kind = (rows, *bounds, *(static(tensors) or ()))
+    kept = shared.get((signature, kind))
+    return Stages(keep(shared, (signature, kind), {}) if kept is None else kept, [x for x in tensors if x is not None])
