@@ -134,14 +134,14 @@ def sizes_of_both(one: Iterable[int | MultipleOf], other: Iterable[int | Multipl
     """
     one, other = tuple(one), tuple(other)
     exact = dict.fromkeys(size for size in (*one, *other) if isinstance(size, int))
-    found: list[int | MultipleOf] = [size for size in exact if supports_size(size, one) and supports_size(size, other)]
+    shared: list[int | MultipleOf] = [size for size in exact if supports_size(size, one) and supports_size(size, other)]
     for a in (rule for rule in one if isinstance(rule, MultipleOf)):
         for b in (rule for rule in other if isinstance(rule, MultipleOf)):
             base, ends = math.lcm(a.base, b.base), [end for end in (a.maximum, b.maximum) if end is not None]
             least, most = -(-max(a.minimum, b.minimum) // base) * base, min(ends, default=None)
             if most is None or least <= most:
-                found.append(MultipleOf(base, least, most))
-    return tuple(found)
+                shared.append(MultipleOf(base, least, most))
+    return tuple(shared)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import attn
-from attn import envs
+from attn import envs, imports
 from attn.capabilities import FRAMEWORKS
 from attn.errors import AttnError, UnsupportedError
 from attn.imports import installed, pip_install
@@ -28,10 +28,8 @@ from attn.tables import folded
 Run = Callable[[argparse.Namespace], int]
 
 #: Third-party module -> the extra of this package that installs it.
-EXTRAS = {
-    "torch": "torch", "jax": "jax", "flax": "jax", "rich": "demo", "safetensors": "demo", "tokenizers": "demo",
-    "hypothesis": "dev", "pytest": "dev", "matplotlib": "plots",
-}  # fmt: skip
+EXTRAS = {requirement.partition(">")[0]: extra for extra, packages in imports.EXTRAS.items() for requirement in packages}
+EXTRAS |= {"hypothesis": "dev", "pytest": "dev"}
 #: Platform -> its framework; None: both have it.
 PLATFORMS = {"cuda": "torch", "rocm": "torch", "xpu": "torch", "tpu": "jax", "gpu": "jax", "cpu": None}
 

@@ -33,23 +33,22 @@ from attn.errors import closest
 
 _warned: set[str] = set()
 
-VARIABLES = (
+#: The variables that selection depends on, in the order of `selecting`.
+SELECTING = (
     "ATTN_BACKEND",
     "VLLM_ATTENTION_BACKEND",
-    "ATTN_BACKEND_PER_KIND",
-    "ATTN_MLA_PREFILL_BACKEND",
-    "ATTN_DIFFUSION_BACKEND",
     "ATTN_DISABLE",
-    "ATTN_BATCH_INVARIANT",
-    "VLLM_BATCH_INVARIANT",
     "ATTN_FRAMEWORK",
     "ATTN_PLUGINS",
-    "ATTN_DEBUG",
-    "ATTN_RECORD",
-    "ATTN_RECORD_SAMPLE",
-    "ATTN_AUTOTUNE",
     "ATTN_PREFERENCES",
-    "ATTN_CACHE_DIR",
+    "ATTN_BATCH_INVARIANT",
+    "VLLM_BATCH_INVARIANT",
+    "ATTN_BACKEND_PER_KIND",
+    "ATTN_DIFFUSION_BACKEND",
+)
+VARIABLES = (
+    *SELECTING,
+    *("ATTN_MLA_PREFILL_BACKEND", "ATTN_DEBUG", "ATTN_RECORD", "ATTN_RECORD_SAMPLE", "ATTN_AUTOTUNE", "ATTN_CACHE_DIR"),
     "VLLM_USE_V1",
 )
 _ENCODED = {name: os.fsencode(name) for name in VARIABLES} if os.name == "posix" else {}
@@ -64,11 +63,6 @@ def read(name: str) -> str | None:
     return os.environ.get(name)
 
 
-#: The variables that selection depends on, in the order of `selecting`.
-SELECTING = (
-    "ATTN_BACKEND", "VLLM_ATTENTION_BACKEND", "ATTN_DISABLE", "ATTN_FRAMEWORK", "ATTN_PLUGINS", "ATTN_PREFERENCES",
-    "ATTN_BATCH_INVARIANT", "VLLM_BATCH_INVARIANT", "ATTN_BACKEND_PER_KIND", "ATTN_DIFFUSION_BACKEND",
-)  # fmt: skip
 _SELECTING_ENCODED = tuple(_ENCODED.get(name) for name in SELECTING)
 
 

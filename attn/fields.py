@@ -23,7 +23,7 @@ class Fields:
             return CheckpointError(f"{self.place}: {name} is missing: must be {allowed}")
         return CheckpointError(f"{self.place}: {name} = {_shown(self.values[name])}: must be {allowed}")
 
-    def given(self, name: str) -> bool:
+    def has(self, name: str) -> bool:
         return self.values.get(name) is not None
 
     def integer(self, name: str, minimum: int = 1) -> int:
@@ -41,7 +41,7 @@ class Fields:
         return float(value)
 
     def optional_number(self, name: str) -> float | None:
-        return self.number(name) if self.given(name) else None
+        return self.number(name) if self.has(name) else None
 
     def boolean(self, name: str, default: bool) -> bool:
         value = self.values.get(name)

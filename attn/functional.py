@@ -356,9 +356,9 @@ def softmax(xp: Any, rules: Rules, q: Array, k: Array, position: Array, extras: 
 def _wild(xp: Any, allowed: Array, v: Array) -> Array:
     """Return what infinite and NaN values add to the rows that see them: inf, -inf or NaN, else 0; [B, r, K, G, Dv]."""
     total: Array = 0.0
-    for kind, found in ((math.inf, v == math.inf), (-math.inf, v == -math.inf), (math.nan, v != v)):
-        hits = xp.einsum("bkgrm,bmkd->brkgd", xp.cast(allowed, like=v), xp.cast(found, like=v)) > 0
-        total = total + xp.where(hits, kind, 0.0)
+    for special, equal in ((math.inf, v == math.inf), (-math.inf, v == -math.inf), (math.nan, v != v)):
+        hits = xp.einsum("bkgrm,bmkd->brkgd", xp.cast(allowed, like=v), xp.cast(equal, like=v)) > 0
+        total = total + xp.where(hits, special, 0.0)
     return total
 
 

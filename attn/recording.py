@@ -293,9 +293,9 @@ class Pages:
         self.ids = np.unique(inside) if len(inside) else np.arange(min(1, num_blocks))
 
         def compact(x: Any) -> Any:
-            place = np.searchsorted(self.ids, x)
-            known = np.append(self.ids, -2)[place] == x
-            return np.where(known, place, np.where(x < 0, -1, len(self.ids)))
+            index = np.searchsorted(self.ids, x)
+            known = np.append(self.ids, -2)[index] == x
+            return np.where(known, index, np.where(x < 0, -1, len(self.ids)))
 
         self.table = np.where(live, compact(table), -1).astype(np.int32)
         self.slots = np.where(slots >= 0, compact(slots // page) * page + slots % page, -1).astype(np.int64)

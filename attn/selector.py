@@ -189,14 +189,14 @@ def selection_state() -> tuple[object, ...]:
     return generation(), envs.selecting(), _per_kind.get(), _forced.get()
 
 
-def asked_for_kind(kind: str) -> Asked:
+def asked_for_kind(layer_kind: str) -> Asked:
     """Return the backend requested for a kind of layer: by `backend_per_kind`, else by ATTN_BACKEND_PER_KIND, else None.
 
     Raises ValueError for a malformed variable, and for an unknown kind or backend in it.
     """
     for source, backends in (("backend_per_kind", _per_kind.get), (PER_KIND_ENV_VAR, _per_kind_in_environment)):
-        if (member := dict(backends()).get(kind)) is not None:
-            return Asked(member, f"{source}[{kind!r}]")
+        if (member := dict(backends()).get(layer_kind)) is not None:
+            return Asked(member, f"{source}[{layer_kind!r}]")
     return Asked(None, "priority")
 
 

@@ -7,7 +7,7 @@ the variable COLUMNS says.
 import itertools
 import os
 import textwrap
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from html import escape
 from typing import Any, NamedTuple
@@ -19,7 +19,8 @@ LEFT = "text-align:left"
 class Column(NamedTuple):
     """A column: its heading, the width in tables whose rows are printed one by one, and the format of its values.
 
-    `text` is left-justified, numbers are not; `wide`: left out by default; `key`: of its value in a row's figures.
+    `text` is left-justified, numbers are not; `wide`: left out by default; `key`: of its value in a row's figures, or `of`:
+    a row's cell.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Column(NamedTuple):
     wide: bool = False
     key: str = ""
     form: str = ""
+    of: Callable[[Any], str] = str
 
 
 def shown(value: Any, form: str) -> str:
@@ -103,8 +105,8 @@ def html(head: Sequence[str], rows: Iterable[Sequence[Any]], styles: Iterable[st
     made = [_html_row("th", zip(map(escape, head), aligned, strict=True))]
     for row, style in itertools.zip_longest(rows, styles, fillvalue=""):
         pairs = [(cell, "") if isinstance(cell, str) else cell for cell in row]
-        own = [(cell, ";".join(filter(None, (left, more)))) for (cell, more), left in zip(pairs, aligned, strict=True)]
-        made.append(_html_row("td", own, style))
+        styled = [(cell, ";".join(filter(None, (left, more)))) for (cell, more), left in zip(pairs, aligned, strict=True)]
+        made.append(_html_row("td", styled, style))
     return f"<table>{''.join(made)}</table>"
 
 

@@ -477,8 +477,8 @@ def _int32(name: str, values: Any, row: int | None = None) -> "IntArray":
 
     array = np.asarray(values)
     if array.ndim != 1:
-        place, letter = (name, "R") if row is None else (f"{name}[{row}]", "B")
-        raise ShapeError(f"{place} has shape {list(array.shape)}: must be [{letter}]")
+        argument, letter = (name, "R") if row is None else (f"{name}[{row}]", "B")
+        raise ShapeError(f"{argument} has shape {list(array.shape)}: must be [{letter}]")
     if array.size and array.dtype.kind not in "iu":
         raise DTypeError(f"{name} has dtype {array.dtype}: must be integers")
     least = 0 if row is None else -INT32_MAX - 1  # entries of a table that are never read may have any value

@@ -108,25 +108,12 @@ def get_diffusion_attn_backend(
     category: str | None = None,
     config: DiffusionAttentionConfig | None = None,
     backend: Name | None = None,
-    features: Collection[str] = (),
-    num_heads: int | None = None,
-    num_kv_heads: int | None = None,
-    error_budget: float = 0.0,
-    causal: bool = False,
-    key_mask: bool = False,
+    **layer: Any,
 ) -> type[DiffusionAttentionBackend]:
-    """Return the class of the backend for a layer. Raises `UnsupportedError` with every candidate's reasons, ValueError for
-    malformed arguments, `BackendLoadError` if an explicit choice cannot be imported."""
-    request = make_diffusion_request(
-        head_size,
-        dtype,
-        features=features,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        error_budget=error_budget,
-        causal=causal,
-        key_mask=key_mask,
-    )
+    """Return the class of the backend for a layer: `make_diffusion_request(head_size, dtype, **layer)`. Raises
+    `UnsupportedError` with every candidate's reasons, ValueError for malformed arguments, `BackendLoadError` if an explicit
+    choice cannot be imported."""
+    request = make_diffusion_request(head_size, dtype, **layer)
     framework = framework_of_dtype(dtype)
     selection = select_diffusion(request, role=role, category=category, config=config, backend=backend, framework=framework)
     return selection.require()

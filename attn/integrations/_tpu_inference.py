@@ -353,10 +353,10 @@ def _with(**rules: Any) -> str:
     The engine's layers (0.32) do not pass them to the call: a layer passes only its backend's name, by which its compiled call
     is cached too.
     """
-    given = {name: value for name, value in rules.items() if value is not None}
-    word = re.sub(r"\W", "_", "_".join([NAME, *(f"{name}_{value!r}" for name, value in given.items())]))
-    if given:
-        register_attention_backend(word, attention=functools.partial(AttnKernels, **given), vllm_backend=f"{PATH}.{word}")
+    terms = {name: value for name, value in rules.items() if value is not None}
+    word = re.sub(r"\W", "_", "_".join([NAME, *(f"{name}_{value!r}" for name, value in terms.items())]))
+    if terms:
+        register_attention_backend(word, attention=functools.partial(AttnKernels, **terms), vllm_backend=f"{PATH}.{word}")
     return word
 
 
@@ -425,7 +425,7 @@ def _spans(runner: Any, scheduled: Any, step: Any) -> np.ndarray[Any, Any] | Non
         for name in names:
             request, new = runner.requests[name], scheduled.num_scheduled_tokens[name]
             images = [image.mm_position for image in request.mm_features if image.modality != "audio"]
-            ranges = [found for image in images for found in image.extract_embeds_range()]
+            ranges = [span for image in images for span in image.extract_embeds_range()]
             cut = mark_images(spans[at : at + new], request.num_computed_tokens, ranges)
             if cut:
                 raise UnsupportedError(f"{name}: a chunk {cut} not supported: {_ELSEWHERE}")

@@ -39,8 +39,8 @@ def _from_torch(tensor: Any) -> jax.Array:
     try:
         return jnp.from_dlpack(tensor.resolve_conj().resolve_neg().contiguous())
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        kind = DTypeError if tensor.device.type == "cpu" else DeviceError
-        raise kind(f"a tensor of dtype {name} on {tensor.device} cannot cross to jax: {error}") from error
+        error_type = DTypeError if tensor.device.type == "cpu" else DeviceError
+        raise error_type(f"a tensor of dtype {name} on {tensor.device} cannot cross to jax: {error}") from error
 
 
 def _from_numpy(array: "np.ndarray[Any, Any]") -> jax.Array:

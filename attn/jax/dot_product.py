@@ -231,11 +231,11 @@ def _check(query: jax.Array, key: jax.Array, value: jax.Array, mask: Any) -> Non
         raise DTypeError(f"mask has dtype {mask.dtype}: must be bool, True = attend (numbers to be added are a bias)")
 
 
-def _of_scores(name: str, given: Any, query: jax.Array, key: jax.Array) -> jax.Array | None:
+def _of_scores(name: str, extra: Any, query: jax.Array, key: jax.Array) -> jax.Array | None:
     """Return a bias or a mask with four dimensions. Raises `ShapeError` unless it broadcasts to the scores."""
-    if given is None:
+    if extra is None:
         return None
-    array = jnp.asarray(given)
+    array = jnp.asarray(extra)
     full = (*(query.shape[:-3] or (1,)), query.shape[-2], query.shape[-3], key.shape[-3])
     _check_broadcast(name, array, full)
     return array.reshape((1,) * (4 - array.ndim) + array.shape)
@@ -258,14 +258,14 @@ def _lengths(name: str, lengths: Any, query: jax.Array) -> jax.Array | None:
     return array
 
 
-def _window(given: Any) -> Window:
-    if given is None:
+def _window(size: Any) -> Window:
+    if size is None:
         return None, None
-    pair = (given, given) if as_int(given) is not None else given
+    pair = (size, size) if as_int(size) is not None else size
     sides = [as_int(side) for side in pair] if isinstance(pair, tuple | list) and len(pair) == 2 else [None]
     left, right = sides[0], sides[-1]
     if left is None or right is None:
-        raise ValueError(f"local_window_size={given!r} must be an int, a pair (left, right) of ints, or None")
+        raise ValueError(f"local_window_size={size!r} must be an int, a pair (left, right) of ints, or None")
     return left, right
 
 

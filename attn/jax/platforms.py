@@ -65,8 +65,8 @@ class JaxPlatform(Platform):
 
     def deterministic(self) -> str:
         flags = os.environ.get("XLA_FLAGS", "").split()
-        found = [flag for flag in flags if flag in _DETERMINISTIC]
-        return f"XLA_FLAGS has {found[0]}" if found else ""
+        present = [flag for flag in flags if flag in _DETERMINISTIC]
+        return f"XLA_FLAGS has {present[0]}" if present else ""
 
     def mla_prefill_priorities(self, request: Request, device: Device) -> tuple[str, ...]:
         return self.expanded
@@ -144,7 +144,7 @@ def compiling_for(arch: str) -> Iterator[None]:
     TPUs traces for Pallas's interpreter, and JAX refuses to lower that for a TPU. Triton's kernels are compiled as they are
     traced: lower for `platforms=("cuda",)`. Raises ValueError for an unknown name.
     """
-    kinds = {short: kind for kind, short in reversed(TPU_KINDS.items())}  # the first of several kinds: libtpu's name
+    kinds = {short: long for long, short in reversed(TPU_KINDS.items())}  # the first of several kinds: libtpu's name
     if arch not in kinds and arch not in PROCESSORS:
         raise ValueError(f"arch={arch!r} is not a known TPU generation or GPU; known: {', '.join([*kinds, *PROCESSORS])}")
     device = AbstractDevice(kinds[arch], 1, "tpu") if arch in kinds else AbstractDevice(arch, PROCESSORS[arch], "gpu")

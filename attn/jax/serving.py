@@ -90,8 +90,8 @@ class ServingStep:
 def _described(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, str]:
     """Return the dtype and shape of every leaf by its path, and the static parts."""
     leaves, tree = jax.tree_util.tree_flatten_with_path((tuple(args), kwargs))
-    found = {jax.tree_util.keystr(path[1:]): f"{getattr(x, 'dtype', x)}{[*getattr(x, 'shape', ())]}" for path, x in leaves}
-    return found | {"static fields": str(tree)}
+    parts = {jax.tree_util.keystr(path[1:]): f"{getattr(x, 'dtype', x)}{[*getattr(x, 'shape', ())]}" for path, x in leaves}
+    return parts | {"static fields": str(tree)}
 
 
 @functools.cache
@@ -99,7 +99,7 @@ def _listen() -> None:
     """Let JAX report every compilation of this process, once."""
 
     def heard(event: str, duration_secs: float, **_: Any) -> None:
-        if event == _COMPILED and (found := getattr(_call, "seconds", None)) is not None:
-            found.append(duration_secs)
+        if event == _COMPILED and (seconds := getattr(_call, "seconds", None)) is not None:
+            seconds.append(duration_secs)
 
     jax.monitoring.register_event_duration_secs_listener(heard)

@@ -230,7 +230,7 @@ class Runner(BaseRunner):
         spilled = bool(np.any(values[count:] != 0))
         if kv_cache is not None and call.key_cache is not None:
             flat = bits_of(np.asarray(kv_cache)).reshape(-1)
-            stored = [flat[place] for place in self._where(call)]
+            stored = [flat[index] for index in self._where(call)]
             size = call.key_cache.shape[3]
             keys, vals = (view[..., :size] for view in stored)
             spilled |= any(bool(view[..., size:].any()) for view in stored)  # what pads a head must stay zero
@@ -256,9 +256,9 @@ class Runner(BaseRunner):
         case = call.case
         shape = self._shape(call)
         raw = bits.poisoned((int(np.prod(shape)),), case.element, case.poison)
-        for place, stored in zip(self._where(call), (call.key_cache, call.value_cache), strict=True):
-            raw[place] = 0  # a logical view may be wider than the head: its padding must be zeros
-            raw[place[..., : stored.shape[-1]]] = stored
+        for index, stored in zip(self._where(call), (call.key_cache, call.value_cache), strict=True):
+            raw[index] = 0  # a logical view may be wider than the head: its padding must be zeros
+            raw[index[..., : stored.shape[-1]]] = stored
         return jnp.asarray(raw.view(jnp.dtype(case.element)).reshape(shape))
 
     def _shape(self, call: Call) -> tuple[int, ...]:

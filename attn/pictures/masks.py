@@ -141,15 +141,15 @@ def tree(choices: Sequence[Sequence[int]], context: int = 4) -> Picture:
 
     def draw(axes: Any) -> None:
         left, right = axes
-        place = _layout(list(nodes))
-        for path, (x, y) in place.items():
+        points = _layout(list(nodes))
+        for path, (x, y) in points.items():
             if path:
-                px, py = place[path[:-1]]
+                px, py = points[path[:-1]]
                 left.plot([px, x], [py, y], color="black", linewidth=0.8, zorder=1)
             left.scatter([x], [y], s=260, color=SPECIAL if not path else SEEN, zorder=2)
             left.text(x, y, str(nodes[path]), ha="center", va="center", color="white", fontsize=9, zorder=3)
         left.set(title="the tree: nodes are draft tokens", ylabel="depth", xticks=[])
-        depths = sorted({-y for _, y in place.values()})
+        depths = sorted({-y for _, y in points.values()})
         left.set_yticks([-depth for depth in depths], [str(depth) for depth in depths])
         left.margins(0.2)
         left.set_frame_on(False)
@@ -182,11 +182,11 @@ def weights(
     """
     import numpy as np
 
-    found = weights_of(query, key, sinks, **rules)
+    weights = weights_of(query, key, sinks, **rules)
     masking = {name: value for name, value in rules.items() if name not in ("alibi_slopes", "logits_soft_cap", "scale")}
     seen = weights_of(np.zeros_like(query), np.zeros_like(key), scale=1.0, **masking) > 0
-    seen = np.pad(seen, ((0, 0), (0, 0), (0, found.shape[-1] - seen.shape[-1])), constant_values=True)  # the sink
-    shown = range(len(found)) if heads is None else heads
+    seen = np.pad(seen, ((0, 0), (0, 0), (0, weights.shape[-1] - seen.shape[-1])), constant_values=True)  # the sink
+    shown = range(len(weights)) if heads is None else heads
     columns = min(len(shown), 4)
     rows = -(-len(shown) // columns)
 
@@ -196,7 +196,7 @@ def weights(
         flat = _flat(axes)
         for axis, head in zip(flat, shown, strict=False):
             axis.set_facecolor(HIDDEN)
-            cells = np.ma.masked_array(found[head], ~seen[head])
+            cells = np.ma.masked_array(weights[head], ~seen[head])
             image = axis.imshow(cells, vmin=0, vmax=1, cmap="viridis", interpolation="nearest")
             axis.set(title=f"head {head}", xlabel="key", ylabel="query")
             names = [*(labels or map(str, range(np.shape(key)[0]))), *(["sink"] if sinks is not None else [])]

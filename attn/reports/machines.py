@@ -154,18 +154,18 @@ def device_named(name: str, framework: str | None = None) -> Device:
 
 def _product(name: str) -> str | None:
     """Return the product that `name` means: its own words, besides which a driver may print others; None: no product."""
-    if (kind := _TPU_KINDS.get(name.lower())) is not None:
-        return kind
+    if (generation := _TPU_KINDS.get(name.lower())) is not None:
+        return generation
     words = re.findall(r"[a-z0-9]+", name.lower())
     found = []
     for (_, _, maker), archs in _PRODUCTS.items():
         for product in (product for products in archs.values() for product in products):
-            own = re.findall(r"[a-z0-9]+", product.lower())
+            name_words = re.findall(r"[a-z0-9]+", product.lower())
             if _plain(name) in (_plain(product), _plain(f"{maker} {product}")):
                 return product
-            for start in range(len(words) - len(own) + 1):
-                rest = words[:start] + words[start + len(own) :]
-                if words[start : start + len(own)] == own and all(map(_ADDED.fullmatch, rest)):
+            for start in range(len(words) - len(name_words) + 1):
+                rest = words[:start] + words[start + len(name_words) :]
+                if words[start : start + len(name_words)] == name_words and all(map(_ADDED.fullmatch, rest)):
                     found.append(product)
     return max(found, key=len, default=None)
 

@@ -113,7 +113,7 @@ class _Reader:
     def name(self, usual: str) -> str:
         """Return the name under which the file has a field, noting that it was read."""
         names = self.model.names.get(usual, (usual,))
-        name = next((n for n in names if self.fields.given(n)), names[0])
+        name = next((n for n in names if self.fields.has(n)), names[0])
         if name in self.fields.values and not isinstance(self.fields.values[name], dict):
             text = _shown(self.fields.values[name])
             self.used[self.prefix + name] = f"{self.prefix}{name}={text}" + ("" if name in self.own else " (default)")
@@ -121,11 +121,11 @@ class _Reader:
 
     def section(self, usual: str, defaults: Mapping[str, Any]) -> "_Reader":
         """Return a reader of an object in a field; of the defaults alone where the file has none."""
-        fields = self.fields.section(self.name(usual)) if self.given(usual) else Fields({}, f"{self.fields.place}: {usual}")
+        fields = self.fields.section(self.name(usual)) if self.has(usual) else Fields({}, f"{self.fields.place}: {usual}")
         return _Reader(fields, _Model(defaults=defaults), self.used, f"{usual}.")
 
-    def given(self, usual: str) -> bool:
-        return self.fields.given(self.name(usual))
+    def has(self, usual: str) -> bool:
+        return self.fields.has(self.name(usual))
 
     def value(self, usual: str) -> Any:
         return self.fields.values.get(self.name(usual))
@@ -151,10 +151,9 @@ class _Reader:
 
 #: Names of layer types -> usual name; the others are not attention.
 _WORDS = {
-    "full_attention": "full_attention", "attention": "full_attention", "sliding_attention": "sliding_attention",
-    "chunked_attention": "chunked_attention", "linear_attention": "linear attention", "mamba": "mamba", "conv": "convolution",
-    "recurrent": "recurrent", "mlp": "mlp", "moe": "moe",
-}  # fmt: skip
+    **{name: name for name in ("full_attention", "sliding_attention", "chunked_attention", "mamba", "recurrent", "mlp", "moe")},
+    **{"attention": "full_attention", "linear_attention": "linear attention", "conv": "convolution"},
+}
 
 
 def read_layers(source: str | Path | Mapping[str, Any] | Any) -> ModelLayers:
@@ -205,7 +204,7 @@ def _fields_of(source: Any) -> Fields:
 
 def _model_type(fields: Fields, top: Fields) -> str:
     for section in (fields, top):
-        if section.given("model_type"):
+        if section.has("model_type"):
             if not isinstance(section.values["model_type"], str):
                 raise section.wrong("model_type", "a string")
             return section.values["model_type"]
@@ -215,7 +214,7 @@ def _model_type(fields: Fields, top: Fields) -> str:
 def _dtype(fields: Fields, top: Fields) -> str | None:
     for section in (fields, top):
         for name in ("dtype", "torch_dtype"):
-            if section.given(name):
+            if section.has(name):
                 value = section.values[name]
                 dtype = str(value).removeprefix("torch.")
                 if DTYPES.get(dtype) is None or DTYPES[dtype].kind != "float":
@@ -233,9 +232,9 @@ def _check_usual(top: Fields, fields: Fields, model_type: str) -> None:
         if section.boolean("is_encoder_decoder", False):
             raise section.wrong("is_encoder_decoder", f"false: model_type {model_type!r} is read as a decoder")
     for name in _UNUSUAL:
-        if fields.given(name) and not fields.given("layer_types"):
+        if fields.has(name) and not fields.has("layer_types"):
             raise fields.wrong(name, f"null: what it means for model_type {model_type!r} is not known here")
-    if fields.given("num_kv_shared_layers") and fields.integer("num_kv_shared_layers", 0):
+    if fields.has("num_kv_shared_layers") and fields.integer("num_kv_shared_layers", 0):
         raise fields.wrong("num_kv_shared_layers", "0: layers that share a cache are not read")
 
 
@@ -247,11 +246,11 @@ def _decoder(reader: _Reader) -> list[LayerKind]:
     """Return a decoder's layers in order."""
     if reader.boolean("use_bidirectional_attention"):
         raise reader.wrong("use_bidirectional_attention", "false: the layers of a bidirectional decoder are not read")
-    count = None if reader.given("hybrid_override_pattern") else reader.integer("num_hidden_layers")
-    types = _layer_types(reader, count) if reader.given("layer_types") else reader.model.layers(reader, count or 0)
+    count = None if reader.has("hybrid_override_pattern") else reader.integer("num_hidden_layers")
+    types = _layer_types(reader, count) if reader.has("layer_types") else reader.model.layers(reader, count or 0)
     if all(_WORDS[word] not in _ATTENTION for word in types):
         return [LayerKind(_WORDS[word]) for word in types]
-    base = _latent(reader) if reader.given("kv_lora_rank") else _heads(reader)
+    base = _latent(reader) if reader.has("kv_lora_rank") else _heads(reader)
     base = reader.model.change(reader, replace(base, soft_cap=reader.number("attn_logit_softcapping")))
     by_word = {word: _kind(reader, base, _WORDS[word]) for word in dict.fromkeys(types)}
     return [by_word[word] for word in types]
@@ -278,14 +277,14 @@ def _kind(reader: _Reader, base: LayerKind, word: str) -> LayerKind:
 
 def _heads(reader: _Reader) -> LayerKind:
     heads = reader.integer("num_attention_heads")
-    kv_heads = reader.integer("num_key_value_heads") if reader.given("num_key_value_heads") else heads
+    kv_heads = reader.integer("num_key_value_heads") if reader.has("num_key_value_heads") else heads
     if heads % kv_heads:
         raise reader.wrong("num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
     return LayerKind("full", 1, heads, kv_heads, _head_size(reader, heads))
 
 
 def _head_size(reader: _Reader, heads: int) -> int:
-    if reader.given("head_dim"):
+    if reader.has("head_dim"):
         return reader.integer("head_dim")
     hidden = reader.integer("hidden_size")
     if hidden % heads:
@@ -296,7 +295,7 @@ def _head_size(reader: _Reader, heads: int) -> int:
 def _latent(reader: _Reader) -> LayerKind:
     """Read a latent layer: all heads read one cached row, latent and rotary part together."""
     sizes = Latent(*(reader.integer(name, minimum) for name, minimum in zip(Latent._fields, (1, 0, 1, 1), strict=True)))
-    topk = reader.integer("index_topk") if reader.given("index_topk") else None
+    topk = reader.integer("index_topk") if reader.has("index_topk") else None
     heads = reader.integer("num_attention_heads")
     size = sizes.kv_lora_rank + sizes.qk_rope_head_dim
     scale = _yarn_scale(reader) / math.sqrt(sizes.qk_nope_head_dim + sizes.qk_rope_head_dim)
@@ -305,7 +304,7 @@ def _latent(reader: _Reader) -> LayerKind:
 
 def _yarn_scale(reader: _Reader) -> float:
     """Return the factor by which DeepSeek scales scores beyond the trained context: mscale(factor, mscale_all_dim) squared."""
-    rope = reader.section(next((n for n in ("rope_scaling", "rope_parameters") if reader.given(n)), "rope_scaling"), {})
+    rope = reader.section(next((n for n in ("rope_scaling", "rope_parameters") if reader.has(n)), "rope_scaling"), {})
     mscale, factor = rope.number("mscale_all_dim"), rope.number("factor")
     return 1.0 if mscale is None or factor is None or factor <= 1 else (0.1 * mscale * math.log(factor) + 1) ** 2
 
@@ -314,19 +313,19 @@ def _yarn_scale(reader: _Reader) -> float:
 
 
 def _unknown_windows(reader: _Reader, count: int) -> list[str]:
-    if reader.given("sliding_window") and reader.value("use_sliding_window") is not False:
+    if reader.has("sliding_window") and reader.value("use_sliding_window") is not False:
         raise reader.wrong("sliding_window", "null, unless layer_types lists the layers that it applies to")
     return ["full_attention"] * count
 
 
 def _all_sliding(reader: _Reader, count: int) -> list[str]:
     """All layers, if there is a window; `use_sliding_window` false turns it off."""
-    on = reader.given("sliding_window") and reader.value("use_sliding_window") is not False
+    on = reader.has("sliding_window") and reader.value("use_sliding_window") is not False
     return ["sliding_attention" if on else "full_attention"] * count
 
 
 def _qwen(reader: _Reader, count: int) -> list[str]:
-    if not reader.boolean("use_sliding_window") or not reader.given("sliding_window"):
+    if not reader.boolean("use_sliding_window") or not reader.has("sliding_window"):
         return ["full_attention"] * count
     first = reader.integer("max_window_layers", 0)
     return ["full_attention" if i < first else "sliding_attention" for i in range(count)]
@@ -343,7 +342,7 @@ def _every(usual: str, word: str) -> _Layers:
 
 
 def _llama4(reader: _Reader, count: int) -> list[str]:
-    if not reader.given("attention_chunk_size"):
+    if not reader.has("attention_chunk_size"):
         return ["full_attention"] * count
     if reader.value("no_rope_layers"):
         return ["chunked_attention" if rope else "full_attention" for rope in reader.integers("no_rope_layers", count)]
@@ -430,7 +429,7 @@ def _t5(reader: _Reader) -> list[LayerKind]:
     """T5 adds a learned bias to the scores of self attention and does not scale them."""
     heads, layers = reader.integer("num_heads"), reader.integer("num_layers")
     kind = LayerKind("", 1, heads, heads, reader.integer("d_kv"), scale=1.0, position_bias=True)
-    decoder_layers = reader.integer("num_decoder_layers") if reader.given("num_decoder_layers") else layers
+    decoder_layers = reader.integer("num_decoder_layers") if reader.has("num_decoder_layers") else layers
     return _sides(kind, layers, kind, decoder_layers)
 
 
@@ -461,14 +460,11 @@ _FALCON = {
     "num_attention_heads": ("num_attention_heads", "n_head"),
     "num_kv_heads": ("num_kv_heads", "n_head_kv"),
 }
-_PLAIN = (
-    "llama", "olmo", "olmo2", "phi", "cohere", "stablelm", "gpt_neox", "opt", "glm4_moe", "deepseek_v2", "deepseek_v3",
-    "deepseek_v32", "kimi_k2",
-)  # fmt: skip
 _SLIDING = _every("sliding_window_pattern", "sliding_attention")
 
 _MODELS: dict[str, _Model] = {
-    **dict.fromkeys(_PLAIN, _Model()),
+    **dict.fromkeys(("llama", "olmo", "olmo2", "phi", "cohere", "stablelm", "gpt_neox", "opt", "glm4_moe"), _Model()),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2"), _Model()),
     "gemma": _Model(defaults={"head_dim": 256}),
     "glm4": _Model(defaults={"head_dim": 128}),
     **dict.fromkeys(("mistral", "mixtral"), _Model(layers=_all_sliding)),

@@ -124,10 +124,10 @@ def preferred(selection: Selection, candidates: Sequence[Candidate], platform: P
     if why := asked or platform.deterministic():
         return replace(selection, measured=f"priority list used: {why}")
     file = place(selection.device)
-    found = read(file, selection.device)
-    if isinstance(found, str):
-        return replace(selection, measured=f"priority list used: {found}")
-    entries = [entry for entry in found if entry.serves(selection.request)]
+    stored = read(file, selection.device)
+    if isinstance(stored, str):
+        return replace(selection, measured=f"priority list used: {stored}")
+    entries = [entry for entry in stored if entry.serves(selection.request)]
     if not entries:
         return replace(selection, measured=f"priority list used: {file.name} has no times for this request (run attn tune)")
     return consulted(selection, entries, file.name, candidates)
@@ -137,8 +137,8 @@ def pairs_for(request: Request, platform: Platform) -> list[str]:
     """Return the pairs that were measured for a request on this machine's device; none if measurements are off or ignored."""
     if not on():
         return []
-    found = read(place(platform.device()), platform.device())
-    return [] if isinstance(found, str) else pairs_in([entry for entry in found if entry.serves(request)])
+    stored = read(place(platform.device()), platform.device())
+    return [] if isinstance(stored, str) else pairs_in([entry for entry in stored if entry.serves(request)])
 
 
 def pairs_in(entries: Sequence[Entry]) -> list[str]:
@@ -180,11 +180,11 @@ def _ratio(key: tuple[str, str], base: tuple[str, str], entries: Sequence[Entry]
     """Geometric mean of one backend's times over another's; None unless it was measured wherever the other was."""
     logs = []
     for entry in entries:
-        own = entry.times.get(key, {})
+        times = entry.times.get(key, {})
         for batch, time in entry.times.get(base, {}).items():
-            if batch not in own:
+            if batch not in times:
                 return None
-            logs.append(math.log(own[batch].ratio(time)))
+            logs.append(math.log(times[batch].ratio(time)))
     return math.exp(sum(logs) / len(logs)) if logs else None
 
 

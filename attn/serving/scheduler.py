@@ -146,9 +146,9 @@ class Scheduler:
         tokens = [self._token(name, f"prompt[{i}]", token) for i, token in enumerate(_listed(f"{name}: prompt", prompt))]
         if not tokens:
             raise RequestError(f"{name}: the prompt is empty: must have at least one token")
-        given, max_new_tokens = max_new_tokens, as_int(max_new_tokens) or 0
+        passed, max_new_tokens = max_new_tokens, as_int(max_new_tokens) or 0
         if max_new_tokens < 1:
-            raise RequestError(f"{name}: max_new_tokens={given!r}: must be an int of at least 1")
+            raise RequestError(f"{name}: max_new_tokens={passed!r}: must be an int of at least 1")
         if not isinstance(cache_salt, bytes):
             raise RequestError(f"{name}: cache_salt={cache_salt!r}: must be bytes, such as b'tenant'")
         total = len(tokens) + max_new_tokens
@@ -232,11 +232,11 @@ class Scheduler:
                 self._finish(request, reason)
         return taken
 
-    def _token(self, name: str, place: str, value: Any) -> int:
+    def _token(self, name: str, where: str, value: Any) -> int:
         """Return a token id as an int. Raises `RequestError`, with the request's name, for anything else."""
         token, most = as_int(value), INT32_MAX if self.vocab_size is None else min(self.vocab_size - 1, INT32_MAX)
         if token is None or not 0 <= token <= most:
-            raise RequestError(f"{name}: {place} = {value!r}: must be an int between 0 and {most}")
+            raise RequestError(f"{name}: {where} = {value!r}: must be an int between 0 and {most}")
         return token
 
     def _refuse_to_wait(self, request: GenerationRequest) -> None:

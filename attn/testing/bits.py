@@ -109,16 +109,16 @@ def as_bytes(stored: Array) -> Array:
     return stored.view(f"u{stored.dtype.itemsize}")
 
 
-def poisoned(shape: tuple[int, ...], element: str, kind: str) -> Array:
+def poisoned(shape: tuple[int, ...], element: str, poison: str) -> Array:
     """Return storage filled with poison; elements without NaN or inf use their largest finite value instead."""
     if element == PACKED:
-        return np.resize(np.array(_PACKED_POISONS[kind], np.uint8), shape)
+        return np.resize(np.array(_PACKED_POISONS[poison], np.uint8), shape)
     if element in SELF_SCALED:
-        codes = poisoned((*shape[:-1], shape[-1] - 4), SELF_SCALED[element], kind)
-        row_scales = poisoned(shape[:-1], "float32", kind)
+        codes = poisoned((*shape[:-1], shape[-1] - 4), SELF_SCALED[element], poison)
+        row_scales = poisoned(shape[:-1], "float32", poison)
         # keeps the product of code and scale finite
         return _joined(codes, row_scales / np.float32(DTYPES[SELF_SCALED[element]].max))
-    values = np.array(POISONS[kind])
+    values = np.array(POISONS[poison])
     if element in CODES and element != "float8_e5m2":
         values = np.where(np.isnan(values) & (element != "int8"), values, np.nan_to_num(values, nan=3e38))
     limit = DTYPES[element].max

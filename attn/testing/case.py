@@ -8,6 +8,7 @@ separate seeds, so that one can vary while the other stays the same.
 import json
 import math
 import shlex
+from collections.abc import Collection
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Self
 
@@ -31,6 +32,12 @@ class Recipe:
     def replace(self, **changes: Any) -> Self:
         """Return a copy with some fields changed."""
         return replace(self, **changes)  # type: ignore[type-var]
+
+    @classmethod
+    def plain(cls, without: Collection[str], **simplest: Any) -> dict[str, Any]:
+        """Return the plain values of the fields: `simplest`, else their defaults; without required fields and some others."""
+        defaults = {f.name: f.default for f in fields(cls)}  # type: ignore[arg-type]
+        return {name: value for name, value in (defaults | simplest).items() if value is not MISSING and name not in without}
 
     def json(self) -> str:
         """Return the fields that differ from the defaults, on one line."""

@@ -245,9 +245,9 @@ def expected_dense(call: DenseArrays) -> Array:
     case = call.case
     q, k, v, present = call.query, call.key, call.value, call.present
     if call.joint is not None:
-        own = np.ones(k.shape[:2], bool) if present is None else present
+        seen = np.ones(k.shape[:2], bool) if present is None else present
         extra = np.ones(call.joint[1].shape[:2], bool)
-        parts = [(call.joint[0], q), (call.joint[1], k), (call.joint[2], v), (extra, own)]
+        parts = [(call.joint[0], q), (call.joint[1], k), (call.joint[2], v), (extra, seen)]
         q, k, v, present = (np.concatenate(p[::-1] if case.rear else p, 1) for p in parts)
     out = []
     for b in range(case.batch):

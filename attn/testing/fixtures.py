@@ -135,11 +135,11 @@ def _views(at: At, subject: Subject, page: int, edges: tuple[int, ...]) -> list[
 def _attn_types(at: At, subject: Subject) -> list[Case]:
     """Return cases of encoders and of cross attention."""
     return [
-        at(f"{kind}, {words}", attn_type=kind, causal=False, inputs="needle", **more).replace(
-            **({"seq_lens": Q_LENS} if kind in ENCODER_TYPES else {})
+        at(f"{attn_type}, {words}", attn_type=attn_type, causal=False, inputs="needle", **more).replace(
+            **({"seq_lens": Q_LENS} if attn_type in ENCODER_TYPES else {})
         )
-        for kind in subject.capabilities.attn_types
-        if kind != AttentionType.DECODER
+        for attn_type in subject.capabilities.attn_types
+        if attn_type != AttentionType.DECODER
         for words, more in (
             ("plain", {}),
             ("window of 4", {"sliding_window": 4}),

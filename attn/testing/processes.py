@@ -32,19 +32,19 @@ def spread(
     tasks: Sequence[Task],
     jobs: int,
     lost: Callable[[str], Outcome],
-    kind: Callable[[Task], Any] = lambda task: None,
+    program_of: Callable[[Task], Any] = lambda task: None,
 ) -> Iterator[Outcome]:
     """Yield `function(task)` of every task, in order, computed by `jobs` processes.
 
-    One task of each `kind` runs first, so that the others find its programs in the compiler's cache. The result of a task whose
-    process dies is `lost(why)`; the other tasks run in a new one.
+    One task of each program, as `program_of` names it, runs first, so that the others find it in the compiler's cache. The
+    result of a task whose process dies is `lost(why)`; the other tasks run in a new one.
     """
     seen: set[Any] = set()
     first: list[int] = []
     rest: list[int] = []
     for i, task in enumerate(tasks):
-        (rest if kind(task) in seen else first).append(i)
-        seen.add(kind(task))
+        (rest if program_of(task) in seen else first).append(i)
+        seen.add(program_of(task))
     workers = [Worker(function) for _ in range(min(jobs, len(tasks)))]
     idle = list(workers)  # a thread takes one for each task; there are as many threads
 

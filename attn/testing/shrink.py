@@ -8,13 +8,8 @@ from attn.testing.case import Case, Recipe
 C = TypeVar("C")
 
 #: The plain values of a case's fields; a failure that needs another value concerns that field.
-PLAIN: dict[str, Any] = {
-    "through": "impl", "arrays": "numpy", "layout": "heads", "loose": 0, "new": "written", "sinks": "", "alibi": False,
-    "logits_soft_cap": None, "sliding_window": None, "padding": 0, "scale": None, "shared_prefix": 0, "inputs": "randn",
-    "lse": False, "kv_sharing": False, "tree": 0, "spans": 0, "prefix": 0, "chunk_size": 0, "span_window": False,
-    "dtype": "float32", "kv_cache_dtype": "auto", "k_scale": 1.0, "v_scale": 1.0,
-    "causal": True, "attn_type": "decoder", "poison": "zero", "check": "oracle",
-}  # fmt: skip
+_SHAPE = ("num_heads", "num_kv_heads", "head_size", "block_size", "num_blocks", "mla", "topk", "sparse")
+PLAIN = Case.plain((*_SHAPE, "output_scale", "features", "geometry_seed", "data_seed"), poison="zero")
 
 
 def features_of(case: Recipe, plain: Mapping[str, Any] = PLAIN) -> dict[str, Any]:

@@ -67,8 +67,8 @@ def subject_of(backend: Any, capabilities: Capabilities | None = None, device: D
 
     Raises `UnsupportedError` if the class declares no capabilities and none are passed.
     """
-    own = getattr(backend, "capabilities", None)
-    declared = capabilities or own
+    record = getattr(backend, "capabilities", None)
+    declared = capabilities or record
     if declared is None:
         raise UnsupportedError(f"{backend.get_name()} declares no capabilities: pass capabilities=Capabilities(...)")
     return Subject(
@@ -77,7 +77,7 @@ def subject_of(backend: Any, capabilities: Capabilities | None = None, device: D
         tuple(backend.get_supported_kernel_block_size()),
         bool(backend.get_impl_cls().can_return_lse_for_decode),
         device,
-        (lambda request: backend.why_not(request, device)) if own is not None else (lambda request: ()),
+        (lambda request: backend.why_not(request, device)) if record is not None else (lambda request: ()),
         getattr(backend, "latent_dims", None),
         getattr(backend, "max_cache_span", None),
     )

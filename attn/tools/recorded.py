@@ -84,9 +84,9 @@ def read(path: Path) -> tuple[RecordedCall, dict[str, str]]:
         raise UnsupportedError(f"{path}: its arguments cannot be called: {error}{refused}") from error
 
 
-def call_of(found: recording.Snapshot) -> RecordedCall:
+def call_of(snapshot: recording.Snapshot) -> RecordedCall:
     """Return the call of a snapshot. Raises ValueError unless its arrays have the shapes and dtypes of its layer."""
-    case, stored = Case.from_json(json.dumps(found.case)), found.arrays
+    case, stored = Case.from_json(json.dumps(snapshot.case)), snapshot.arrays
     total, kv = sum(case.query_lens), (case.num_kv_heads, case.head_size)
     shapes = {
         "query": (total, case.num_heads, case.query_size),
@@ -99,11 +99,11 @@ def call_of(found: recording.Snapshot) -> RecordedCall:
     for name, shape in shapes.items():
         if name in stored and stored[name].shape != shape:
             raise ValueError(f"{name} has shape {list(stored[name].shape)}: must be {list(shape)}")
-        if name in ("query", "key", "value") and found.dtypes.get(name, case.dtype) != case.dtype:
-            raise ValueError(f"{name} has dtype {found.dtypes[name]}, the query {case.dtype}: must be equal")
+        if name in ("query", "key", "value") and snapshot.dtypes.get(name, case.dtype) != case.dtype:
+            raise ValueError(f"{name} has dtype {snapshot.dtypes[name]}, the query {case.dtype}: must be equal")
     if not case.is_encoder and stored["key_cache"].dtype != bits.raw(case.element):
         raise ValueError(f"the cache has elements of {stored['key_cache'].dtype}: a cache of {case.element} is needed")
-    values = {name: bits.decode(stored[name], found.dtypes[name]) for name in found.dtypes if name not in _PLAIN}
+    values = {name: bits.decode(stored[name], snapshot.dtypes[name]) for name in snapshot.dtypes if name not in _PLAIN}
     latent, start, seq_lens = bool(case.mla), stored["query_start_loc"], stored["seq_lens"]
     batch = CommonAttentionMetadata(
         query_start_loc=start,
@@ -226,8 +226,8 @@ def _fewer_heads(call: RecordedCall) -> Iterator[RecordedCall]:
     case = call.case
     heads, kv_heads = case.num_heads, case.num_kv_heads
     group, half = heads // kv_heads, (kv_heads if kv_heads > 1 else heads) // 2
-    for own in (slice(half), slice(half, 2 * half)) if half else ():
-        q, kv = (slice(own.start and own.start * group, own.stop * group), own) if kv_heads > 1 else (own, slice(None))
+    for part in (slice(half), slice(half, 2 * half)) if half else ():
+        q, kv = (slice(part.start and part.start * group, part.stop * group), part) if kv_heads > 1 else (part, slice(None))
         of_query = {"alibi_slopes": call.alibi_slopes, "sinks": call.sinks}
         of_keys = {"key": call.key, "value": call.value, "key_cache": call.key_cache, "value_cache": call.value_cache}
         changes: dict[str, Any] = {name: x if x is None else x[q] for name, x in of_query.items()}
@@ -269,8 +269,8 @@ def _without_spare_pages(call: RecordedCall) -> RecordedCall:
 def sizes(call: Call) -> str:
     """Describe a call's size in a line."""
     case = call.case
-    kind = f"MLA {'+'.join(map(str, case.mla))}" if case.mla else f"head size {case.head_size}"
+    size = f"MLA {'+'.join(map(str, case.mla))}" if case.mla else f"head size {case.head_size}"
     return (
         f"{len(case.query_lens)} requests, {sum(case.query_lens)} new tokens, {sum(case.seq_lens)} keys, "
-        f"{case.num_heads}/{case.num_kv_heads} heads, {kind}, {case.dtype}, cache {case.kv_cache_dtype}"
+        f"{case.num_heads}/{case.num_kv_heads} heads, {size}, {case.dtype}, cache {case.kv_cache_dtype}"
     )

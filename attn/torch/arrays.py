@@ -35,15 +35,15 @@ def bits_of(tensor: torch.Tensor) -> "np.ndarray[Any, Any]":
 
 def static(tensors: Iterable[Any]) -> list[Any] | None:
     """Return what is known of tensors beside values and addresses, hashable; None unless all are plain tensors or None."""
-    found = list[Any]()
+    facts = list[Any]()
     for x in tensors:
         if type(x) is torch.Tensor:
-            found += x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+            facts += x.shape, x.stride(), x.dtype, x.device, x.requires_grad
         elif x is None:
-            found.append(None)
+            facts.append(None)
         else:
             return None
-    return found
+    return facts
 
 
 def from_foreign(x: Any, like: torch.Tensor | None = None) -> torch.Tensor:

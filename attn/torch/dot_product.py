@@ -70,7 +70,7 @@ def scaled_dot_product_attention(
     if dropout_p:
         raise UnsupportedError(f"dropout_p={dropout_p}: dropout of attention weights is not supported")
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)
-    given = (query, key, value)
+    inputs = (query, key, value)
     query, key, value = _checked(query, key, value, attn_mask, enable_gqa)
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal and attn_mask: pass only one of them")
@@ -79,7 +79,7 @@ def scaled_dot_product_attention(
     empty = requested is None and 0 in (*query.shape, *key.shape, *value.shape)
     no_heads = empty and query.shape[-3] == 0 and _DIES_WITHOUT_HEADS
     if empty and not no_heads:
-        query, key, value = given  # whether torch's result has their broadcast dimensions depends on which of them are 0
+        query, key, value = inputs  # whether torch's result has their broadcast dimensions depends on which of them are 0
     if scale is not None:
         scale = known(scale)
         query, scale = fold_sign(query, scale), abs(scale)

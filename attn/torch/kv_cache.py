@@ -113,7 +113,7 @@ def split(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.T
         )
     strides = kv_cache.stride()
     begin = 0 if torch.compiler.is_compiling() else kv_cache.storage_offset()  # not traced
-    if not kv_cache[:1, :1].is_contiguous() or any(place % 4 for place in (begin, *strides[:2])):
+    if not kv_cache[:1, :1].is_contiguous() or any(stride % 4 for stride in (begin, *strides[:2])):
         raise ShapeError(
             f"kv_cache has strides {list(strides)} and begins at byte {begin} of its storage: each block "
             "[P, K, D + 4] must be contiguous and begin at a multiple of 4, to hold its scales (see `layer.new_kv_cache`)"

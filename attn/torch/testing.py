@@ -136,16 +136,16 @@ class Runner(BaseRunner):
                 return query.transpose(0, 1).contiguous().transpose(0, 1), latent, rope[:, None]
             return query, latent if case.layout == "fused" else latent.contiguous(), rope.contiguous()
         key, value = (None if x is None else self._tensor(x, case.dtype) for x in (call.key, call.value))
-        given = [x for x in (query, key, value) if x is not None]
+        tensors = [x for x in (query, key, value) if x is not None]
         if case.layout == "flat":
-            given = [x.flatten(1) for x in given]
+            tensors = [x.flatten(1) for x in tensors]
         elif case.layout == "heads_first":
-            given = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in given]
+            tensors = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in tensors]
         elif case.layout == "fused":
-            widths = [x.shape[1] * x.shape[2] for x in given]
-            packed = views(torch.cat([x.flatten(1) for x in given], 1))
-            given = [part.unflatten(1, x.shape[1:]) for part, x in zip(packed.split(widths, 1), given, strict=True)]
-        return given[0], given[1] if len(given) > 1 else None, given[2] if len(given) > 1 else None
+            widths = [x.shape[1] * x.shape[2] for x in tensors]
+            packed = views(torch.cat([x.flatten(1) for x in tensors], 1))
+            tensors = [part.unflatten(1, x.shape[1:]) for part, x in zip(packed.split(widths, 1), tensors, strict=True)]
+        return tensors[0], tensors[1] if len(tensors) > 1 else None, tensors[2] if len(tensors) > 1 else None
 
     def _cache(self, call: Call) -> tuple[torch.Tensor | None, tuple[Part, Part] | None]:
         """Return (the cache in the backend's layout with the call's bytes; its keys and values as parts of stored rows)."""

@@ -326,8 +326,8 @@ DEFECTS = (
     Defect(
         "jax_mla_context_chunk",
         "jax/backends/mla/_mla.py",
-        "position = jnp.where(place < ends, place - keys[request], 0)",
-        "position = jnp.where(place < ends, place, 0)",
+        "position = jnp.where(index < ends, index - keys[request], 0)",
+        "position = jnp.where(index < ends, index, 0)",
         ("jax/backends/mla/test_xla_mla.py",),
         "Positions within a context chunk are counted from the chunk's first request.",
     ),
@@ -913,8 +913,8 @@ DEFECTS = (
     Defect(
         "kept_launch_of_other_strides",
         "torch/arrays.py",
-        "found += x.shape, x.stride(), x.dtype,",
-        "found += x.shape, x.dtype,",
+        "facts += x.shape, x.stride(), x.dtype,",
+        "facts += x.shape, x.dtype,",
         ("torch/kernels/test_kept.py",),
         "Launches are repeated for tensors of other strides.",
     ),
@@ -1221,8 +1221,8 @@ DEFECTS = (
     Defect(
         "transformers_bias_is_a_mask",
         "integrations/transformers/masks.py",
-        "require(call, hidden | (given == 0), ",
-        "require(call, hidden | (given <= 0), ",
+        "require(call, hidden | (mask == 0), ",
+        "require(call, hidden | (mask <= 0), ",
         ("integrations/transformers/test_masks.py", "integrations/transformers/test_ways.py"),
         "A mask with values to be added is taken for one of true and false.",
     ),
@@ -1285,8 +1285,8 @@ DEFECTS = (
     Defect(
         "transformers_step_of_another_batch",
         "integrations/transformers/steps.py",
-        "step.given() is not starts or layer_idx <= step.last",
-        "step.given() is not starts",
+        "step.cu_seq_lens() is not starts or layer_idx <= step.last",
+        "step.cu_seq_lens() is not starts",
         ("integrations/transformers/test_batching.py",),
         "A step takes the lengths of the one before, if transformers writes both into one tensor.",
     ),
@@ -1479,8 +1479,8 @@ DEFECTS = (
     Defect(
         "preferences_measured_in_part",
         "selection/preferences.py",
-        "            if batch not in own:\n                return None\n",
-        "            if batch not in own:\n                continue\n",
+        "            if batch not in times:\n                return None\n",
+        "            if batch not in times:\n                continue\n",
         ("selection/test_preferences.py",),
         "A backend that was measured for some batches only is compared by these.",
     ),
@@ -1737,7 +1737,7 @@ DEFECTS = (
     Defect(
         "pair_measured_elsewhere",
         "selection/preferences.py",
-        "pairs_in([entry for entry in found if entry.serves(request)])",
+        "pairs_in([entry for entry in stored if entry.serves(request)])",
         "pairs_in([])",
         ("selection/test_preferences.py",),
         "A pair that was measured to be faster than the list's first is not considered.",

@@ -145,14 +145,14 @@ class DenseAttentionImpl(DiffusionAttentionImpl):
             return None, None
         return self._key_mask("attn_mask", meta.attn_mask, key), None
 
-    def _mask(self, name: str, given: Any, like: Array) -> Array:
-        mask = self.ops.asarray(to_framework(given, self.framework), like)
+    def _mask(self, name: str, array: Any, like: Array) -> Array:
+        mask = self.ops.asarray(to_framework(array, self.framework), like)
         if dtype_name(mask.dtype) != "bool":
             raise DTypeError(f"{self._name}: {name} has dtype {mask.dtype}: must be bool, True = attend")
         return mask
 
-    def _key_mask(self, name: str, given: Any, key: Array) -> Array:
-        mask = self._mask(name, given, key)
+    def _key_mask(self, name: str, array: Any, key: Array) -> Array:
+        mask = self._mask(name, array, key)
         if tuple(mask.shape) != tuple(key.shape[:2]):
             raise ShapeError(f"{self._name}: {name} has shape {list(mask.shape)}: must be {list(key.shape[:2])}")
         return mask

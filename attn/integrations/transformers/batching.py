@@ -190,7 +190,7 @@ def _capturing(x: torch.Tensor) -> bool:
 def _windows(config: Any) -> set[int | None]:
     """Return the windows of a model's layers, None for full ones."""
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
-    return {getattr(config, "sliding_window", None) if kind == "sliding_attention" else None for kind in kinds}
+    return {getattr(config, "sliding_window", None) if layer_type == "sliding_attention" else None for layer_type in kinds}
 
 
 def attend_paged(call: Call, cache: Any, kwargs: dict[str, Any]) -> torch.Tensor:

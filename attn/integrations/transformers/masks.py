@@ -228,24 +228,24 @@ def _valid(
     return present, bool(present.all())
 
 
-def _reached(found: Described, pattern: Pattern, q_offset: int, kv_offset: int) -> bool:
+def _reached(described: Described, pattern: Pattern, q_offset: int, kv_offset: int) -> bool:
     """Describe chunks and spans, beside the window of `found`; False if they cannot be described exactly.
 
     Keys before the chunk of an entry's first row are marked as not valid, so that positions count from a chunk's start.
     """
-    present, rows, layer = found.present, found.rows, found.seen.layer
+    present, rows, layer = described.present, described.rows, described.seen.layer
     if pattern.layer.chunk_size is not None:
         chunk, left = pattern.layer.chunk_size, torch.as_tensor(pattern.left_padding, device=present.device)
         first_row = left.clamp(min=q_offset)
         start = left + (first_row - left) // chunk * chunk - kv_offset
-        found.present = present & (torch.arange(present.shape[1], device=present.device) >= start[:, None])
-        found.whole = bool(found.present.all())
-        _, keys, firsts = found.lens()
+        described.present = present & (torch.arange(present.shape[1], device=present.device) >= start[:, None])
+        described.whole = bool(described.present.all())
+        _, keys, firsts = described.lens()
         if rows > 1:
-            found.seen = Visibility(layer._replace(chunk_size=chunk))
+            described.seen = Visibility(layer._replace(chunk_size=chunk))
         return firsts is not None and all(not k or f == s for k, f, s in zip(keys, firsts, start.tolist(), strict=True))
     windowed = layer.window[0] is not None
-    if windowed and found.lens()[2] is None:
+    if windowed and described.lens()[2] is None:
         return False  # positions in a window count keys that are not valid
     valid = present.cpu().numpy()
     blocks = pattern.blocks[:, kv_offset : kv_offset + present.shape[1]].cpu().numpy()
@@ -263,7 +263,7 @@ def _reached(found: Described, pattern: Pattern, q_offset: int, kv_offset: int) 
         spans[b, mine] = spans_of([ids], [int(mine.sum())])
     if (spans >= 0).any():
         cuts = pattern.layer.span_window if windowed else None
-        found.seen = Visibility(layer._replace(span_window=cuts), BatchMask(spans=spans))
+        described.seen = Visibility(layer._replace(span_window=cuts), BatchMask(spans=spans))
     return True
 
 
@@ -344,17 +344,17 @@ def _recognised(call: Call, draw: bool) -> Described | torch.Tensor:
     return mask if described is None else described
 
 
-def as_bool(call: Call, given: torch.Tensor) -> torch.Tensor:
+def as_bool(call: Call, mask: torch.Tensor) -> torch.Tensor:
     """Convert a mask to True = attend. Raises `UnsupportedError` for one with values other than 0 and the lowest number, and
     for integers: 1 attends in a mask of flags, and does not hide in a mask that is added."""
-    if given.dtype == torch.bool:
-        return given
-    if not given.dtype.is_floating_point:
+    if mask.dtype == torch.bool:
+        return mask
+    if not mask.dtype.is_floating_point:
         raise call.refusal(
-            f"a mask {list(given.shape)} of {given.dtype}", "pass a bool mask, True = attend, or floats to be added"
+            f"a mask {list(mask.shape)} of {mask.dtype}", "pass a bool mask, True = attend, or floats to be added"
         )
-    hidden = given <= torch.finfo(given.dtype).min / 2
-    require(call, hidden | (given == 0), "a mask with values other than 0 and -inf", "pass it as position_bias")
+    hidden = mask <= torch.finfo(mask.dtype).min / 2
+    require(call, hidden | (mask == 0), "a mask with values other than 0 and -inf", "pass it as position_bias")
     return ~hidden
 
 

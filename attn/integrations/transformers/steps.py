@@ -65,10 +65,10 @@ def pages_of(cache: Any, index: int, kwargs: dict[str, Any]) -> Pages:
     lists = {name: kwargs[name] for name in ("read_index", "write_index")}
 
     def update(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        given = {**lists, "read_index": [slots] * len(lists["read_index"])}  # the cache reads that of the layer's kind
+        indices = {**lists, "read_index": [slots] * len(lists["read_index"])}  # the cache reads that of the layer's kind
         if not together:
-            return cache.update(key, value, layer_idx=index, **given)  # type: ignore[no-any-return]
-        key, value = cache.update(key, value, layer_idx=index, kwargs={**kwargs, **given})
+            return cache.update(key, value, layer_idx=index, **indices)  # type: ignore[no-any-return]
+        key, value = cache.update(key, value, layer_idx=index, kwargs={**kwargs, **indices})
         return key[0].transpose(0, 1), value[0].transpose(0, 1)
 
     return Pages(
@@ -91,9 +91,9 @@ def in_place(backend: Any, key_pages: torch.Tensor, value_pages: torch.Tensor) -
     return caches.in_layout(backend, both)
 
 
-def _of(layer_type: str, given: Any) -> Any:
+def _of(layer_type: str, by_type: Any) -> Any:
     """Return what is given for a type of layers; before transformers 5.19 a model with one type has no dictionary."""
-    return given[layer_type] if isinstance(given, dict) else given
+    return by_type[layer_type] if isinstance(by_type, dict) else by_type
 
 
 class OnDevice(NamedTuple):
@@ -113,14 +113,14 @@ class Step:
     """One step. starts: where each request's rows begin, on the host."""
 
     def __init__(self, starts: torch.Tensor, layer_idx: int, capturing: bool = False) -> None:
-        self.given, self.last, self.capturing = weakref.ref(starts), layer_idx, capturing
+        self.cu_seq_lens, self.last, self.capturing = weakref.ref(starts), layer_idx, capturing
         self._lens: dict[Any, tuple[list[int], list[int], Any]] = {}
         self._metadata: dict[Any, Any] = {}
         self._on_device: dict[Any, OnDevice] = {}
 
     @functools.cached_property
     def starts(self) -> Any:
-        starts = self.given()
+        starts = self.cu_seq_lens()
         assert starts is not None
         return starts.cpu().numpy()
 
@@ -202,7 +202,7 @@ def step_of(cache: Any, layer_idx: int, starts: torch.Tensor, capturing: bool = 
     So does the capture of a step that has just been computed: what a graph reads is made within it.
     """
     step = _steps.get(cache)
-    if step is None or step.given() is not starts or layer_idx <= step.last or step.capturing != capturing:
+    if step is None or step.cu_seq_lens() is not starts or layer_idx <= step.last or step.capturing != capturing:
         step = _steps[cache] = Step(starts, layer_idx, capturing)
     step.last = layer_idx
     return step

@@ -98,8 +98,8 @@ def pack(query_start_loc: jax.Array, lens: jax.Array, order: jax.Array, num_rows
     shift = query_start_loc[order] - starts[:-1]  # from a packed row to that of the batch
     index = jnp.arange(num_rows, dtype=jnp.int32)
     row = index + shift[request_of(starts, index)]
-    place = index - shift[jnp.argsort(order)][request_of(query_start_loc, index)]
-    return Packed(order, starts, *(jnp.clip(x, 0, num_rows - 1) for x in (row, place)))
+    packed = index - shift[jnp.argsort(order)][request_of(query_start_loc, index)]
+    return Packed(order, starts, *(jnp.clip(x, 0, num_rows - 1) for x in (row, packed)))
 
 
 def request_of(bounds: jax.Array, index: jax.Array) -> jax.Array:

@@ -163,14 +163,14 @@ def _seen(mask: str, query_lens: Sequence[int], seq_lens: Sequence[int]) -> Batc
 
 def images(query_lens: Sequence[int], seq_lens: Sequence[int], size: int, every: int) -> np.ndarray:
     """Spans [T, 2] int32: in every `every` positions from each request's first row on, the last `size` see each other."""
-    found = []
+    spans = []
     for count, length in zip(query_lens, seq_lens, strict=True):
         row = np.arange(count)
         first = row // every * every + every - size
         inside = (row >= first) & (first + size <= count)
         context = length - count
-        found.append(np.where(inside[:, None], np.stack([first, first + size - 1], axis=1) + context, -1))
-    return np.concatenate(found).astype(np.int32)
+        spans.append(np.where(inside[:, None], np.stack([first, first + size - 1], axis=1) + context, -1))
+    return np.concatenate(spans).astype(np.int32)
 
 
 class Ragged(NamedTuple):

@@ -379,13 +379,13 @@ def _launch_fill(choice: Choice) -> None:
 
     heads, size, requests = choice["num_heads"], choice["head_size"], choice["requests"]
     starts = torch.empty(requests + 1, dtype=torch.int32)
-    given: dict[str, Any] = {"output": torch.empty(9, heads, size, dtype=getattr(torch, choice["dtype"])), "tokens": 9}
-    given |= {"lse": torch.empty(heads, 9) if choice["lse"] else None, "lse_h": 9 if choice["lse"] else 0}
-    given |= {"counters": starts[:2].clone() if choice["counters"] else None, "query_start_loc": starts, "num_reqs": requests}
+    args: dict[str, Any] = {"output": torch.empty(9, heads, size, dtype=getattr(torch, choice["dtype"])), "tokens": 9}
+    args |= {"lse": torch.empty(heads, 9) if choice["lse"] else None, "lse_h": 9 if choice["lse"] else 0}
+    args |= {"counters": starts[:2].clone() if choice["counters"] else None, "query_start_loc": starts, "num_reqs": requests}
     if choice["chooses"]:
-        given |= {"whole": torch.empty_like(starts), "cut": torch.empty_like(starts), "seq_lens": starts[1:].clone()}
-        given |= {"left": 1 << 30, "most": 1, "keys_per_tile": 64, "whole_from": 26, "BLOCK_R": block_of(requests)}
-    fill.fill[-(-9 // fill.ROWS),](**fill.constants(heads, size) | given)
+        args |= {"whole": torch.empty_like(starts), "cut": torch.empty_like(starts), "seq_lens": starts[1:].clone()}
+        args |= {"left": 1 << 30, "most": 1, "keys_per_tile": 64, "whole_from": 26, "BLOCK_R": block_of(requests)}
+    fill.fill[-(-9 // fill.ROWS),](**fill.constants(heads, size) | args)
 
 
 # --- multi-head latent attention ------------------------------------------------------------------------------------

@@ -163,11 +163,11 @@ def run(args: argparse.Namespace) -> int:
     report.about |= drawn
     print(folded(header(summaries.COLUMNS if drawn else COLUMNS, args.wide)))
     measure(entries, benches, report, limit, args.json, wide=args.wide)
-    found = report.to_dict()["rows"]
+    rows = report.to_dict()["rows"]
     if drawn:
-        print(folded("\n".join([*(ranked(found) if args.peers else []), summaries.summary(found)])))
+        print(folded("\n".join([*(ranked(rows) if args.peers else []), summaries.summary(rows)])))
     elif args.peers:
-        print(folded("\n".join(ranked(found))))
+        print(folded("\n".join(ranked(rows))))
     draw(args.plot, report.to_dict())
     return 0 if report.right else 1
 
@@ -206,10 +206,10 @@ def frameworks_of(args: argparse.Namespace) -> dict[str, list[str]]:
             raise ValueError(
                 f"{name} cannot be timed by attn bench: it attends a pattern of blocks, but every case here attends all keys"
             )
-        own = framework_of_backend(member) or frameworks[0]  # a peer belongs to the default framework
-        if args.framework not in (None, "all", own):
-            raise ValueError(f"{name} is a backend of {own}, not of {args.framework}")
-        by_framework.setdefault(own, []).append(name)
+        belongs_to = framework_of_backend(member) or frameworks[0]  # a peer belongs to the default framework
+        if args.framework not in (None, "all", belongs_to):
+            raise ValueError(f"{name} is a backend of {belongs_to}, not of {args.framework}")
+        by_framework.setdefault(belongs_to, []).append(name)
     return by_framework
 
 

@@ -67,9 +67,14 @@ SUITE = (
 
 #: Columns of a row; "allowed" is the largest error of a right output.
 COLUMNS = (
-    Column(" backend", 24, text=True), Column("ms", 10), Column("p20 .. p80", 23), Column("TFLOP/s", 8),
-    Column("kind", 11, text=True), Column("error", 8), Column("allowed", 8),
-)  # fmt: skip
+    Column(" backend", 24, text=True, of=lambda row: f"{'*' if row.chosen else ' '}{row.backend}"),
+    Column("ms", 10, of=lambda row: f"{row.timing.ms:.4f}"),
+    Column("p20 .. p80", 23, of=lambda row: f"{row.timing.ms_p20:.4f} .. {row.timing.ms_p80:.4f}"),
+    Column("TFLOP/s", 8, of=lambda row: f"{row.tflop_per_s:.1f}"),
+    Column("kind", 11, text=True, of=lambda row: "exact" if row.exact else "approximate"),
+    Column("error", 8, of=lambda row: f"{row.timing.error:.1e}"),
+    Column("allowed", 8, of=lambda row: f"{row.allowed:.1e}"),
+)
 
 
 def parse(text: str) -> Shape:
@@ -105,24 +110,17 @@ class DenseRow:
         return self.shape.flops / self.timing.ms / 1e9 if self.timing else 0.0
 
     def __str__(self) -> str:
-        t, head = self.timing, f"{'*' if self.chosen else ' '}{self.backend}"
-        if t is None:
-            text = f"{head:24s} {'not available: ' + self.refused if self.refused else 'FAILED: ' + self.raised}"
+        if self.timing is None:
+            text = f"{COLUMNS[0].of(self):24s} {'not available: ' + self.refused if self.refused else 'FAILED: ' + self.raised}"
             return "\n".join(wrapped(text, more=" " * (COLUMNS[0].width + 1)))
-        cells = (
-            head, f"{t.ms:.4f}", f"{t.ms_p20:.4f} .. {t.ms_p80:.4f}", f"{self.tflop_per_s:.1f}",
-            "exact" if self.exact else "approximate", f"{t.error:.1e}", f"{self.allowed:.1e}",
-        )  # fmt: skip
-        return line(cells, COLUMNS) + ("" if self.right else " WRONG")
+        return line([column.of(self) for column in COLUMNS], COLUMNS) + ("" if self.right else " WRONG")
 
     def to_dict(self) -> dict[str, Any]:
         t = self.timing or Timing(0.0, 0.0, 0.0, error=0.0)
-        return {
-            "shape": str(self.shape), "backend": self.backend, "exact": self.exact, "chosen": self.chosen,
-            "refused": self.refused, "ms": t.ms, "ms_p20": t.ms_p20, "ms_p80": t.ms_p80, "error": t.error,
-            "allowed": self.allowed, "raised": self.raised, "name": self.shape.name,
-            "tflop_per_s": round(self.tflop_per_s, 2), "right": self.right,
-        }  # fmt: skip
+        of_row = {name: getattr(self, name) for name in ("backend", "exact", "chosen", "refused", "allowed", "raised", "right")}
+        times = {name: getattr(t, name) for name in ("ms", "ms_p20", "ms_p80", "error")}
+        shape = {"shape": str(self.shape), "name": self.shape.name}
+        return {**shape, **of_row, **times, "tflop_per_s": round(self.tflop_per_s, 2)}
 
 
 @dataclass
@@ -181,11 +179,11 @@ def rows(shape: Shape, dtype: str, names: Sequence[str], framework: str, bench: 
         else:
             refused.append(DenseRow(shape, name, exact=error == 0, refused=str(verdict)))
     timings = bench.measure(shape, dtype, list(classes.values()))
-    found = [
+    rows = [
         _row(shape, name, name == chosen, timing, cls.error, LIMITS[dtype])  # type: ignore[union-attr]
         for (name, cls), timing in zip(classes.items(), timings, strict=True)
     ]
-    yield from sorted(found, key=lambda row: row.timing.ms if row.timing else float("inf"))
+    yield from sorted(rows, key=lambda row: row.timing.ms if row.timing else float("inf"))
     yield from refused
 
 

@@ -80,7 +80,7 @@ def apart(fast: Mapping[str, Any], slow: Mapping[str, Any]) -> bool:
 
 def verdicts(rows: Sequence[dict[str, Any]]) -> list[BenchVerdict]:
     """Return a verdict for each case whose choice has a right row."""
-    found = []
+    judged = []
     for case, right in _by_case(rows).items():
         choice = next((row for row in right if row.get("chosen")), None)
         if choice is None:
@@ -89,10 +89,10 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[BenchVerdict]:
         peer = min((row for row in right if _beside(row)), key=lambda row: row["ms"], default=None)
         more = {} if peer is None else {"peer": peer["backend"], "ahead": choice["ms"] / peer["ms"] - 1}
         behind = choice["ms"] / first["ms"] - 1
-        found.append(
+        judged.append(
             BenchVerdict(case, choice["backend"], choice["ms"], first["backend"], behind, apart(first, choice), **more)
         )
-    return found
+    return judged
 
 
 def ranking(rows: Sequence[dict[str, Any]]) -> list[tuple[str, int, float, float, str]]:
@@ -102,11 +102,11 @@ def ranking(rows: Sequence[dict[str, Any]]) -> list[tuple[str, int, float, float
     """
     ratios: dict[str, list[tuple[float, str]]] = {}
     for case, right in _by_case(rows).items():
-        own = [row for row in right if not _beside(row)]
-        for row in own:
-            ratios.setdefault(row["backend"], []).append((row["ms"] / min(r["ms"] for r in own), case))
-    found = [(name, len(of), geometric_mean([ratio for ratio, _ in of]), *max(of)) for name, of in ratios.items()]
-    return sorted(found, key=lambda entry: (-entry[1], entry[2]))
+        ours = [row for row in right if not _beside(row)]
+        for row in ours:
+            ratios.setdefault(row["backend"], []).append((row["ms"] / min(r["ms"] for r in ours), case))
+    entries = [(name, len(of), geometric_mean([ratio for ratio, _ in of]), *max(of)) for name, of in ratios.items()]
+    return sorted(entries, key=lambda entry: (-entry[1], entry[2]))
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -121,11 +121,11 @@ def judge(rows: Sequence[dict[str, Any]]) -> str:
 
 def ranked(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Format the ranking, a line per backend, under a line that says what the numbers are."""
-    found = [
+    lines = [
         f"  {name:24s} {counted(cases, 'case'):>9s}, mean {mean:.3f}, worst {worst:.2f} ({abbreviated(where)})"
         for name, cases, mean, worst, where in ranking(rows)
     ]
-    return [*(["time of each backend / time of the fastest backend:"] if found else []), *found]
+    return [*(["time of each backend / time of the fastest backend:"] if lines else []), *lines]
 
 
 # two runs
@@ -167,17 +167,17 @@ class Change:
 def compare(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> list[Change]:
     """Compare every case and backend of either run, in the order of the first run, then of the second."""
     first, second = _by_name(before), _by_name(after)
-    found = []
+    changes = []
     for key in dict.fromkeys([*first, *second]):
         a, b = first.get(key), second.get(key)
         if a is not None and b is not None and timed(a) and timed(b):
             split = apart(b, a) or apart(a, b)
-            found.append(Change(key[1], key[2], a["ms"], b["ms"], b["ms"] / a["ms"], split))
+            changes.append(Change(key[1], key[2], a["ms"], b["ms"], b["ms"] / a["ms"], split))
             continue
         note = f"{_outcome(a)} in the first, {_outcome(b)} in the second"
         times = [row["ms"] if row is not None and timed(row) else None for row in (a, b)]
-        found.append(Change(key[1], key[2], times[0], times[1], None, note=note))
-    return found
+        changes.append(Change(key[1], key[2], times[0], times[1], None, note=note))
+    return changes
 
 
 def _by_name(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str, str], dict[str, Any]]:

@@ -87,7 +87,7 @@ def _flex(workload: "Workload") -> Call:
 # paged
 
 
-def _flashinfer(kind: str) -> Callable[["Workload"], Call]:
+def _flashinfer(wrapper: str) -> Callable[["Workload"], Call]:
     def prepare(workload: "Workload") -> Call:
         import flashinfer
 
@@ -101,16 +101,16 @@ def _flashinfer(kind: str) -> Callable[["Workload"], Call]:
         cache = (workload.key_cache, workload.value_cache)
         shape = (case.num_heads, case.num_kv_heads, case.head_size)
         dtypes = {"q_data_type": workload.query.dtype, "kv_data_type": workload.cache.dtype}
-        if kind == "decode":
+        if wrapper == "decode":
             if any(q > 1 for q, _ in workload.lens):
                 raise UnsupportedError("supports only one token per request")
             decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(space, "NHD", use_tensor_cores=True)
             decode.plan(indptr, indices, last, *shape, case.block_size, **dtypes)
             return lambda: decode.run(workload.query, cache)  # type: ignore[no-any-return]
-        if kind == "fa3" and workload.cache.dtype != workload.query.dtype:
+        if wrapper == "fa3" and workload.cache.dtype != workload.query.dtype:
             raise UnsupportedError(f"kv_cache_dtype={case.kv_cache_dtype}: needs queries in the cache's dtype")
         starts = workload.metadata.query_start_loc
-        prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(space, "NHD", backend=kind)
+        prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(space, "NHD", backend=wrapper)
         prefill.plan(starts, indptr, indices, last, *shape, case.block_size, causal=True, **dtypes)
         return lambda: prefill.run(workload.query, cache)  # type: ignore[no-any-return]
 

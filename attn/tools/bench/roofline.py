@@ -43,15 +43,15 @@ def chart(report: dict[str, Any]) -> Picture:
 def ratios(report: dict[str, Any]) -> Picture:
     """Draw a dot a batch: the time of the fastest other kernel relative to that of the selected backend, above 1 where the
     selected one is faster. Raises ValueError for a report in which no batch has both times."""
-    found = [(outcome, outcome.ratio) for outcome in outcomes(report["rows"]) if outcome.ratio is not None]
-    if not found:
+    compared = [(outcome, outcome.ratio) for outcome in outcomes(report["rows"]) if outcome.ratio is not None]
+    if not compared:
         raise ValueError("no batch has the times of two kernels")
-    frameworks = list(dict.fromkeys(outcome.framework for outcome, _ in found))
+    frameworks = list(dict.fromkeys(outcome.framework for outcome, _ in compared))
 
     def draw(axes: Any) -> None:
         for axis, framework in zip(axes if len(frameworks) > 1 else [axes], frameworks, strict=True):
             about = report[framework] if isinstance(report.get(framework), dict) else report
-            own = [(outcome, ratio) for outcome, ratio in found if outcome.framework == framework]
+            own = [(outcome, ratio) for outcome, ratio in compared if outcome.framework == framework]
             where = f"{about.get('device', framework)} ({framework}), {report.get('date', '')}"
             _dots(axis, own, f"{where}: {geometric_mean([ratio for _, ratio in own]):.2f} in the mean of {len(own)} batches")
 
@@ -62,19 +62,21 @@ def ratios(report: dict[str, Any]) -> Picture:
 _HIGHEST = 10.0
 
 
-def _dots(axis: Any, found: Sequence[tuple[BatchOutcome, float]], title: str) -> None:
+def _dots(axis: Any, compared: Sequence[tuple[BatchOutcome, float]], title: str) -> None:
     """Plot ratios over the selected backend's times: a colour for each fastest other kernel, a marker for each kind."""
     from matplotlib.lines import Line2D
 
-    rivals = list(dict.fromkeys(outcome.other["backend"] for outcome, _ in found if outcome.other is not None))
+    rivals = list(dict.fromkeys(outcome.other["backend"] for outcome, _ in compared if outcome.other is not None))
     colours, markers = dict(zip(rivals, cycle(COLOURS), strict=False)), dict(zip(KINDS, "osD^v", strict=False))
-    for outcome, ratio in found:
+    for outcome, ratio in compared:
         colour = colours[outcome.other["backend"]] if outcome.other is not None else "black"
         where = [outcome.row["ms"]], [min(ratio, _HIGHEST)]
         axis.plot(*where, markers[outcome.kind], color=colour, markersize=6, markeredgecolor="black", markeredgewidth=0.4)
     axis.axhline(1, color="black", linewidth=0.8, zorder=1)
     axis.set(xscale="log", yscale="log", title=title, xlabel="ms, selected backend", ylabel="best other / selected")
-    axis.set_ylim(min(0.75, min(ratio for _, ratio in found) / 1.1), max(2.2, min(_HIGHEST, max(r for _, r in found)) * 1.1))
+    axis.set_ylim(
+        min(0.75, min(ratio for _, ratio in compared) / 1.1), max(2.2, min(_HIGHEST, max(r for _, r in compared)) * 1.1)
+    )
     low, high = axis.get_ylim()
     ticks = [tick for tick in (0.25, 0.5, 0.8, 1, 1.25, 1.6, 2, 3, 5, _HIGHEST) if low <= tick <= high]
     axis.set_yticks(ticks, [f"{tick:g}" if tick < _HIGHEST else "10 or more" for tick in ticks])
@@ -84,7 +86,7 @@ def _dots(axis: Any, found: Sequence[tuple[BatchOutcome, float]], title: str) ->
     axis.xaxis.set_minor_formatter("")
     axis.yaxis.minorticks_off()
     axis.grid(True, linewidth=0.3, alpha=0.5)
-    kinds = [kind for kind in KINDS if any(outcome.kind == kind for outcome, _ in found)]
+    kinds = [kind for kind in KINDS if any(outcome.kind == kind for outcome, _ in compared)]
     handles = [Line2D([], [], color="grey", marker=markers[kind], linestyle="none", label=kind) for kind in kinds]
     for name in rivals:
         handles.append(Line2D([], [], color=colours[name], marker="s", linestyle="none", label=f"fastest other: {name}"))
@@ -122,8 +124,8 @@ def _roofline(axis: Any, rows: Sequence[dict[str, Any]], colours: dict[str, str]
     )
     axis.text(high, gemm * 1.1, f"matrix product: {gemm:.3g} TFLOP/s", ha="right", **above)
     for name, colour in colours.items():
-        own = [(x, row) for x, row in points if row["backend"] == name]
-        for x, row in own:
+        points_of_backend = [(x, row) for x, row in points if row["backend"] == name]
+        for x, row in points_of_backend:
             chosen = "o" if row.get("chosen") else "s"
             axis.plot(x, row["tflop_per_s"], chosen, color=colour, markersize=6, markeredgecolor="black", markeredgewidth=0.4)
     sides: dict[float, int] = {}  # labels already near this x
@@ -131,9 +133,9 @@ def _roofline(axis: Any, rows: Sequence[dict[str, Any]], colours: dict[str, str]
         x, row = max((point for point in points if case_of(point[1]) == case), key=lambda point: point[1]["tflop_per_s"])
         near = round(math.log10(x), 1)
         sides[near] = sides.get(near, 0) + 1
-        label, place = abbreviated(case).partition(" ")[0], ((7, "left") if sides[near] % 2 else (-7, "right"))
+        label, offset = abbreviated(case).partition(" ")[0], ((7, "left") if sides[near] % 2 else (-7, "right"))
         axis.annotate(
-            label, (x, row["tflop_per_s"]), (place[0], 0), textcoords="offset points", ha=place[1], va="center", fontsize=7
+            label, (x, row["tflop_per_s"]), (offset[0], 0), textcoords="offset points", ha=offset[1], va="center", fontsize=7
         )
     axis.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOP/s", title=title)
     axis.set_ylim(top=3 * gemm)

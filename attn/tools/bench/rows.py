@@ -18,13 +18,6 @@ from attn.tools.bench.judge import verdicts
 
 #: Each framework's timer.
 BENCHES = {"torch": "attn.tools.bench.on_torch.TorchBench", "jax": "attn.tools.bench.on_jax.JaxBench"}
-#: Columns of a row.
-COLUMNS = (
-    Column(" backend", 25, text=True), Column("ms", 10), Column("p20 .. p80", 19), Column("GB/s", 6, wide=True),
-    Column("% copy", 6), Column("TFLOP/s", 8), Column("% gemm", 6), Column("clean ms", 9, wide=True),
-    Column("kernel ms", 9, wide=True), Column("launch us", 9, wide=True), Column("metadata us", 11, wide=True),
-    Column("error", 8), Column("remarks", text=True),
-)  # fmt: skip
 
 
 class Bench(Protocol):
@@ -94,15 +87,7 @@ class BenchRow:
 
     def text(self, wide: bool = False) -> str:
         """Format the row without its case; `wide`: with every column."""
-        t = self.timing
-        cells = (
-            f"{'*' if self.chosen else ' '}{self.backend}", _ms(t.ms),
-            f"{_ms(t.ms_p20)} .. {_ms(t.ms_p80)}", f"{self.gb_per_s:.4g}",
-            f"{100 * self.of_copy:.1f}", f"{self.tflop_per_s:.3g}",
-            f"{100 * self.of_gemm:.1f}", shown(t.ms_clean, ".4f"), shown(t.kernel_ms, ".4f"), shown(t.host_us, ".0f"),
-            shown(t.build_us, ".0f"), f"{t.error:.1e}", " ".join(["WRONG"] * (not self.right) + ["eager"] * (not t.replayed)),
-        )  # fmt: skip
-        return line(cells, COLUMNS, wide)
+        return line([column.of(self) for column in COLUMNS], COLUMNS, wide)
 
     def to_dict(self) -> dict[str, Any]:
         flat = {**asdict(self), **asdict(self.case), **asdict(self.timing)}
@@ -128,7 +113,7 @@ class Refusal:
 
     def text(self, wide: bool = False) -> str:
         """Format the row without its case; `wide`: in one line."""
-        head = line((f"{'*' if self.chosen else ' '}{self.backend}",), COLUMNS).ljust(COLUMNS[0].width)
+        head = COLUMNS[0].of(self).ljust(COLUMNS[0].width)
         text = f"{head} {'FAILED' if self.failed else 'not timed'}: {' '.join(self.refused.split())[:200]}"
         return text if wide else "\n".join(wrapped(text, more=" " * (COLUMNS[0].width + 1)))
 
@@ -140,6 +125,24 @@ class Refusal:
 def _ms(value: float) -> str:
     """Format milliseconds: to 0.1 us, from a second on to 0.1 ms."""
     return f"{value:.4f}" if value < 1000 else f"{value:.1f}"
+
+
+#: Columns of a row.
+COLUMNS = (
+    Column(" backend", 25, text=True, of=lambda row: f"{'*' if row.chosen else ' '}{row.backend}"),
+    Column("ms", 10, of=lambda row: _ms(row.timing.ms)),
+    Column("p20 .. p80", 19, of=lambda row: f"{_ms(row.timing.ms_p20)} .. {_ms(row.timing.ms_p80)}"),
+    Column("GB/s", 6, wide=True, of=lambda row: f"{row.gb_per_s:.4g}"),
+    Column("% copy", 6, of=lambda row: f"{100 * row.of_copy:.1f}"),
+    Column("TFLOP/s", 8, of=lambda row: f"{row.tflop_per_s:.3g}"),
+    Column("% gemm", 6, of=lambda row: f"{100 * row.of_gemm:.1f}"),
+    Column("clean ms", 9, wide=True, of=lambda row: shown(row.timing.ms_clean, ".4f")),
+    Column("kernel ms", 9, wide=True, of=lambda row: shown(row.timing.kernel_ms, ".4f")),
+    Column("launch us", 9, wide=True, of=lambda row: shown(row.timing.host_us, ".0f")),
+    Column("metadata us", 11, wide=True, of=lambda row: shown(row.timing.build_us, ".0f")),
+    Column("error", 8, of=lambda row: f"{row.timing.error:.1e}"),
+    Column("remarks", text=True, of=lambda row: " ".join(["WRONG"] * (not row.right) + ["eager"] * (not row.timing.replayed))),
+)
 
 
 @dataclass

@@ -66,8 +66,8 @@ def outcomes(rows: Sequence[dict[str, Any]]) -> list[BatchOutcome]:
         groups.setdefault((row.get("framework", "torch"), case_of(row)), []).append(row)
     results: list[BatchOutcome] = []
     for (framework, _), group in groups.items():
-        own = [row for row in group if not row.get("peer")] or group
-        ours = next((row for row in own if row.get("chosen")), own[0])
+        eligible = [row for row in group if not row.get("peer")] or group
+        ours = next((row for row in eligible if row.get("chosen")), eligible[0])
         same = SAME_KERNELS if ours["backend"] in SAME_KERNELS else {ours["backend"]}
         rivals = (row for row in group if row["backend"] not in same and timed(row))
         other = min(rivals, key=lambda row: row["ms"], default=None)

@@ -95,15 +95,15 @@ def pairs_of(
         for row in rows:
             if isinstance(row, BenchRow) and row.right and layer(row.case) == shape and PAIR not in row.backend:
                 times.setdefault(row.backend, {})[row.case.batch] = row.timing.ms
-        own = [case for case in cases if layer(case) == shape]
-        lens = {case.batch: [q for q, _ in parse(case.batch)] for case in own}
+        of_layer = [case for case in cases if layer(case) == shape]
+        lens = {case.batch: [q for q, _ in parse(case.batch)] for case in of_layer}
         decodes = fastest(times, [batch for batch, q in lens.items() if max(q) <= FEW_ROWS])
         prompts = fastest(times, [batch for batch, q in lens.items() if min(q) > FEW_ROWS])
         if decodes is None or prompts is None or decodes == prompts or {decodes, prompts} & {name.upper() for name in without}:
             continue
         pair = f"{decodes}{PAIR}{prompts}"
-        if select(own[0].request(), framework=framework, backend=pair).winner is not None:
-            entries += [Entry(case, pair, framework) for case in own]
+        if select(of_layer[0].request(), framework=framework, backend=pair).winner is not None:
+            entries += [Entry(case, pair, framework) for case in of_layer]
     return entries
 
 

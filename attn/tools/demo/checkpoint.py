@@ -147,8 +147,8 @@ def _shards(root: Path) -> Iterator[tuple[Path, list[str] | None]]:
     index = root / INDEX_FILE
     if not index.is_file():
         others = sorted(path.name for path in root.iterdir() if path.suffix in _WEIGHT_SUFFIXES)
-        found = f" (found {_listed(others)}, which is not supported)" if others else ""
-        raise CheckpointError(f"{root} has neither {WEIGHTS_FILE} nor {INDEX_FILE}{found}")
+        also = f" (found {_listed(others)}, which is not supported)" if others else ""
+        raise CheckpointError(f"{root} has neither {WEIGHTS_FILE} nor {INDEX_FILE}{also}")
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
         raise CheckpointError(f"{index}: weight_map must be an object of tensor name: file name")

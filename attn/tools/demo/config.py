@@ -73,14 +73,14 @@ def load_config(directory: str | Path) -> ModelConfig:
     root = checkpoint_directory(directory)
     fields = Fields(read_json(root / CONFIG_FILE), str(root / CONFIG_FILE))
     name, made = _architecture(fields)
-    if fields.given("quantization_config"):
+    if fields.has("quantization_config"):
         method = fields.section("quantization_config").values.get("quant_method", "unnamed")
         allowed = "must be float32, float16 or bfloat16"
         raise CheckpointError(f"{fields.place}: quantization_config: weights are quantised by {method}: {allowed}")
     if fields.values.get("hidden_act", "silu") != "silu":
         raise fields.wrong("hidden_act", "'silu'")
     num_heads, num_layers = fields.integer("num_attention_heads"), fields.integer("num_hidden_layers")
-    num_kv_heads = fields.integer("num_key_value_heads") if fields.given("num_key_value_heads") else num_heads
+    num_kv_heads = fields.integer("num_key_value_heads") if fields.has("num_key_value_heads") else num_heads
     if num_heads % num_kv_heads:
         raise fields.wrong("num_key_value_heads", f"a divisor of num_attention_heads = {num_heads}")
     length = fields.integer("max_position_embeddings")
@@ -133,7 +133,7 @@ def _architecture(fields: Fields) -> tuple[str, _Architecture]:
 
 def _head_size(fields: Fields, made: _Architecture, num_heads: int) -> int:
     hidden_size = fields.integer("hidden_size")
-    if fields.given("head_dim"):
+    if fields.has("head_dim"):
         size = fields.integer("head_dim")
     elif made.head_size is not None:
         size = made.head_size
@@ -153,7 +153,7 @@ def _windows(fields: Fields, made: _Architecture, num_layers: int) -> tuple[int 
     elif "sliding_window" not in fields.values:
         window = made.sliding_window
     else:
-        window = fields.integer("sliding_window") if fields.given("sliding_window") else None
+        window = fields.integer("sliding_window") if fields.has("sliding_window") else None
     if made.windows != "typed":
         return (window,) * num_layers
     return tuple(window if slides else None for slides in _sliding_layers(fields, num_layers, window))
@@ -161,8 +161,8 @@ def _windows(fields: Fields, made: _Architecture, num_layers: int) -> tuple[int 
 
 def _sliding_layers(fields: Fields, num_layers: int, window: int | None) -> list[bool]:
     """Return which layers have a window: by `layer_types` if given, else every layer from `max_window_layers` on."""
-    if not fields.given("layer_types"):
-        first = fields.integer("max_window_layers", minimum=0) if fields.given("max_window_layers") else 28
+    if not fields.has("layer_types"):
+        first = fields.integer("max_window_layers", minimum=0) if fields.has("max_window_layers") else 28
         return [window is not None and layer >= first for layer in range(num_layers)]
     types = fields.values["layer_types"]
     if not isinstance(types, list) or len(types) != num_layers or any(kind not in LAYER_TYPES for kind in types):

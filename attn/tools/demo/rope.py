@@ -63,8 +63,8 @@ def read_rope(fields: Fields, length: int) -> tuple[float, RopeScaling | None]:
 
 def _scaling(rope_type: str, rope: Fields, fields: Fields, length: int) -> RopeScaling:
     outside = "original_max_position_embeddings"
-    holder = fields if fields.given(outside) else rope
-    original = holder.integer(outside) if holder.given(outside) else length
+    holder = fields if fields.has(outside) else rope
+    original = holder.integer(outside) if holder.has(outside) else length
     if rope_type == "linear":
         return RopeScaling(rope_type, rope.number("factor"), original)
     if rope_type == "llama3":

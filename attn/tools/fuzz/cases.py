@@ -87,11 +87,11 @@ def _frame(subject: Subject, rng: random.Random) -> Case:
     def sizes(wanted: Sequence[int], allowed: Any) -> list[int]:
         return [size for size in wanted if supports_size(size, allowed)] or subject.sizes(wanted, allowed)
 
-    def given(feature: Feature, *values: Any) -> list[Any]:
+    def if_served(feature: Feature, *values: Any) -> list[Any]:
         return list(values) if subject.has(feature) else []
 
-    kind = rng.choice(c.attn_types) if rng.random() < 0.25 else base_case(subject, "").attn_type
-    is_decoder = kind == AttentionType.DECODER
+    attn_type = rng.choice(c.attn_types) if rng.random() < 0.25 else base_case(subject, "").attn_type
+    is_decoder = attn_type == AttentionType.DECODER
     stored = rng.choice(c.kv_cache_dtypes) if rng.random() < 0.6 else c.kv_cache_dtypes[0]
     dtype = rng.choice(c.dtypes)
     heads = rng.choice(HEADS)
@@ -103,38 +103,38 @@ def _frame(subject: Subject, rng: random.Random) -> Case:
         num_heads=heads[0],
         num_kv_heads=heads[1],
         dtype=dtype,
-        attn_type=kind,
+        attn_type=attn_type,
         num_blocks=None,
         causal=True,
         block_size=rng.choice(sizes(_BLOCK_SIZES, subject.block_sizes)),
         poison=rng.choice(subject.poisons),
         through=through,
         lse=subject.lse and rng.random() < 0.6,
-        kv_cache_dtype=c.kv_cache_dtypes[0] if kind in ENCODER_TYPES else stored,
+        kv_cache_dtype=c.kv_cache_dtypes[0] if attn_type in ENCODER_TYPES else stored,
     )
     if subject.is_latent:
         case = _latent_frame(subject, rng, case)
     else:
         case = case.replace(head_size=rng.choice(head_sizes or [case.head_size]))
-    windows = [*given(Feature.SLIDING_WINDOW, *_WINDOWS, *_PAIRS), *given(Feature.TWO_SIDED_WINDOW, *_TWO_SIDED)]
+    windows = [*if_served(Feature.SLIDING_WINDOW, *_WINDOWS, *_PAIRS), *if_served(Feature.TWO_SIDED_WINDOW, *_TWO_SIDED)]
     case = case.replace(
-        causal=not (is_decoder and _chance(rng, 0.2, given(Feature.NON_CAUSAL, True), False)),
+        causal=not (is_decoder and _chance(rng, 0.2, if_served(Feature.NON_CAUSAL, True), False)),
         sliding_window=_chance(rng, 0.4, windows, None),
-        logits_soft_cap=_chance(rng, 0.2, given(Feature.SOFT_CAP, 2.0, 30.0, 0.5, 0.0, 50), None),
-        alibi=_chance(rng, 0.2, given(Feature.ALIBI, True, "randn"), False),
-        sinks=_chance(rng, 0.2, given(Feature.SINKS, "randn", "log_length", "infinite"), ""),
-        kv_sharing=is_decoder and _chance(rng, 0.1, given(Feature.KV_SHARING, True), False),
+        logits_soft_cap=_chance(rng, 0.2, if_served(Feature.SOFT_CAP, 2.0, 30.0, 0.5, 0.0, 50), None),
+        alibi=_chance(rng, 0.2, if_served(Feature.ALIBI, True, "randn"), False),
+        sinks=_chance(rng, 0.2, if_served(Feature.SINKS, "randn", "log_length", "infinite"), ""),
+        kv_sharing=is_decoder and _chance(rng, 0.1, if_served(Feature.KV_SHARING, True), False),
         sparse=rng.choice(SPARSE) if subject.has(Feature.BLOCK_SPARSE) else (),
     )
     if is_decoder and case.causal:
-        case = case.replace(tree=_chance(rng, 0.15, given(Feature.TREE_MASK, 6, 1, 3, 9, -1), 0))
+        case = case.replace(tree=_chance(rng, 0.15, if_served(Feature.TREE_MASK, 6, 1, 3, 9, -1), 0))
     if is_decoder:
-        mixed = given(Feature.MIXED_CAUSAL, "mixed") if not case.tree else []
+        mixed = if_served(Feature.MIXED_CAUSAL, "mixed") if not case.tree else []
         case = case.replace(
             causal=_chance(rng, 0.1, mixed, case.causal),
-            spans=_chance(rng, 0.15, given(Feature.SPANS, 1, 4, 30, -1), 0),
-            prefix=_chance(rng, 0.15, given(Feature.SPANS, 1, 8, 100, -1), 0),
-            chunk_size=_chance(rng, 0.1, given(Feature.CHUNK_SIZE, 1, 7, 16, 100, 1000), 0),
+            spans=_chance(rng, 0.15, if_served(Feature.SPANS, 1, 4, 30, -1), 0),
+            prefix=_chance(rng, 0.15, if_served(Feature.SPANS, 1, 8, 100, -1), 0),
+            chunk_size=_chance(rng, 0.1, if_served(Feature.CHUNK_SIZE, 1, 7, 16, 100, 1000), 0),
             span_window=rng.random() < 0.5,
         )
     return case.replace(**_scales(subject, rng, case))
@@ -269,13 +269,13 @@ def _lens(rng: random.Random, frame: Case) -> Lens:
     q: list[int] = []
     m: list[int] = []
     for _ in range(count):
-        kind = rng.choice(kinds)
+        request = rng.choice(kinds)
         context = rng.choice(
             (0, 1, page - 1, page, page + 1, 2 * page, 2 * page + 3, rng.randrange(3 * page + 8), rng.randrange(40))
         )
         rows = rng.choice((1, 2, 3, 5, page, page + 1, 16, 17, 18, 33, rng.randrange(1, 60)))
-        rows = {"decode": 1, "draft": rng.randrange(1, 10), "empty": 0}.get(kind, rows)
-        keys = {"prompt": rows, "dummy": 0, "short": rng.randrange(rows + 1)}.get(kind, rows + context)
+        rows = {"decode": 1, "draft": rng.randrange(1, 10), "empty": 0}.get(request, rows)
+        keys = {"prompt": rows, "dummy": 0, "short": rng.randrange(rows + 1)}.get(request, rows + context)
         if sum(q) + rows > _MOST_ROWS or sum(m) + keys > _MOST_KEYS:
             continue
         q.append(rows)

@@ -19,10 +19,8 @@ _JOINT = ((0, 1), (0, 9), (7, 7), (1, 1), (16, 16), (33, 33))
 _HALVES = ("float16", "bfloat16")
 
 #: The plain values of a dense case's fields.
-PLAIN: dict[str, Any] = {
-    "layout": "heads", "inputs": "randn", "rear": False, "joint": (0, 0), "holes": False, "lens": (), "mask": False,
-    "scale": None, "causal": False, "dtype": "float32",
-}  # fmt: skip
+_SHAPE = ("rows", "keys", "batch", "num_heads", "num_kv_heads", "head_size")
+PLAIN = DenseCase.plain((*_SHAPE, "vast", "seed", "refused"), dtype="float32")
 
 
 @dataclass(frozen=True)
@@ -85,10 +83,10 @@ def _lengths(rng: random.Random, case: DenseCase) -> DenseCase:
 
 def _numbers(subject: DenseSubject, rng: random.Random, case: DenseCase) -> DenseCase:
     """Change fields that a compiled program does not depend on."""
-    kind = rng.choice(("", "", "lens", "holes"))
-    if kind == "lens" and not case.mask and not (case.causal and rng.random() < 0.9):
+    keys_hidden = rng.choice(("", "", "lens", "holes"))
+    if keys_hidden == "lens" and not case.mask and not (case.causal and rng.random() < 0.9):
         case = case.replace(lens=tuple(rng.choice((0, 1, case.keys, rng.randrange(case.keys + 1))) for _ in range(case.batch)))
-    elif kind == "holes" and not case.mask and not (case.causal and rng.random() < 0.9):
+    elif keys_hidden == "holes" and not case.mask and not (case.causal and rng.random() < 0.9):
         case = case.replace(holes=True)
     on_torch = subject.backend.capabilities.framework == "torch"
     return case.replace(

@@ -7,7 +7,7 @@ entry's documentation does. The other two have modules of their own (`serving`, 
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,31 +46,40 @@ class CallCase(Recipe):
         return {name: getattr(self, name) for name in ("query", "key", "value", *(["more"] if self.extra else []))}
 
 
-def judged(
-    case: CallCase, own: Callable[[], Any], entry: Callable[[], Any], same: Callable[[Any, Any], None], *,
-    refusals: Any, errors: Any, documented: bool,
-) -> str:  # fmt: skip
-    """Compare an entry with the framework's function: "refused" by both, "served" by both, or "declined" by the entry.
+class Compared(NamedTuple):
+    """An entry and the framework's function.
 
-    refusals: exceptions with which the function refuses; errors: exceptions of the entry. documented: whether the entry's
-    documentation names such calls; it then declines none. Raises AssertionError, and an entry's exception that is no error of
-    this library.
+    theirs, entry: call the two; refusals, errors: exceptions with which they refuse. same: raises AssertionError if their
+    results differ. documented: whether the entry's documentation names such calls; it then declines none.
     """
-    try:
-        want = own()
-    except refusals as error:
+
+    theirs: Callable[[], Any]
+    refusals: Any
+    entry: Callable[[], Any]
+    errors: Any
+    same: Callable[[Any, Any], None]
+    documented: bool = False
+
+    def judged(self, case: CallCase) -> str:
+        """Return whether both "refused" or "served" the call, or the entry "declined" it.
+
+        Raises AssertionError, and an entry's exception that is no error of this library.
+        """
         try:
-            got = entry()
-        except errors:
-            return "refused"
-        raise AssertionError(f"{case}: a result where the framework refuses ({error}): {got}") from error
-    try:
-        got = entry()
-    except errors as error:
-        assert not documented, f"{case}: refused but documented: {error}"
-        return "declined"
-    same(got, want)
-    return "served"
+            want = self.theirs()
+        except self.refusals as error:
+            try:
+                got = self.entry()
+            except self.errors:
+                return "refused"
+            raise AssertionError(f"{case}: a result where the framework refuses ({error}): {got}") from error
+        try:
+            got = self.entry()
+        except self.errors as error:
+            assert not self.documented, f"{case}: refused but documented: {error}"
+            return "declined"
+        self.same(got, want)
+        return "served"
 
 
 def is_documented(case: CallCase) -> bool:
@@ -109,10 +118,10 @@ def _torch_call(rng: random.Random) -> CallCase:
     if rng.random() < 0.3:
         shapes = {name: [3, *shape] for name, shape in shapes.items()}
     _changed(rng, shapes, rng.choice([0, 1, 1, 2, 3]), [0, 1, 1, 2, 3, 4, 8, 9, 16], True)
-    kind = rng.choice(["none", "none", "causal", "bool", "float"])
-    extra = kind if kind in ("bool", "float") else ""
+    masking = rng.choice(["none", "none", "causal", "bool", "float"])
+    extra = masking if masking in ("bool", "float") else ""
     scale = rng.choice([None, None, None, 0.3, -0.3])
-    return _call(shapes, extra, causal=kind == "causal", gqa=rng.random() < 0.5, scale=scale)
+    return _call(shapes, extra, causal=masking == "causal", gqa=rng.random() < 0.5, scale=scale)
 
 
 def _jax_call(rng: random.Random) -> CallCase:
@@ -160,11 +169,6 @@ class LayerCase(Recipe):
     batch: str = "numpy"
     inputs: tuple[str, ...] = ("", "", "", "")
     weights: str = ""
-
-
-_PLAIN_LAYER: dict[str, Any] = {
-    "made": "", "moved": (), "copied": False, "during": "", "asked": "", "batch": "numpy", "inputs": ("",) * 4, "weights": "",
-}  # fmt: skip
 
 
 def _layer(rng: random.Random) -> LayerCase:
@@ -224,6 +228,7 @@ class EntrySubject:
         return str(judge(case))
 
 
+_LAYER = LayerCase.plain(("kind", "backend"))
 _CALL = {"extra": "", "causal": False, "gqa": False, "scale": None, "run": False}
 SUBJECTS = {
     subject.name: subject
@@ -234,7 +239,7 @@ SUBJECTS = {
         EntrySubject("JAX_ENTRY", CallCase, _jax_call, "attn.tools.fuzz.on_jax.call_entry", _smaller_call, _CALL, "jax"),
         EntrySubject("SCHEDULER", serving.SchedulerCase, serving.draw, serving.check, serving.simpler, {"held": False}),
         EntrySubject(
-            "LAYER_DEVICE", LayerCase, _layer, "attn.tools.fuzz.on_torch.layer_device", _smaller_layer, _PLAIN_LAYER, "torch"
+            "LAYER_DEVICE", LayerCase, _layer, "attn.tools.fuzz.on_torch.layer_device", _smaller_layer, _LAYER, "torch"
         ),
     )
 }

@@ -10,11 +10,11 @@ import numpy as np
 
 from attn.errors import AttnError
 from attn.jax.dot_product import dot_product_attention
-from attn.tools.fuzz.entries import CallCase, judged
+from attn.tools.fuzz.entries import CallCase, Compared
 
 
 def call_entry(case: CallCase) -> str:
-    """Judge a call of `attn.jax.dot_product_attention` by `jax.nn`'s (`judged`)."""
+    """Judge a call of `attn.jax.dot_product_attention` by `jax.nn`'s (`Compared`)."""
     rng = np.random.default_rng(0)
     arrays: dict[str, Any] = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in case.shapes.items()}
     if case.extra:
@@ -35,6 +35,6 @@ def call_entry(case: CallCase) -> str:
         if case.run and want.size and arrays["key"].shape[-3]:  # a row without keys is 0, which is not jax.nn's
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5, err_msg=f"{case}: another result")
 
-    own, entry = (functools.partial(called, function) for function in (jax.nn.dot_product_attention, dot_product_attention))
+    theirs, entry = (functools.partial(called, function) for function in (jax.nn.dot_product_attention, dot_product_attention))
     # jax.nn also refuses with an AssertionError and a ZeroDivisionError
-    return judged(case, own, entry, same, refusals=Exception, errors=AttnError, documented=False)
+    return Compared(theirs, Exception, entry, AttnError, same).judged(case)

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.errors import DeviceError, ShapeError
-from attn.tools.fuzz.entries import CallCase, LayerCase, is_documented, judged
+from attn.tools.fuzz.entries import CallCase, Compared, LayerCase, is_documented
 from attn.torch.dot_product import scaled_dot_product_attention
 from attn.torch.layer import Attention, MLAAttention
 
 
 def call_entry(case: CallCase) -> str:
-    """Judge a call of `attn.torch.scaled_dot_product_attention` by torch's own function (`judged`)."""
+    """Judge a call of `attn.torch.scaled_dot_product_attention` by torch's own function (`Compared`)."""
     torch.manual_seed(0)
     query, key, value = (torch.randn(shape) for shape in (case.query, case.key, case.value))
     mask = None
@@ -33,22 +33,21 @@ def call_entry(case: CallCase) -> str:
     sign = -1 if (case.scale or 1) < 0 else 1  # torch's kernel for a CPU multiplies the -inf of a causal mask by the scale: NaN
     scale = None if case.scale is None else abs(case.scale)
 
-    def own() -> torch.Tensor:
+    def theirs() -> torch.Tensor:
         if case.gqa and heads[1] == (0,) != heads[2]:
             raise RuntimeError("it divides by the number of heads, and the process dies")
         return F.scaled_dot_product_attention(sign * query, key, value, scale=scale, **options)
 
-    return judged(
-        case,
-        own,
+    return Compared(
+        theirs,
+        (RuntimeError, IndexError),
         lambda: scaled_dot_product_attention(query, key, value, scale=case.scale, **options),
+        ShapeError,
         lambda got, want: torch.testing.assert_close(
             got, want, rtol=1e-4, atol=1e-5, equal_nan=True, msg=lambda text: f"{case}: another result: {text}"
         ),
-        refusals=(RuntimeError, IndexError),
-        errors=ShapeError,
-        documented=is_documented(case),
-    )
+        is_documented(case),
+    ).judged(case)
 
 
 def devices() -> list[str]:

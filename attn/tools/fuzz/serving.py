@@ -140,8 +140,8 @@ def check(case: SchedulerCase) -> str:
     held: list[list[int]] = []
     both = (scheduler, twin)
 
-    def chance(share: float, kind: bool = case.bad) -> bool:
-        return rng.random() < share and kind
+    def chance(share: float, allowed: bool = case.bad) -> bool:
+        return rng.random() < share and allowed
 
     for turn in itertools.count():
         assert turn < 400 * case.requests, "no end"

@@ -70,12 +70,9 @@ def mla_decode(
     requests, (tokens, heads, width), rank = query_start_loc.shape[0] - 1, query.shape, out.shape[2]
     if requests < 1 or tokens == 0 or max_query_len == 0:
         return
-    o_d, q_d, c_d = out.stride(2), query.stride(2), cache.stride(2)
-    assert o_d == q_d == c_d == 1, (
-        f"the last dimensions of out, query and cache have strides {o_d}, {q_d}, {c_d}: must be dense"
-    )
-    name, sparse = arch(), indices is not None
-    on_hopper = False
+    strides = out.stride(2), query.stride(2), cache.stride(2)
+    assert strides == (1, 1, 1), f"the last dimensions of out, query and cache have strides {strides}: must be dense"
+    name, sparse, on_hopper = arch(), indices is not None, False
     if prefers_hopper(name, packed) and k_scale is None:
         on_hopper = _hopper_mla().serves(query, cache, rank, fixed_split, sparse)
     topk = indices.shape[1] if indices is not None else 0

@@ -279,11 +279,11 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
 
         def turn(i: jax.Array, state: Any) -> Any:
             """Expand one workspace of the context."""
-            place = i * size + jnp.arange(size, dtype=jnp.int32)
-            request = xla_mla.request_of(keys, place)
-            position = jnp.where(place < ends, place - keys[request], 0)
+            index = i * size + jnp.arange(size, dtype=jnp.int32)
+            request = xla_mla.request_of(keys, index)
+            position = jnp.where(index < ends, index - keys[request], 0)
             slot = meta.block_table[packed.order[request], position // page] * page + position % page
-            key, value = heads(flat[jnp.where(place < ends, slot, 0)])
+            key, value = heads(flat[jnp.where(index < ends, slot, 0)])
             low, high = packed.starts[request[0]], packed.starts[request.max() + 1]
 
             def attend(j: jax.Array, state: Any) -> Any:

@@ -67,9 +67,9 @@ class TritonAttentionImpl(DenseImpl, backend=TritonAttentionBackend):
         def others(query: jax.Array, key: jax.Array, value: jax.Array, present: jax.Array | None) -> Any:
             return by(self._other(query), call._replace(query=query, key=key, value=value, present=present))
 
-        given = call.query, call.key, call.value, call.present
-        known = all(isinstance(n, int) for x in given[:3] for n in x.shape)
-        return differentiable(ours, others)(*given) if known else others(*given)
+        arrays = call.query, call.key, call.value, call.present
+        known = all(isinstance(n, int) for x in arrays[:3] for n in x.shape)
+        return differentiable(ours, others)(*arrays) if known else others(*arrays)
 
     def _other(self, query: jax.Array) -> DenseImpl:
         """Return the implementation whose gradients are used."""

@@ -162,7 +162,7 @@ class MLAPrefillBatch:
     def one_by_one(self) -> "tuple[MLAPrefillBatch, ...]":
         """The requests with rows that see a key, each as a batch of its own."""
         starts = _starts(self.query_lens)
-        found = []
+        parts = []
         for r in np.flatnonzero(self.query_lens).tolist():
             own, one = slice(int(starts[r]), int(starts[r + 1])), slice(r, r + 1)
             part = replace(
@@ -176,8 +176,8 @@ class MLAPrefillBatch:
                 plans={},
                 _own=None,
             )
-            found.append(part)
-        return tuple(found)
+            parts.append(part)
+        return tuple(parts)
 
     def plan(self, workspace: int) -> ContextPlan:
         """Return turns of at most `workspace` tokens of context, cached for the following layers."""

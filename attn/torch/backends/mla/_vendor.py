@@ -41,11 +41,11 @@ def flash_mla() -> Any:
 
 def without_flash_mla() -> list[str]:
     """Return why the installed FlashMLA cannot be used; empty if it can, or if none is installed (reported elsewhere)."""
-    found = first_installed(FLASH_MLA)
-    if found is None or assumed(found):
+    module = first_installed(FLASH_MLA)
+    if module is None or assumed(module):
         return []
     try:
-        return list(lacking(_FLASH_MLA[found], flash_mla(), _FLASH_MLA_NEEDS))
+        return list(lacking(_FLASH_MLA[module], flash_mla(), _FLASH_MLA_NEEDS))
     except BackendLoadError as error:
         return [str(error)]
 

@@ -137,12 +137,12 @@ class FlashAttnMLABackend(MLACommonBackend):
         if why:
             return why
         candidates = _for(device.arch if device is not None else "")
-        found = [provider for provider in candidates if provider.present()]
-        if not found:
+        present = [provider for provider in candidates if provider.present()]
+        if not present:
             return [
                 " or ".join(f"{provider.name} is not installed (pip install {provider.install})" for provider in candidates)
             ]
-        reasons = [_why_not(provider) for provider in found]
+        reasons = [_why_not(provider) for provider in present]
         return [] if () in reasons else [reason for why in reasons for reason in why]
 
 
