@@ -18,6 +18,7 @@ from attn.arrays import to_framework
 from attn.backends.abstract import AttentionMetadataBuilder
 from attn.backends.metadata import PAD_SLOT_ID, AttentionMetadata, CommonAttentionMetadata, blocks_of
 from attn.errors import DeviceError, MetadataError
+from attn.torch.alignment import aligned
 from attn.torch.arrays import from_foreign, static
 from attn.visibility import BatchMask
 
@@ -267,21 +268,44 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
 
         Block ids and slots are also checked if the cache's extent is known and they are on the host, unless `fast_build`.
         """
-        batch, spec, mask = common_attn_metadata, self.kv_cache_spec, common_attn_metadata.mask
+        batch, spec = common_attn_metadata, self.kv_cache_spec
         batch.validate(spec.block_size, None if fast_build else spec.num_blocks)
         if envs.debug("device"):
             batch.on_host().validate(spec.block_size, spec.num_blocks)
-        start, seq_lens, table, slots = self._arrays(batch)
+        mask = BatchMask(*map(self._put, batch.mask, (torch.bool, torch.int32, torch.int32, torch.bool)))
+        return self._built(batch, self._arrays(batch), mask, fast_build)
+
+    def part(
+        self, whole: PagedAttentionMetadata, batch: CommonAttentionMetadata, first: int, last: int, fast_build: bool = False
+    ) -> PagedAttentionMetadata:
+        """Return requests first..last, last excluded, of a batch that was built, on the device at addresses for which kernels
+        are compiled: others would need other programs.
+
+        whole: what a builder for the same cache made of `batch`, whose mirrors of the lengths are on the host.
+        """
+        own, requests = batch, slice(first, last)
+        arrays, mask = [getattr(whole, name) for name in ARRAYS], whole.mask
+        if last - first < batch.num_reqs:
+            assert batch.query_start_loc_cpu is not None
+            own, begin = batch.select(first, last), int(batch.query_start_loc_cpu[first])
+            starts, rows = arrays[0][first : last + 1], slice(begin, begin + own.num_actual_tokens)
+            arrays = [starts - begin if begin else starts, *(x[requests] for x in arrays[1:3]), arrays[3][rows]]
+            arrays = [aligned(x, strides=False) for x in arrays]
+            if not mask.is_plain:
+                mask = mask.select(requests, rows).map(functools.partial(aligned, strides=False))
+        return self._built(own, arrays, mask, fast_build)
+
+    def _built(
+        self, batch: CommonAttentionMetadata, arrays: Sequence[Any], mask: BatchMask, fast_build: bool
+    ) -> PagedAttentionMetadata:
+        """Return the metadata of a batch whose `ARRAYS` and mask are on the device."""
         metadata = self.metadata_cls(
-            query_start_loc=start,
-            seq_lens=seq_lens,
-            block_table=table,
-            slot_mapping=slots,
+            **dict(zip(ARRAYS, arrays, strict=True)),
             **{name: getattr(batch, name) for name in _UNCHANGED},
             causal=batch.all_causal,
-            mask=BatchMask(*map(self._put, mask, (torch.bool, torch.int32, torch.int32, torch.bool))),
-            mask_cpu=mask._replace(tree=None).map(lambda array: array if isinstance(array, np.ndarray) else None),
-            block_size=spec.block_size,
+            mask=mask,
+            mask_cpu=mask if mask.is_plain else batch.mask._replace(tree=None).map(_mirror),
+            block_size=self.kv_cache_spec.block_size,
         )
         self.extend(metadata, batch, fast_build)
         return metadata
@@ -312,6 +336,10 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         target = tensor.device if self.device is None else torch.device(self.device)
         # a copy to the host must complete before it is read; the device's stream orders a copy from the host
         return tensor.to(device=target, dtype=dtype, non_blocking=target.type != "cpu")
+
+
+def _mirror(array: Any) -> "IntArray | None":
+    return array if isinstance(array, np.ndarray) else None
 
 
 #: Tables of fewer entries are copied as they are, padding included.

@@ -9,7 +9,7 @@ import torch
 from attn.backends.abstract import KVCacheSpec
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.errors import DTypeError, MetadataError, ShapeError
-from attn.torch import metadata
+from attn.torch import alignment, metadata
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
 
 SPEC = KVCacheSpec(block_size=8, num_kv_heads=2, head_size=16, dtype="float32", num_blocks=10)
@@ -66,6 +66,30 @@ def test_rows_have_keys_if_the_host_knows_so_now() -> None:
     assert not meta.has_own_keys
     meta.seq_lens_cpu = None
     assert not meta.has_own_keys
+
+
+@pytest.mark.parametrize("convert", [np.asarray, torch.from_numpy])
+@pytest.mark.parametrize(("first", "last"), [(0, 2), (1, 3), (2, 3), (0, 3), (1, 1)])
+def test_a_part_is_what_a_builder_makes_of_these_requests(
+    convert: Any, first: int, last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At addresses of 16 bytes, which tensors of a GPU have: slices of the whole batch's begin anywhere."""
+    monkeypatch.setattr(alignment, "VECTOR_DEVICES", ("cpu",))
+    spans = np.array([[-1, -1]] * 6 + [[27, 29]] * 3, np.int32)
+    batch = common(spans=spans, prefix=np.array([0, 2, 3], np.int32))
+    batch = batch.replace(**{name: convert(getattr(batch, name)) for name in NAMES})
+    builder = PagedAttentionMetadataBuilder(SPEC)
+    got, expected = builder.part(builder.build(0, batch), batch, first, last), builder.build(0, batch.select(first, last))
+    for tensor, other in zip(got.tensors(), expected.tensors(), strict=True):
+        assert (tensor is None) == (other is None)
+        if tensor is not None and other is not None:
+            assert torch.equal(tensor, other) and tensor.dtype == other.dtype and tensor.data_ptr() % 16 == 0
+    for name in ("query_start_loc_cpu", "seq_lens_cpu"):
+        assert np.array_equal(getattr(got, name), getattr(expected, name))
+    for mirror, other in zip(got.mask_cpu, expected.mask_cpu, strict=True):
+        assert (mirror is None and other is None) or np.array_equal(mirror, other)
+    names = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len", "causal", "block_size")
+    assert all(getattr(got, name) == getattr(expected, name) for name in names)
 
 
 def test_tree_mask_and_device() -> None:

@@ -18,6 +18,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 
 from attn.backend_enum import PAIR
@@ -113,20 +114,11 @@ class PairedMetadataBuilder(AttentionMetadataBuilder[Any]):
             return whole
         for which, (first, last) in enumerate(((0, ends[1]), (ends[1], batch.num_reqs))):
             if first < last:
-                own = batch if last - first == batch.num_reqs else _part(batch, first, last)
-                meta = self._builders[which].build(common_prefix_len, own, fast_build)
+                meta = self._builders[which].part(whole, batch, first, last, fast_build)
                 start = 0 if first == 0 else parts[-1].rows.stop
-                parts.append(Part(which, slice(start, start + own.num_actual_tokens), meta))
+                parts.append(Part(which, slice(start, start + meta.num_actual_tokens), meta))
         whole.parts = tuple(parts)
         return whole
-
-
-def _part(batch: CommonAttentionMetadata, first: int, last: int) -> CommonAttentionMetadata:
-    """Return requests of a batch, on a device at addresses for which kernels are compiled: others would need other programs."""
-    own = batch.select(first, last)
-    sliced = {name: getattr(own, name) for name in ("query_start_loc", "seq_lens", "block_table")}
-    moved = {name: aligned(x, strides=False) for name, x in sliced.items() if isinstance(x, torch.Tensor)}
-    return own.replace(**moved) if moved else own
 
 
 def _capture(builder: PairedMetadataBuilder, common_attn_metadata: CommonAttentionMetadata) -> PagedAttentionMetadata:
@@ -143,9 +135,9 @@ def decodes_of(batch: CommonAttentionMetadata) -> int:
     lens = batch.query_lens_cpu()
     if batch.max_query_len <= FEW_ROWS or lens is None or batch.seq_lens_cpu is None:
         return batch.num_reqs
-    is_prompt = lens > FEW_ROWS
-    first = int(is_prompt.argmax()) if is_prompt.any() else batch.num_reqs
-    return first if 2 * is_prompt.sum() > (lens[first:] > 0).sum() else batch.num_reqs
+    prompts = np.flatnonzero(lens > FEW_ROWS)
+    first = int(prompts[0]) if len(prompts) else batch.num_reqs
+    return first if 2 * len(prompts) > np.count_nonzero(lens[first:]) else batch.num_reqs
 
 
 class PairedImpl(PagedAttentionImpl):
