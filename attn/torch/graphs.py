@@ -22,7 +22,7 @@ import itertools
 import json
 import weakref
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, library
@@ -69,9 +69,9 @@ def live_key(layer: Any) -> str:
 
 def paged_key(impl: Any, spec: KVCacheSpec) -> str:
     """Text from which a paged implementation can be rebuilt. Its per-head vectors are passed with each call."""
-    names = ("num_heads", "head_size", "num_kv_heads", "kv_cache_dtype", "logits_soft_cap", "attn_type",
-             "kv_sharing_target_layer_name")  # fmt: skip
-    arguments = {name: getattr(impl, name) for name in names} | {"scale": impl.signed_scale, "sliding_window": impl.window}
+    names = ("num_heads", "head_size", "num_kv_heads", "kv_cache_dtype", "logits_soft_cap", "attn_type")
+    arguments = {name: getattr(impl, name) for name in (*names, "kv_sharing_target_layer_name")}
+    arguments |= {"scale": impl.signed_scale, "sliding_window": impl.window}
     reach = {name: getattr(impl.mask, name) for name in ("chunk_size", "span_window")}
     arguments |= {name: value for name, value in reach.items() if value is not None}
     described = {"impl": _path(type(impl)), "arguments": arguments, "spec": asdict(spec)}
@@ -105,6 +105,19 @@ class _Scales:
     _v_scale_float = property(lambda self: float(self._v_scale))
 
 
+class _Numbers(NamedTuple):
+    """The numbers of a call, which may be symbols of a graph: of its batch (`handle`: the metadata's), and of its output."""
+
+    handle: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    causal: int
+    num_heads: int
+    width: int
+    lse: int
+
+
 def call(layer: Any, query: Tensor, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, out: tuple[int, int]) -> Any:
     """Call a layer's `impl.forward` as one operator of the graph. out: (heads, width) of a row of the output."""
     impl, batch = layer.impl, attn_metadata
@@ -113,23 +126,11 @@ def call(layer: Any, query: Tensor, key: Any, value: Any, kv_cache: Any, attn_me
     if batch is None:
         return query.new_zeros(query.shape[0], *out)
     indices = getattr(getattr(impl, "indexer", None), "topk_indices", None)
-    result, lse = _layer(
-        query,
-        key,
-        value,
-        kv_cache,
-        batch.tensors(),
-        weights=[getattr(impl, "sinks", None), impl.alibi_slopes, indices],
-        scales=[layer._k_scale, layer._v_scale],
-        handle=batch.handle,
-        bounds=[batch.num_actual_tokens, batch.max_query_len, batch.max_seq_len],
-        causal=batch.causal,
-        num_heads=out[0],
-        width=out[1],
-        lse=impl.need_to_return_lse_for_decode,
-        layer=layer.graph_key,
-    )
-    return (result, lse) if impl.need_to_return_lse_for_decode else result
+    weights = [getattr(impl, "sinks", None), impl.alibi_slopes, indices, layer._k_scale, layer._v_scale]
+    bounds, with_lse = (batch.num_actual_tokens, batch.max_query_len, batch.max_seq_len), impl.need_to_return_lse_for_decode
+    numbers = [*_Numbers(batch.handle, *bounds, int(batch.causal), out[0], out[1], int(with_lse))]
+    result, lse = _layer(query, key, value, kv_cache, batch.tensors(), weights, numbers, layer.graph_key)
+    return (result, lse) if with_lse else result
 
 
 @uncaptured("attn::layer", mutates_args=("kv_cache",))
@@ -140,21 +141,16 @@ def _layer(
     kv_cache: Tensor | None,
     batch: list[Tensor | None],
     weights: list[Tensor | None],
-    scales: list[Tensor],
-    handle: int,
-    bounds: list[int],
-    causal: bool,
-    num_heads: int,
-    width: int,
-    lse: bool,
+    numbers: list[int],
     layer: str,
 ) -> tuple[Tensor, Tensor]:
     """Return (output [T, H, D], lse [H, T]); lse is [0] if not requested.
 
-    batch: its `tensors()`; weights: sinks, slopes and sparse indices; scales: of keys and of values; bounds: the batch's number
-    of tokens, longest query and longest sequence.
+    batch: its `tensors()`; weights: sinks, slopes, sparse indices, and the scales of keys and of values; numbers: `_Numbers`.
     """
-    sinks, alibi_slopes, topk_indices = weights
+    sinks, alibi_slopes, topk_indices, k_scale, v_scale = weights
+    facts = _Numbers(*numbers)
+    lse = bool(facts.lse)
     if layer.startswith(_LIVE):
         owner = _living(layer)
         impl, spec = owner.impl, owner.kv_cache_spec
@@ -162,11 +158,12 @@ def _layer(
             impl = impl.with_indices(topk_indices, query)
     else:
         impl, spec = _made(layer, lse)
-        owner = _Scales(*scales)
+        assert k_scale is not None and v_scale is not None
+        owner = _Scales(k_scale, v_scale)
         if sinks is not None or alibi_slopes is not None:
             impl = copy.copy(impl)  # another layer with these arguments may run at the same time
             impl.sinks, impl.alibi_slopes = sinks, alibi_slopes
-    metadata = _living_batch(handle, batch)
+    metadata = _living_batch(facts.handle, batch)
     if metadata is None:
         if world_size() > 1:
             raise UnsupportedError(
@@ -177,10 +174,10 @@ def _layer(
         common = CommonAttentionMetadata(
             **arrays,
             num_reqs=arrays["seq_lens"].shape[0],
-            num_actual_tokens=min(bounds[0], int(arrays["query_start_loc"][-1])),
-            max_query_len=bounds[1],
-            max_seq_len=bounds[2],
-            causal=causal if is_causal is None else is_causal.cpu().numpy(),
+            num_actual_tokens=min(facts.num_actual_tokens, int(arrays["query_start_loc"][-1])),
+            max_query_len=facts.max_query_len,
+            max_seq_len=facts.max_seq_len,
+            causal=bool(facts.causal) if is_causal is None else is_causal.cpu().numpy(),
         )
         metadata = impl.backend.get_builder_cls()(spec, device=query.device).build(0, common, fast_build=True)
     result = impl.forward(owner, query, key, value, kv_cache, metadata)
@@ -197,11 +194,10 @@ def _living(key: str) -> Any:
 
 
 @_layer.register_fake
-def _(query, key, value, kv_cache, *rest):  # type: ignore[no-untyped-def]
-    *_, num_heads, width, lse, _ = rest
-    rows = query.shape[0]
-    shape = (num_heads, rows) if lse else (0,)
-    return query.new_empty(rows, num_heads, width), query.new_empty(
+def _(query, key, value, kv_cache, batch, weights, numbers, layer):  # type: ignore[no-untyped-def]
+    facts, rows = _Numbers(*numbers), query.shape[0]
+    shape = (facts.num_heads, rows) if facts.lse else (0,)
+    return query.new_empty(rows, facts.num_heads, facts.width), query.new_empty(
         shape, dtype=torch.promote_types(query.dtype, torch.float32)
     )
 

@@ -245,10 +245,8 @@ def test_operators_keep_torchs_rules() -> None:
     layer = attn.torch.Attention(H, D, num_kv_heads=K, backend="CPU_ATTN")
     query, key, value = arrays(6)
     batch, one = batch_of([5, 1], [5, 21], layer), torch.ones(())
-    call = (
-        query, key, value, layer.new_kv_cache(16), batch.tensors(), [None] * 3, [one, one], batch.handle, [6, 5, 21], True,
-        H, D, False, layer.graph_key,
-    )  # fmt: skip
+    weights, numbers = [None, None, None, one, one], [batch.handle, 6, 5, 21, True, H, D, False]
+    call = (query, key, value, layer.new_kv_cache(16), batch.tensors(), weights, numbers, layer.graph_key)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     library.opcheck(graphs._layer, call, test_utils=checks)
     q, k, v = (torch.randn(2, 5, 4, 16) for _ in range(3))
