@@ -80,7 +80,8 @@ NAMES = (
     "BlockedLayout", "DotOperandLayout", "NVMMADistributedLayout", "NVMMASharedLayout", "SliceLayout",
     "SwizzledSharedLayout", "abs", "allocate_shared_memory", "arange", "associative_scan", "atomic_add", "constexpr",
     "convert_layout", "exp2", "float32", "full", "inline_asm_elementwise", "int32", "int64", "load", "log2", "max",
-    "maximum", "minimum", "num_programs", "program_id", "static_range", "store", "sum", "warp_specialize", "where", "zeros",
+    "maximum", "min", "minimum", "num_programs", "program_id", "static_range", "store", "sum", "warp_specialize", "where",
+    "zeros",
 )  # fmt: skip
 
 

@@ -47,6 +47,7 @@ ONE_PAGE = 1 << 30  #: keys of a page that holds all of a request
 #: Registers of a thread of a consumer, and of a producer, by the number of consumers.
 _REGISTERS = {2: (240, 24), 3: (160, 24)}
 _FIELDS = gl.constexpr(9)  #: numbers that describe a unit of work
+_FAR = gl.constexpr(UNBOUNDED)
 _BATCH = ("left", "right", "min_query", "num_reqs", "num_pages", "lse_h", "table_r")
 
 
@@ -91,18 +92,67 @@ def _seek(tile, request, before, query_start_loc, min_query, num_reqs, BLOCK_Q: 
 
 
 @gluon.jit
-def _since(position, left, CHUNK: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The first key that the window and the chunk let a row at that position see; negative if that is before all keys."""
-    since = position - left
+def _since(low, position, CHUNK: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The first key from `low` on that the chunk of rows at that position has."""
     if CHUNK > 0:
-        since = gl.maximum(since, gl.maximum(position, 0) // CHUNK * CHUNK)
-    return since
+        low = gl.maximum(low, gl.maximum(position, 0) // CHUNK * CHUNK)
+    return low
+
+
+@gluon.jit
+def _right(right, is_causal, r):  # type: ignore[no-untyped-def]
+    """The number of later keys that causality and the window let a request's rows see."""
+    if is_causal is not None:
+        right = gl.where(gl.load(is_causal + r), 0, right)
+    return right
+
+
+@gluon.jit
+def _span(spans, row, there, position, left, CHUNK: gl.constexpr, SPAN_RIGHT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """First and last key of rows' spans; the last is negative, or before the first, if there is none."""
+    low = gl.load(spans + 2 * row, mask=there, other=-1)
+    high = gl.load(spans + 2 * row + 1, mask=there, other=-1)
+    if SPAN_RIGHT > 0:
+        low = gl.maximum(low, position - left)
+        high = gl.minimum(high, position + SPAN_RIGHT)
+    return _since(low, position, CHUNK), high
+
+
+@gluon.jit
+def _extent(  # type: ignore[no-untyped-def]
+    mask, r, begin, q_len, seq_len, first, context, left, right, BLOCK_Q: gl.constexpr, CHUNK: gl.constexpr,
+    SPAN_RIGHT: gl.constexpr,
+):  # fmt: skip
+    """First key that some row of a tile sees, and the last one + 1."""
+    spans, prefix, is_causal = mask
+    end = gl.minimum(first + BLOCK_Q, q_len)
+    until = context + end - 1 + _right(right, is_causal, r)
+    if spans is not None:
+        lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+        lowest = lane * 0 + _FAR
+        highest = lane * 0 - 1
+        for token in range(first, end, 32):
+            there = token + lane < end
+            low, high = _span(spans, begin + token + lane, there, context + token + lane, left, CHUNK, SPAN_RIGHT)
+            there = there & (high >= gl.maximum(low, 0))
+            lowest = gl.minimum(lowest, gl.where(there, low, _FAR))
+            highest = gl.maximum(highest, gl.where(there, high, -1))
+        until = gl.maximum(until, gl.max(highest, 0))
+    if prefix is not None:
+        shared = gl.load(prefix + r)
+        until = gl.maximum(until, shared - 1)
+    high = gl.maximum(gl.minimum(until + 1, seq_len), 0)
+    since = _since(context + first - left, context + first, CHUNK)
+    if spans is not None:
+        since = gl.minimum(since, gl.min(lowest, 0))
+    return gl.maximum(since, 0), high
 
 
 @gluon.jit
 def _describe(  # type: ignore[no-untyped-def]
-    unit, request, before, query_start_loc, seq_lens, num_reqs, left, right, K: gl.constexpr, BLOCK_Q: gl.constexpr,
+    unit, request, before, query_start_loc, seq_lens, mask, num_reqs, left, right, K: gl.constexpr, BLOCK_Q: gl.constexpr,
     BLOCK_N: gl.constexpr, PAGED: gl.constexpr, RAGGED: gl.constexpr, HAS_RIGHT: gl.constexpr, CHUNK: gl.constexpr,
+    SPAN_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """A unit: its request, -1 if there is none; kv head; the request's first token and number of tokens; the tile's first
     token; keys before the request's first token; first key if keys have no pages; first key of a tile of keys, last key + 1."""
@@ -123,9 +173,8 @@ def _describe(  # type: ignore[no-untyped-def]
     # the last rows are the longest: start them first, so that they do not end last
     first = (tiles - 1 - from_last) * BLOCK_Q
     context = seq_len - q_len
-    last = context + gl.minimum(first + BLOCK_Q, q_len) - 1
-    high = gl.maximum(gl.minimum(last + right + 1, seq_len), 0)
-    low = gl.minimum(gl.maximum(_since(context + first, left, CHUNK), 0) // BLOCK_N * BLOCK_N, high)
+    since, high = _extent(mask, r, begin, q_len, seq_len, first, context, left, right, BLOCK_Q, CHUNK, SPAN_RIGHT)
+    low = gl.minimum(since // BLOCK_N * BLOCK_N, high)
     return gl.where(request < num_reqs, r, -1), kv_head, begin, q_len, first, context, k_begin, low, high
 
 
@@ -235,10 +284,10 @@ def _copy_keys(  # type: ignore[no-untyped-def]
 @gluon.jit
 def _produce(  # type: ignore[no-untyped-def]
     q_desc, k_desc, q_ring, k_ring, units_ring, q_full, q_empty, u_full, u_empty, k_full, k_empty, counters, query_start_loc,
-    seq_lens, block_table, left, right, min_query, num_reqs, num_pages, table_r,
+    seq_lens, block_table, mask, left, right, min_query, num_reqs, num_pages, table_r,
     K: gl.constexpr, G: gl.constexpr, PIECES: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, BLOCK_Q: gl.constexpr,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, COPIED: gl.constexpr,
-    PAGED: gl.constexpr, RAGGED: gl.constexpr, HAS_RIGHT: gl.constexpr, CHUNK: gl.constexpr,
+    PAGED: gl.constexpr, RAGGED: gl.constexpr, HAS_RIGHT: gl.constexpr, CHUNK: gl.constexpr, SPAN_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """Producer of one warp: look up units of work, and copy their queries, and their keys into the ring, in the order in
     which the consumers use them, while they still compute the unit before."""
@@ -247,8 +296,8 @@ def _produce(  # type: ignore[no-untyped-def]
     none = gl.program_id(0) * 0  # no constant, as it changes in a loop
     request, before = _seek(gl.program_id(0) // K, none, none, query_start_loc, min_query, num_reqs, BLOCK_Q)
     _publish(units_ring, u_full, wave, _describe(
-        gl.program_id(0), request, before, query_start_loc, seq_lens, num_reqs, left, right, K, BLOCK_Q, BLOCK_N, PAGED,
-        RAGGED, HAS_RIGHT, CHUNK,
+        gl.program_id(0), request, before, query_start_loc, seq_lens, mask, num_reqs, left, right, K, BLOCK_Q, BLOCK_N, PAGED,
+        RAGGED, HAS_RIGHT, CHUNK, SPAN_RIGHT,
     ))  # fmt: skip
     r, kv_head, begin, q_len, first, context, k_begin, low, high = _read(units_ring, wave, 1)
     while r >= 0:
@@ -273,8 +322,8 @@ def _produce(  # type: ignore[no-untyped-def]
         request, before = _seek(unit // K, request, before, query_start_loc, min_query, num_reqs, BLOCK_Q)
         mbarrier.wait(u_empty.index(wave % 2), wave // 2 & 1 ^ 1)
         _publish(units_ring, u_full, wave, _describe(
-            unit, request, before, query_start_loc, seq_lens, num_reqs, left, right, K, BLOCK_Q, BLOCK_N, PAGED, RAGGED,
-            HAS_RIGHT, CHUNK,
+            unit, request, before, query_start_loc, seq_lens, mask, num_reqs, left, right, K, BLOCK_Q, BLOCK_N, PAGED, RAGGED,
+            HAS_RIGHT, CHUNK, SPAN_RIGHT,
         ))  # fmt: skip
         count = _copy_keys(
             k_desc, k_ring, k_full, k_empty, block_table, count, tiles - early, start - early * BLOCK_N, r, context + q_len,
@@ -288,9 +337,9 @@ def _produce(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _produce_values(  # type: ignore[no-untyped-def]
-    v_desc, v_ring, units_ring, u_full, u_empty, v_full, v_empty, v_raw, block_table, left, num_pages, table_r,
-    BLOCK_V: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    PAGED: gl.constexpr, VALUES_AT: gl.constexpr, CHUNK: gl.constexpr,
+    v_desc, v_ring, units_ring, u_full, u_empty, v_full, v_empty, v_raw, block_table, mask, left, right, num_pages, table_r,
+    BLOCK_V: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, PAGED: gl.constexpr, VALUES_AT: gl.constexpr, CHUNK: gl.constexpr, SPAN_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """Producer of one warp: copy the units' values into the ring, and overwrite those that no row sees."""
     HALVES: gl.constexpr = BLOCK_V // 64
@@ -305,7 +354,7 @@ def _produce_values(  # type: ignore[no-untyped-def]
     r, kv_head, begin, q_len, first, context, k_begin, low, high = _take(units_ring, u_full, u_empty, wave, 1)
     while r >= 0:
         seq_len = context + q_len
-        seen = gl.maximum(_since(context + first, left, CHUNK), 0)
+        seen, _ = _extent(mask, r, begin, q_len, seq_len, first, context, left, right, BLOCK_Q, CHUNK, SPAN_RIGHT)
         tiles = (high - low + BLOCK_N - 1) // BLOCK_N
         start = low + (tiles - 1) * BLOCK_N
         pages = start
@@ -356,17 +405,22 @@ def _tanh(x):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _weigh(  # type: ignore[no-untyped-def]
-    s, top, norm, start, upper, lower, factor, cap,
+    s, top, norm, start, seen, factor, cap,
     MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """The online softmax of one tile of scores: (weights, running maximum, running sum, factor for earlier sums)."""
+    """The online softmax of one tile of scores: (weights, running maximum, running sum, factor for earlier sums).
+
+    seen: of rows, the last and the first key that they see; with MASKED = 2 the first and the last of another range too.
+    """
     if HAS_CAP:
         s = cap * _tanh(s * factor)
     if MASKED:
         j = start + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT))
-        allowed = j[None, :] <= upper[:, None]
+        allowed = j[None, :] <= seen[0][:, None]
         if HAS_LEFT:
-            allowed = allowed & (j[None, :] >= lower[:, None])
+            allowed = allowed & (j[None, :] >= seen[1][:, None])
+        if MASKED == 2:
+            allowed = allowed | ((j[None, :] >= seen[2][:, None]) & (j[None, :] <= seen[3][:, None]))
         s = gl.where(allowed, s, float("-inf"))
     # plain scores are scaled inside the exponent, where the product is fused
     above = gl.maximum(top, gl.max(s, 1) if HAS_CAP else gl.max(s, 1) * factor)
@@ -447,7 +501,7 @@ def _await(acc):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _step(  # type: ignore[no-untyped-def]
-    weights, acc, top, norm, count, q_ring, q_at, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start, upper, lower,
+    weights, acc, top, norm, count, q_ring, q_at, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start, seen,
     factor, cap,
     MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
@@ -465,9 +519,7 @@ def _step(  # type: ignore[no-untyped-def]
     acc = _add_values(weights, v_ring, old, acc, DV)
     s = warpgroup_mma_wait(len(acc), deps=[s])
     mbarrier.arrive(k_empty.index(stage), count=1)
-    weights, top, norm, shrink = _weigh(
-        s, top, norm, start, upper, lower, factor, cap, MASKED, HAS_LEFT, HAS_CAP, S_LAYOUT, BLOCK_N
-    )
+    weights, top, norm, shrink = _weigh(s, top, norm, start, seen, factor, cap, MASKED, HAS_LEFT, HAS_CAP, S_LAYOUT, BLOCK_N)
     acc = _await(acc)
     mbarrier.arrive(v_empty.index(old), count=1)
     acc = _times(acc, shrink)
@@ -477,14 +529,14 @@ def _step(  # type: ignore[no-untyped-def]
 @gluon.jit
 def _consume(  # type: ignore[no-untyped-def]
     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full, u_empty, k_full,
-    k_empty, v_full, v_empty, block_table, sinks, factor, v_factor, cap, left, right, o_t, o_h, lse_h, q_t, q_h, k_block,
+    k_empty, v_full, v_empty, block_table, sinks, mask, factor, v_factor, cap, left, right, o_t, o_h, lse_h, q_t, q_h, k_block,
     k_slot, k_head, v_block, v_slot, v_head, table_r,
     G: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr, P: gl.constexpr,
     BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, COPIED: gl.constexpr, PAGED: gl.constexpr,
     NEGATE: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, CHUNK: gl.constexpr,
-    WHICH: gl.constexpr,
+    SPAN_RIGHT: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Consumer of four warps: 64 rows of each of the program's tiles."""
     dtype: gl.constexpr = q_ring.dtype
@@ -495,6 +547,8 @@ def _consume(  # type: ignore[no-untyped-def]
     WIDTHS: gl.constexpr = BLOCK_D // BLOCK_V
     o_ring = reinterpret(q_ring, dtype, [CONSUMERS * Q_STAGES * WIDTHS, 64, BLOCK_V], gl.NVMMASharedLayout(128, 16, rank=2))
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    spans, prefix, is_causal = mask
+    TWO: gl.constexpr = spans is not None  # ranges of keys that a row may see
     count = 0
     copy_row = WHICH * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, COPY))
     copy_d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, COPY))
@@ -522,15 +576,39 @@ def _consume(  # type: ignore[no-untyped-def]
             barrier()
 
         position = context + first + row // G
-        upper = gl.minimum(position + right, high - 1)
-        lower = _since(position, left, CHUNK)
+        reach = _right(right, is_causal, r)
+        upper = gl.minimum(position + reach, high - 1)
+        lower = _since(position - left, position, CHUNK)
         tiles = (high - low + BLOCK_N - 1) // BLOCK_N
-        # this consumer's own first token decides which tiles need a mask at their upper end
-        mine = context + first + WHICH * 64 // G
-        right_of = tiles - gl.minimum(gl.maximum(gl.minimum(mine + right + 1, high) - low, 0) // BLOCK_N, tiles)
+        # the keys that all rows see need no mask; this consumer's own first token decides their upper end
+        full_to = context + first + WHICH * 64 // G + reach + 1
+        full_from = _since(last - left, last, CHUNK)
+        if prefix is not None:  # it touches what the window lets a row see (`paged_launch`)
+            shared = gl.minimum(gl.load(prefix + r), high)
+            upper = gl.maximum(upper, shared - 1)
+            full_to = gl.maximum(full_to, shared)
+        seen = upper, lower
+        apart = 0
+        if TWO:
+            own = (row < BLOCK_Q * G) & (first + row // G < q_len)
+            since, until = _span(spans, begin + first + row // G, own, position, left, CHUNK, SPAN_RIGHT)
+            until = gl.minimum(until, high - 1)
+            some = until >= gl.maximum(since, 0)
+            touches = some & (since <= upper + 1) & (until >= lower - 1)
+            upper = gl.where(touches, gl.maximum(upper, until), upper)
+            lower = gl.where(touches, gl.minimum(lower, since), lower)
+            seen = upper, lower, since, until  # type: ignore[assignment]
+            # a row whose span does not touch the rest has no keys in common with others
+            full_to = gl.min(gl.where(own, gl.where(some == touches, upper, -_FAR), _FAR), 0) + 1
+            full_from = gl.max(gl.where(own, lower, -_FAR), 0)
+            apart = full_to < -_FAR // 2
+        right_of = tiles - gl.minimum(gl.maximum(gl.minimum(full_to, high) - low, 0) // BLOCK_N, tiles)
         left_from = tiles
         if HAS_LEFT:
-            left_from = tiles - gl.minimum((gl.maximum(_since(last, left, CHUNK) - low, 0) + BLOCK_N - 1) // BLOCK_N, tiles)
+            left_from = tiles - gl.minimum((gl.maximum(full_from - low, 0) + BLOCK_N - 1) // BLOCK_N, tiles)
+        if TWO:  # the last loop's mask has both ranges
+            right_of = gl.where(apart, 1, right_of)
+            left_from = gl.where(apart, 1, left_from)
         right_of = gl.maximum(right_of, 1)
         left_from = gl.maximum(left_from, right_of)
 
@@ -545,29 +623,32 @@ def _consume(  # type: ignore[no-untyped-def]
             mbarrier.arrive(k_empty.index(stage), count=1)
             start = low + (tiles - 1) * BLOCK_N
             weights, top, norm, shrink = _weigh(
-                s, top, norm, start, upper, lower, factor, cap, True, HAS_LEFT, HAS_CAP, S_LAYOUT, BLOCK_N
+                s, top, norm, start, seen, factor, cap, 2 if TWO else 1, HAS_LEFT, HAS_CAP, S_LAYOUT, BLOCK_N
             )
             count += 1
             for _i in range(1, right_of):
                 start -= BLOCK_N
                 weights, acc, top, norm = _step(
                     weights, acc, top, norm, count, q_ring, q_at, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start,
-                    upper, lower, factor, cap, True, HAS_LEFT, HAS_CAP, S_LAYOUT, BLOCK_N, STAGES, D, DV,
+                    seen, factor, cap, 1, HAS_LEFT, HAS_CAP, S_LAYOUT, BLOCK_N, STAGES, D, DV,
                 )  # fmt: skip
                 count += 1
             for _i in range(right_of, left_from):
                 start -= BLOCK_N
                 weights, acc, top, norm = _step(
                     weights, acc, top, norm, count, q_ring, q_at, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start,
-                    upper, lower, factor, cap, False, HAS_LEFT, HAS_CAP, S_LAYOUT, BLOCK_N, STAGES, D, DV,
+                    seen, factor, cap, 0, HAS_LEFT, HAS_CAP, S_LAYOUT, BLOCK_N, STAGES, D, DV,
                 )  # fmt: skip
                 count += 1
-            if HAS_LEFT:
+            if HAS_LEFT or TWO:
                 for _i in range(left_from, tiles):
                     start -= BLOCK_N
+                    if TWO:  # read again, so that these need no registers in the other loops
+                        also = _span(spans, begin + first + row // G, own, position, left, CHUNK, SPAN_RIGHT)
+                        seen = upper, lower, also[0], also[1]  # type: ignore[assignment]
                     weights, acc, top, norm = _step(
                         weights, acc, top, norm, count, q_ring, q_at, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start,
-                        upper, lower, factor, cap, True, HAS_LEFT, HAS_CAP, S_LAYOUT, BLOCK_N, STAGES, D, DV,
+                        seen, factor, cap, 2 if TWO else 1, HAS_LEFT, HAS_CAP, S_LAYOUT, BLOCK_N, STAGES, D, DV,
                     )  # fmt: skip
                     count += 1
             old = (count - 1) % STAGES
@@ -583,10 +664,13 @@ def _consume(  # type: ignore[no-untyped-def]
             rows = (gl.sum(acc[i] * 0.0, 1) != 0.0)[:, None] & _of_rows(own, acc[i])
             odd = gl.maximum(odd, gl.max(gl.max(rows.to(gl.int32), 0), 0))
         if odd > 0:
+            if TWO:
+                also = _span(spans, begin + first + row // G, own, position, left, CHUNK, SPAN_RIGHT)
+                seen = upper, lower, also[0], also[1]  # type: ignore[assignment]
             acc = _nan_safe(
-                q_tile, key_cache, value_cache, block_table, r, k_begin, kv_head, low, high, upper, lower, top, factor, cap,
+                q_tile, key_cache, value_cache, block_table, r, k_begin, kv_head, low, high, seen, top, factor, cap,
                 k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, D, DV, BLOCK_D, BLOCK_V, P, PAGED, HAS_LEFT,
-                HAS_CAP,
+                TWO, HAS_CAP,
             )  # fmt: skip
         share = v_factor / gl.where(norm == 0, 1.0, norm)
         if HAS_SINKS:
@@ -619,10 +703,10 @@ def _consume(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _nan_safe(  # type: ignore[no-untyped-def]
-    q_tile, key_cache, value_cache, block_table, r, k_begin, kv_head, low, high, upper, lower, top, factor, cap,
+    q_tile, key_cache, value_cache, block_table, r, k_begin, kv_head, low, high, seen, top, factor, cap,
     k_block, k_slot, k_head, v_block, v_slot, v_head, table_r,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr, P: gl.constexpr, PAGED: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr,
+    HAS_LEFT: gl.constexpr, TWO: gl.constexpr, HAS_CAP: gl.constexpr,
 ):  # fmt: skip
     """The weighted sum of values, one key at a time: keys that a row does not see are selected away, not multiplied by 0."""
     acc = _nothing(DV, BLOCK_V)
@@ -630,8 +714,11 @@ def _nan_safe(  # type: ignore[no-untyped-def]
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, LAYOUT))
     q = q_tile.load(LAYOUT).to(gl.float32)
-    upper = gl.convert_layout(upper, ROW)
-    lower = gl.convert_layout(lower, ROW)
+    upper = gl.convert_layout(seen[0], ROW)
+    lower = gl.convert_layout(seen[1], ROW)
+    if TWO:
+        first = gl.convert_layout(seen[2], ROW)
+        last = gl.convert_layout(seen[3], ROW)
     top = gl.convert_layout(top, ROW)
     guard = gl.where(top == float("-inf"), 0.0, top)
     for j in range(low, high):
@@ -650,6 +737,8 @@ def _nan_safe(  # type: ignore[no-untyped-def]
         allowed = j <= upper
         if HAS_LEFT:
             allowed = allowed & (j >= lower)
+        if TWO:
+            allowed = allowed | ((j >= first) & (j <= last))
         acc = _add_value(acc, p, allowed, value_cache + v_at + kv_head * v_head, DV, BLOCK_V)
     return acc
 
@@ -669,15 +758,15 @@ def _add_value(acc, p, allowed, value, DV: gl.constexpr, BLOCK_V: gl.constexpr):
 
 @gluon.jit(do_not_specialize=_BATCH)
 def prefill(  # type: ignore[no-untyped-def]
-    output, lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_table, sinks, counters,
-    q_desc, k_desc, v_desc, factor, v_factor, num_reqs, num_pages, lse_h, table_r,
+    output, lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_table, sinks, spans, prefix, is_causal,
+    counters, q_desc, k_desc, v_desc, factor, v_factor, num_reqs, num_pages, lse_h, table_r,
     o_t, o_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, cap, left, right, min_query,
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr,
     P: gl.constexpr, BOX: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, Q_STAGES: gl.constexpr, COPIED: gl.constexpr, PAGED: gl.constexpr, RAGGED: gl.constexpr,
     NEGATE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr,
     HAS_LSE: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr, VALUES_AT: gl.constexpr,
-    CHUNK: gl.constexpr,
+    CHUNK: gl.constexpr, SPAN_RIGHT: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = query.dtype.element_ty
     if value_cache is None:
@@ -714,32 +803,34 @@ def prefill(  # type: ignore[no-untyped-def]
     fence_async_shared()
     # a decode of the same batch may start on the multiprocessors that this grid leaves free
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
-    # each partition's arguments are written out: an absent one and a constant cannot be assigned to a variable
+    mask = spans, prefix, is_causal
+    # each partition's arguments are written out: a constant cannot be assigned to a variable
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (_consume, (
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full,
-                    u_empty, k_full, k_empty, v_full, v_empty, block_table, sinks, factor, v_factor, cap, left, right, o_t, o_h,
-                    lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D,
+                    u_empty, k_full, k_empty, v_full, v_empty, block_table, sinks, mask, factor, v_factor, cap, left, right,
+                    o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D,
                     BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, NEGATE, HAS_LEFT, HAS_CAP,
-                    HAS_SINKS, HAS_LSE, CHUNK, 0,
+                    HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, 0,
                 )),
                 (_consume, (
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full,
-                    u_empty, k_full, k_empty, v_full, v_empty, block_table, sinks, factor, v_factor, cap, left, right, o_t, o_h,
-                    lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D,
+                    u_empty, k_full, k_empty, v_full, v_empty, block_table, sinks, mask, factor, v_factor, cap, left, right,
+                    o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D,
                     BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, NEGATE, HAS_LEFT, HAS_CAP,
-                    HAS_SINKS, HAS_LSE, CHUNK, 1,
+                    HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, 1,
                 )),
                 (_produce, (
                     q_desc, k_desc, q_ring, k_ring, units_ring, q_full, q_empty, u_full, u_empty, k_full, k_empty, counters,
-                    query_start_loc, seq_lens, block_table, left, right, min_query, num_reqs, num_pages, table_r, H // G, G,
-                    PIECES, P, BOX, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, RAGGED, HAS_RIGHT, CHUNK,
+                    query_start_loc, seq_lens, block_table, mask, left, right, min_query, num_reqs, num_pages, table_r, H // G,
+                    G, PIECES, P, BOX, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, RAGGED, HAS_RIGHT, CHUNK,
+                    SPAN_RIGHT,
                 )),
                 (_produce_values, (
-                    v_desc, v_ring, units_ring, u_full, u_empty, v_full, v_empty, v_raw, block_table, left, num_pages, table_r,
-                    BLOCK_V, P, BOX, BLOCK_N, STAGES, PAGED, VALUES_AT, CHUNK,
+                    v_desc, v_ring, units_ring, u_full, u_empty, v_full, v_empty, v_raw, block_table, mask, left, right,
+                    num_pages, table_r, BLOCK_V, P, BOX, BLOCK_Q, BLOCK_N, STAGES, PAGED, VALUES_AT, CHUNK, SPAN_RIGHT,
                 )),
             ],
             [4, 1, 1],
@@ -750,33 +841,34 @@ def prefill(  # type: ignore[no-untyped-def]
             [
                 (_consume, (
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full,
-                    u_empty, k_full, k_empty, v_full, v_empty, block_table, sinks, factor, v_factor, cap, left, right, o_t, o_h,
-                    lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D,
+                    u_empty, k_full, k_empty, v_full, v_empty, block_table, sinks, mask, factor, v_factor, cap, left, right,
+                    o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D,
                     BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, NEGATE, HAS_LEFT, HAS_CAP,
-                    HAS_SINKS, HAS_LSE, CHUNK, 0,
+                    HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, 0,
                 )),
                 (_consume, (
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full,
-                    u_empty, k_full, k_empty, v_full, v_empty, block_table, sinks, factor, v_factor, cap, left, right, o_t, o_h,
-                    lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D,
+                    u_empty, k_full, k_empty, v_full, v_empty, block_table, sinks, mask, factor, v_factor, cap, left, right,
+                    o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D,
                     BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, NEGATE, HAS_LEFT, HAS_CAP,
-                    HAS_SINKS, HAS_LSE, CHUNK, 1,
+                    HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, 1,
                 )),
                 (_consume, (
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full,
-                    u_empty, k_full, k_empty, v_full, v_empty, block_table, sinks, factor, v_factor, cap, left, right, o_t, o_h,
-                    lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D,
+                    u_empty, k_full, k_empty, v_full, v_empty, block_table, sinks, mask, factor, v_factor, cap, left, right,
+                    o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D,
                     BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, NEGATE, HAS_LEFT, HAS_CAP,
-                    HAS_SINKS, HAS_LSE, CHUNK, 2,
+                    HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, 2,
                 )),
                 (_produce, (
                     q_desc, k_desc, q_ring, k_ring, units_ring, q_full, q_empty, u_full, u_empty, k_full, k_empty, counters,
-                    query_start_loc, seq_lens, block_table, left, right, min_query, num_reqs, num_pages, table_r, H // G, G,
-                    PIECES, P, BOX, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, RAGGED, HAS_RIGHT, CHUNK,
+                    query_start_loc, seq_lens, block_table, mask, left, right, min_query, num_reqs, num_pages, table_r, H // G,
+                    G, PIECES, P, BOX, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, RAGGED, HAS_RIGHT, CHUNK,
+                    SPAN_RIGHT,
                 )),
                 (_produce_values, (
-                    v_desc, v_ring, units_ring, u_full, u_empty, v_full, v_empty, v_raw, block_table, left, num_pages, table_r,
-                    BLOCK_V, P, BOX, BLOCK_N, STAGES, PAGED, VALUES_AT, CHUNK,
+                    v_desc, v_ring, units_ring, u_full, u_empty, v_full, v_empty, v_raw, block_table, mask, left, right,
+                    num_pages, table_r, BLOCK_V, P, BOX, BLOCK_Q, BLOCK_N, STAGES, PAGED, VALUES_AT, CHUNK, SPAN_RIGHT,
                 )),
             ],
             [4, 4, 1, 1],
@@ -788,7 +880,8 @@ class Rules(NamedTuple):
     """A layer's rules as the kernel takes them.
 
     cap: in base 2, or 0; left, right: number of keys seen on either side, `UNBOUNDED` if there is no bound; chunk: positions of
-    a chunk, before which a row sees no key, or 0; min_query: requests of at most so many tokens are left out.
+    a chunk, before which a row sees no key, or 0; span_right: 0, or the number of later keys to which the window cuts spans (it
+    then cuts them on the left too); min_query: requests of at most so many tokens are left out.
     """
 
     cap: float = 0.0
@@ -796,6 +889,7 @@ class Rules(NamedTuple):
     left: int = UNBOUNDED
     right: int = UNBOUNDED
     chunk: int = 0
+    span_right: int = 0
     min_query: int = 0
 
 
@@ -809,6 +903,21 @@ class Arrays(NamedTuple):
     of_key: tuple[int, ...]
     of_value: tuple[int, ...]
     of_output: tuple[int, ...]
+
+
+class Given(NamedTuple):
+    """Which arguments there are.
+
+    paged: a block table; ragged: keys without pages, of starts of their own; copied: whether the engine copies queries; sinks;
+    lse; mixed: causality of each request.
+    """
+
+    paged: bool
+    ragged: bool
+    copied: bool
+    sinks: bool
+    lse: bool
+    mixed: bool = False
 
 
 #: Shape, strides and box of an array that the tensor engine copies from.
@@ -855,12 +964,8 @@ def plan_of(arrays: Arrays, num_reqs: int, page: int, paged: bool, rules: Rules,
     )
 
 
-def constants(
-    sizes: tuple[int, ...], rules: Rules, *, paged: bool, ragged: bool, copied: bool, sinks: bool, lse: bool, values_at: int = 0
-) -> dict[str, Any]:
-    """Constants and options of a launch. sizes: `Plan`'s; copied: whether the engine copies queries; values_at: the page at
-    which values begin in the array of the keys; the others: whether the arguments are there (ragged: keys without pages, of
-    starts of their own)."""
+def constants(sizes: tuple[int, ...], rules: Rules, given: Given, values_at: int = 0) -> dict[str, Any]:
+    """Constants and options of a launch. sizes: `Plan`'s; values_at: the page at which values begin in the array of keys."""
     heads, group, size, width, page = sizes
     consumers = _consumers(size)
     registers = _REGISTERS[consumers]
@@ -868,10 +973,11 @@ def constants(
         "cap": rules.cap, "left": rules.left, "right": rules.right, "min_query": rules.min_query, "H": heads, "G": group,
         "D": size, "DV": width, "BLOCK_D": _padded(size), "BLOCK_V": _padded(width), "P": page,
         "BOX": _box(page, size, width), "BLOCK_Q": 64 * consumers // group, "BLOCK_N": _keys(size, width),
-        "CONSUMERS": consumers, "STAGES": _stages(size), "Q_STAGES": 2 if copied and size <= 128 else 1, "COPIED": copied,
-        "PAGED": paged, "RAGGED": ragged, "NEGATE": rules.negate, "CHUNK": rules.chunk,
-        "HAS_LEFT": rules.left < UNBOUNDED or rules.chunk > 0,
-        "HAS_RIGHT": rules.right < UNBOUNDED, "HAS_CAP": rules.cap != 0, "HAS_SINKS": sinks, "HAS_LSE": lse,
+        "CONSUMERS": consumers, "STAGES": _stages(size), "Q_STAGES": 2 if given.copied and size <= 128 else 1,
+        "COPIED": given.copied, "PAGED": given.paged, "RAGGED": given.ragged, "NEGATE": rules.negate, "CHUNK": rules.chunk,
+        "SPAN_RIGHT": rules.span_right, "HAS_LEFT": rules.left < UNBOUNDED or rules.chunk > 0,
+        "HAS_RIGHT": rules.right < UNBOUNDED or given.mixed, "HAS_CAP": rules.cap != 0, "HAS_SINKS": given.sinks,
+        "HAS_LSE": given.lse,
         "CONSUMER_REGS": registers[0], "PRODUCER_REGS": registers[1], "VALUES_AT": values_at, "num_warps": 4, **FUSED,
     }  # fmt: skip
 

@@ -66,6 +66,7 @@ class Layer(NamedTuple):
     def of_prompts(self, min_query: int) -> dict[str, Any]:
         """`hopper_prefill.Rules` for requests of more than `min_query` tokens."""
         mask = {"left": bound(self.left), "right": bound(self.right), "chunk": self.chunk_size or 0}
+        mask["span_right"] = (self.tree_right or UNBOUNDED) if self.span_window else 0
         return {"cap": self.soft_cap * LOG2E, "negate": self.scale < 0, **mask, "min_query": min_query}
 
 
@@ -119,8 +120,9 @@ class Launches:
         if self.paged and not fixed and not 1 < kinds.queries <= most:
             most = 1
         in_row = self.paged and len(cache) == 2
-        plain = not any(given[x] for x in ("slopes", "tree", "spans", "prefix", "is_causal", *_SCALES))
-        plain = plain and not (fixed or in_row or layer.sparse)
+        plain = not any(given[x] for x in ("slopes", "tree", *_SCALES)) and not (fixed or in_row or layer.sparse)
+        # a row's keys are a range that a prefix extends, and its span; under a window the prefix would be a range of its own
+        plain = plain and not (given["prefix"] and layer.left is not None)
         self.on_hopper = kinds.hopper and plain and kinds.queries > most
         self.beside = self.on_hopper and self.paged and kinds.early
         if self.beside and tuned[0] is None:

@@ -99,6 +99,8 @@ merge_states.merge_states(torch.zeros(2, 3, 2, 64), torch.zeros(2, 2, 3))
 on_hopper = True
 for dtype in (torch.bfloat16, torch.float16):
     attend([900, 70], [20, 1], dtype, dtype, left=100, soft_cap=5.0, sinks=torch.zeros(8))
+    mask = dict(spans=torch.zeros(21, 2).int(), prefix=torch.zeros(2).int(), is_causal=torch.ones(2, dtype=torch.bool))
+    attend([900, 70], [20, 1], dtype, dtype, chunk_size=512, **mask)
 assert {"attention", "merge", "write", "prefill"} <= set(seen), seen
 print("equal", len(seen))
 """

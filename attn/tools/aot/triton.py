@@ -319,7 +319,7 @@ HOPPER: dict[str, Sequence[Any]] = {
     "head_size": (64, 96, 128, 256),
     "block_size": PAGED["block_size"],
     "dtype": ("bfloat16", "float16"),
-    "mask": ("causal", "bidirectional", "window", "two-sided"),
+    "mask": tuple(name for name in WINDOWS if name != "tree"),
     **switches("soft_cap", "sinks", "lse"),
 }
 

@@ -9,10 +9,12 @@ import torch
 
 from attn.kernels import hopper
 from attn.kernels.gluon import descriptor
-from attn.kernels.hopper_prefill import ONE_PAGE, ROWS, Arrays, Map, Rules, constants, fits, plan_of
+from attn.kernels.hopper_prefill import ONE_PAGE, ROWS, Arrays, Given, Map, Rules, constants, fits, plan_of
 from attn.kernels.hopper_prefill import prefill as _prefill
 from attn.kernels.launch import LOG2E, UNBOUNDED
 from attn.torch.kernels.direct import Kind, Prepared, kind_of, memory_of_stream, multiprocessors
+
+_ARRAYS = 12  #: of the kernel, without the counters
 
 
 def serves(
@@ -31,12 +33,13 @@ def serves(
 def prefill(arrays: Sequence[Any], rules: Rules, factors: tuple[float, float], programs: int, *, ragged: bool = False) -> None:
     """Compute the rows of requests with more than `rules.min_query` tokens; the rest of the contract is `paged_attention`'s.
 
-    arrays: output, lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_table, sinks. factors: of scores, into
-    base 2 (into the cap's units with a soft cap, whose `cap` is then in base 2), and of values. programs: the number of
-    multiprocessors that it may use. ragged: whether keys have no pages, and `seq_lens` [R + 1] says where those of each request
-    begin.
+    arrays: output, lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_table, sinks, and spans, prefix and
+    is_causal, which may be left out. factors: of scores, into base 2 (into the cap's units with a soft cap, whose `cap` is then
+    in base 2), and of values. programs: the number of multiprocessors that it may use. ragged: whether keys have no pages, and
+    `seq_lens` [R + 1] says where those of each request begin.
     """
     key_cache, block_table = arrays[3], arrays[7]
+    arrays = (*arrays, *[None] * (_ARRAYS - len(arrays)))
     page = ROWS if block_table is None else key_cache.shape[1]
     _planned(arrays, page, rules, ragged)(arrays, factors, programs)
 
@@ -73,7 +76,7 @@ class _Plan(NamedTuple):
 
 def _planned(arrays: Sequence[Any], page: int, rules: Rules, ragged: bool = False) -> _Plan:
     """arrays: of the kernel, without the counters."""
-    output, lse, query, key, value, starts, _, table, _ = arrays
+    output, lse, query, key, value, starts, _, table, *_ = arrays
     shapes, of = (x.shape for x in (query, key, value)), (x.stride() for x in (query, key, value, output))
     num_reqs = starts.shape[0] - 1
     plan = plan_of(Arrays(*shapes, *of), num_reqs, page, table is not None, rules, not query.data_ptr() % 16)
@@ -117,7 +120,7 @@ class Prompts:
         dense = query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
         if not dense or not serves(q, k, v, batch, heads // key.shape[1], ONE_PAGE):
             return None
-        flat, lists = q.flatten(0, 1), (*_equal(batch, rows, query.device), None)
+        flat, lists = q.flatten(0, 1), (*_equal(batch, rows, query.device), None, None, None, None)
         arrays = torch.empty_like(flat, memory_format=torch.contiguous_format), None, flat, k, v, *lists
         return _planned(arrays, ONE_PAGE, self._rules), lists, flat.data_ptr() != q.data_ptr()
 
@@ -133,6 +136,6 @@ def _equal(batch: int, rows: int, device: torch.device) -> tuple[torch.Tensor, t
 @functools.lru_cache(maxsize=1024)
 def _prepared(kind: Kind, sizes: tuple[int, ...], rules: Rules, copied: bool, ragged: bool) -> Prepared:
     """The kernel for calls that agree in these: `constants`' arguments."""
-    _, lse, *_, table, sinks, _ = kind[1]
-    there = {"paged": table is not None, "sinks": sinks is not None, "lse": lse is not None}
-    return Prepared(_prefill, **constants(sizes, rules, ragged=ragged, copied=copied, **there))
+    _, lse, *_, table, sinks, _, _, is_causal, _ = kind[1]
+    paged, *there = (x is not None for x in (table, sinks, lse, is_causal))
+    return Prepared(_prefill, **constants(sizes, rules, Given(paged, ragged, copied, *there)))

@@ -37,14 +37,14 @@ class _Launches:
         self, arrays: tuple[torch.Tensor | None, ...], strides: tuple[int, ...], factors: tuple[float, float], num_reqs: int,
         max_seq_len: int, whole: bool, prefill_programs: int,
     ) -> None:  # fmt: skip
-        output, lse, starts, sinks, _, _, query, key_cache, value_cache, seq_lens, table, _, tree, _, _, _, _ = arrays
+        output, lse, starts, sinks, _, _, query, key_cache, value_cache, seq_lens, table, _, tree, *mask, _ = arrays
         rules, layer, kv_heads = self._rules, self._rules.layer, self._rules.kv_heads
         factor, v_factor = layer.factor(factors[0]), factors[1]
         lse_h, table_r = 0 if lse is None else lse.stride(0), 0 if table is None else table.stride(0)
         tree_w = 0 if tree is None else tree.shape[1]
         numbers, no_plan = (factor, v_factor, num_reqs), (0, lse_h, table_r, tree_w, 0, 0, 0)
         if rules.on_hopper:
-            given = output, lse, query, key_cache, value_cache, starts, seq_lens, table, sinks
+            given = output, lse, query, key_cache, value_cache, starts, seq_lens, table, sinks, *mask
             hopper_prefill, programs = _hopper_prefill(), prefill_programs or rules.kinds.processors
             hopper_prefill.prefill(given, hopper_prefill.Rules(**self._of_prompts), (factor, v_factor), programs)
         elif self._prefill is not None:

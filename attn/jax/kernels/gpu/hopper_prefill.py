@@ -9,8 +9,9 @@ import jax
 
 from attn.jax.kernels.gpu.launch import Boxed, dense_strides, launch
 from attn.kernels import hopper
-from attn.kernels.hopper_prefill import ONE_PAGE, ROWS, Arrays, Rules, constants, fits, plan_of
+from attn.kernels.hopper_prefill import ONE_PAGE, ROWS, Arrays, Given, Rules, constants, fits, plan_of
 from attn.kernels.hopper_prefill import prefill as _prefill
+from attn.visibility import PLAIN, BatchMask
 
 _STRIDES = ("o_t", "o_h", "q_t", "q_h", "k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head")
 
@@ -21,7 +22,7 @@ class Prompts(NamedTuple):
     query: [T, H, D]; starts: [R + 1] int32. keys: [T, K, D] and values: [T, K, Dv], where each request sees its own rows; or
     [m, K, D] and [m, K, Dv], and key_starts: [R + 1] int32, where each request's keys begin; or keys: [2, N, P, K, D], keys,
     then values, or both as [N, P, K, D] and [N, P, K, Dv], with lens: [R] and table: [R, B], int32. sinks: [H] float32 or None.
-    one_page: whether each request's keys are in one page, of any size.
+    mask: what rows see, without a tree. one_page: whether each request's keys are in one page, of any size.
     """
 
     query: jax.Array
@@ -32,6 +33,7 @@ class Prompts(NamedTuple):
     lens: Any = None
     table: Any = None
     sinks: jax.Array | None = None
+    mask: BatchMask = PLAIN
     one_page: bool = False
 
     @property
@@ -75,7 +77,7 @@ def prefill(out: Out, batch: Prompts, rules: Rules, factor: float, arch: str, pr
     plan = plan_of(of, num_reqs, batch.page, paged, rules, True)
     q_map, k_map, v_map = plan.maps
     k_desc = Boxed(keys, *k_map)
-    there = {"paged": paged, "sinks": batch.sinks is not None, "lse": out.lse is not None}
+    there = (x is not None for x in (q_map, batch.sinks, out.lse, batch.mask.is_causal))
     arguments = {
         **out._asdict(),
         "query": query,
@@ -85,6 +87,7 @@ def prefill(out: Out, batch: Prompts, rules: Rules, factor: float, arch: str, pr
         "seq_lens": batch.key_starts if ragged else batch.lens,
         "block_table": batch.table,
         "sinks": batch.sinks,
+        **{name: getattr(batch.mask, name) for name in ("spans", "prefix", "is_causal")},
         "q_desc": k_desc if q_map is None else Boxed(query, *q_map),
         "k_desc": k_desc,
         "v_desc": Boxed(keys if values is None else values, *v_map),
@@ -95,7 +98,7 @@ def prefill(out: Out, batch: Prompts, rules: Rules, factor: float, arch: str, pr
         "lse_h": 0 if out.lse is None else out.lse.shape[1],
         "table_r": 0 if batch.table is None else batch.table.shape[1],
         **dict(zip(_STRIDES, plan.strides, strict=True)),
-        **constants(plan.sizes, rules, ragged=ragged, copied=q_map is not None, values_at=pages, **there),
+        **constants(plan.sizes, rules, Given(paged, ragged, *there), pages),
     }
     writes = [name for name, array in out._asdict().items() if array is not None]
     try:

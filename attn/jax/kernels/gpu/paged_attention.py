@@ -123,7 +123,8 @@ def _prompts(given: dict[str, Any]) -> Any:
         "lens": given["seq_lens"],
         "table": given["block_table"],
     }
-    return Prompts(given["query"], given["query_start_loc"], sinks=given["sinks"], **keys)
+    mask = BatchMask(**{name: given[name] for name in BatchMask._fields})
+    return Prompts(given["query"], given["query_start_loc"], sinks=given["sinks"], mask=mask, **keys)
 
 
 def _serves(given: dict[str, Any]) -> bool:

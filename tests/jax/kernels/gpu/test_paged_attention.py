@@ -139,6 +139,11 @@ assert both([900, 70], [20, 1]) == ["prefill", "attention", "merge"]
 assert both([900, 70], [20, 1], left=100, sinks=True, lse=False, cap=5.0, scale=-0.3) == ["prefill", "attention", "merge"]
 assert both([900, 70], [900, 70], "float16", size=256) == ["prefill", "attention", "merge"]
 assert both([9000, 70], [20, 1], chunk=512) == ["prefill", "attention", "merge"]
+assert both([90, 70], [3, 20], right=None, is_causal=np.ones(2, bool)) == ["prefill", "attention"]
+reach = {"spans": np.zeros((23, 2), np.int32), "prefix": np.zeros(2, np.int32), "is_causal": np.ones(2, bool)}
+assert both([900, 70], [3, 20], right=None, chunk=512, **reach) == ["prefill", "attention", "merge"]
+assert both([900, 70], [3, 20], left=100, spans=reach["spans"]) == ["prefill", "attention", "merge"]
+assert both([900, 70], [3, 20], left=100, prefix=reach["prefix"]) == ["attention", "attention", "merge"]
 assert both([900, 70], [20, 1], "float32") == both([900, 70], [20, 1], page=24) == ["attention", "attention", "merge"]
 assert both([900, 70], [20, 1], slopes=True) == ["attention", "attention", "merge"]
 

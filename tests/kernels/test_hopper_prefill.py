@@ -1,0 +1,139 @@
+"""The Hopper prefill's own source, run by NumPy (`tests.gluon`), against the definition: which keys its rows see. 60 s."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from attn.kernels.launch import LOG2E, UNBOUNDED
+from attn.visibility import BatchMask, LayerMask, Visibility
+from tests import gluon
+
+LENS = [(150, 150), (1, 40), (70, 333), (0, 10), (5, 3)]  # rows and keys of each request
+
+
+def spans_of(lens: list[tuple[int, int]], every: int, size: int, elsewhere: bool) -> Any:
+    """Images of `size` tokens in every `every`; with `elsewhere` some rows see a range that they are not in too."""
+    rng, made = np.random.default_rng(0), []
+    for n, m in lens:
+        position = np.arange(m - n, m)
+        start = position // every * every
+        image = (position >= 0) & (position % every < size) & (start + size <= m)
+        own = np.where(image, [start, start + size - 1], -1).T.astype(np.int32)
+        if elsewhere and m > 2:
+            for i in rng.choice(n, n // 8, replace=False):
+                own[i] = np.sort(rng.integers(0, m, 2))
+        made.append(own)
+    return np.concatenate(made)
+
+
+def run(lens: list[tuple[int, int]], *, mask: Visibility, heads: tuple[int, int] = (4, 2), size: int = 64, page: int = 16,
+        programs: int = 2, rules: dict[str, Any] | None = None, wild: bool = False) -> None:  # fmt: skip
+    """Compare output and log-sum-exp of every row with the definition; memory that no row may use is NaN."""
+    (H, K), rng = heads, np.random.default_rng(1)
+    starts = np.cumsum([0, *(n for n, _ in lens)]).astype(np.int32)
+    tokens, counts = int(starts[-1]), [-(-m // page) for _, m in lens]
+    query = rng.standard_normal((tokens, H, size)).astype(np.float32)
+    key, value = (rng.standard_normal((sum(counts) + 2, page, K, size)).astype(np.float32) for _ in "kv")
+    ids = rng.permutation(sum(counts)).astype(np.int32)
+    table = np.full((len(lens), max(counts)), -1, np.int32)
+    seen_of = []
+    for r, (n, m) in enumerate(lens):
+        own = table[r, : counts[r]]
+        own[:] = ids[sum(counts[:r]) :][: counts[r]]
+        seen_of.append(mask.select(r, slice(int(starts[r]), int(starts[r + 1]))).as_array(n, m))
+        unseen = ~seen_of[-1].any(0) if n > 1 else np.zeros(m, bool)
+        for cache in (key, value):
+            cache[own[-1], m - (counts[r] - 1) * page :] = np.nan  # slots after the last key
+            at = np.arange(m)[unseen]
+            cache[own[at // page], at % page] = np.nan  # keys that no row sees
+        if wild and n > 1 and m > 40:
+            value[own[2], 3] = np.nan
+    left, right = mask.layer.window
+    module = gluon.module("hopper_prefill")
+    settings = {"left": UNBOUNDED if left is None else left, "right": UNBOUNDED if right is None else right}
+    if mask.layer.causal:
+        settings["right"] = 0
+    span_right = (right or UNBOUNDED) if mask.layer.span_window else 0
+    settings |= {"chunk": mask.layer.chunk_size or 0, "span_right": span_right, "min_query": 1}
+    output, lse = np.full((tokens, H, size), 9.0, np.float32), np.full((H, tokens), 9.0, np.float32)
+    counters = np.zeros(2, np.int32)
+    strides = [tuple(s // 4 for s in x.strides) for x in (query, key, value, output)]
+    arrays = {"output": output, "lse": lse, "query": query, "key_cache": key, "value_cache": value, "query_start_loc": starts,
+              "seq_lens": np.array([m for _, m in lens], np.int32), "block_table": table, "sinks": None,
+              **mask.batch._replace(tree=None)._asdict(), "counters": counters}  # fmt: skip
+    del arrays["tree"]
+    for program in range(programs):
+        module = gluon.module("hopper_prefill", (program, programs))
+        its = module.Rules(**settings)
+        plan = module.plan_of(module.Arrays(query.shape, key.shape, value.shape, *strides), len(lens), page, True, its, True)
+        q_map, k_map, v_map = plan.maps
+        given = module.Given(True, False, q_map is not None, False, True, mask.batch.is_causal is not None)
+        constants = module.constants(plan.sizes, its, given)
+        for option in ("num_warps", "enable_fp_fusion"):
+            del constants[option]
+        names = ("o_t", "o_h", "q_t", "q_h", "k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head")
+        module.prefill(
+            **{name: None if x is None else gluon.Pointer(x) for name, x in arrays.items()},
+            q_desc=None if q_map is None else gluon.Boxes(query, *q_map), k_desc=gluon.Boxes(key, *k_map),
+            v_desc=gluon.Boxes(value, *v_map), factor=size**-0.5 * LOG2E, v_factor=1.0, num_reqs=len(lens),
+            num_pages=len(key), lse_h=tokens, table_r=table.shape[1],
+            **{name: gluon.tensor(x, np.int64) for name, x in zip(names, plan.strides, strict=True)}, **constants,
+        )  # fmt: skip
+    assert counters.tolist() == [0, 0]
+    for r, (n, m) in enumerate(lens):
+        rows = slice(int(starts[r]), int(starts[r + 1]))
+        if n <= 1:
+            assert (output[rows] == 9).all()
+            continue
+        own, seen = table[r, : counts[r]], seen_of[r]
+        k, v = (np.repeat(x[own].reshape(-1, K, size)[:m], H // K, 1).astype(np.float64) for x in (key, value))
+        used = seen.any(0)
+        scores = np.einsum("thd,shd->hts", query[rows], np.where(used[:, None, None], k, 0)) * size**-0.5
+        scores = np.where(seen, scores, -np.inf)
+        with np.errstate(divide="ignore"):
+            log = np.log(np.exp(scores).sum(-1))
+        weights = np.exp(scores - np.where(np.isinf(log), 0, log)[..., None])
+        broken = np.isnan(v).any((1, 2)) & used
+        want = np.einsum("hts,shd->thd", weights, np.where(used[:, None, None] & ~np.isnan(v), v, 0))
+        np.testing.assert_allclose(lse[:, rows], log, rtol=1e-4, atol=1e-4)
+        hit = (seen & broken).any(1)
+        assert np.isnan(output[rows][hit]).any((1, 2)).all()
+        np.testing.assert_allclose(output[rows][~hit], want[~hit], rtol=1e-3, atol=1e-4)
+
+
+CAUSAL, BOTH = LayerMask(), LayerMask(causal=False)
+T = sum(n for n, _ in LENS)
+MIXED = np.array([True, True, False, True, False])
+PREFIX = np.array([90, 5, 0, 10, 2], np.int32)
+IMAGES, RANGES = spans_of(LENS, 64, 40, False), spans_of(LENS, 64, 40, True)
+MASKS = {
+    "causal": Visibility(CAUSAL),
+    "both directions": Visibility(BOTH),
+    "window": Visibility(LayerMask(True, (50, None))),
+    "two-sided window": Visibility(LayerMask(False, (50, 20))),
+    "chunks": Visibility(LayerMask(chunk_size=48)),
+    "chunks in a window": Visibility(LayerMask(False, (40, 3), 100)),
+    "mixed causality": Visibility(BOTH, BatchMask(is_causal=MIXED)),
+    "mixed causality in a window": Visibility(LayerMask(False, (60, 20)), BatchMask(is_causal=MIXED)),
+    "prefix": Visibility(CAUSAL, BatchMask(prefix=PREFIX)),
+    "prefix in chunks": Visibility(LayerMask(chunk_size=48), BatchMask(prefix=PREFIX)),
+    "images": Visibility(CAUSAL, BatchMask(spans=IMAGES)),
+    "images in a window": Visibility(LayerMask(True, (30, None), None, False), BatchMask(spans=IMAGES)),
+    "images cut by a window": Visibility(LayerMask(False, (30, 9), None, True), BatchMask(spans=IMAGES)),
+    "ranges": Visibility(CAUSAL, BatchMask(spans=RANGES)),
+    "ranges in a window": Visibility(LayerMask(True, (30, None), None, False), BatchMask(spans=RANGES)),
+    "everything": Visibility(LayerMask(False, (None, None), 80), BatchMask(None, RANGES, PREFIX, MIXED)),
+}
+
+
+@pytest.mark.parametrize("wild", [False, True])
+@pytest.mark.parametrize("name", MASKS)
+def test_rows_see_what_the_definition_says(name: str, wild: bool) -> None:
+    run(LENS, mask=MASKS[name], wild=wild)
+
+
+@pytest.mark.parametrize(("heads", "size", "page"), [((6, 2), 128, 48), ((2, 2), 64, 16), ((8, 1), 256, 128)])
+@pytest.mark.parametrize("name", ["images in a window", "everything"])
+def test_other_heads_and_pages(name: str, heads: tuple[int, int], size: int, page: int) -> None:
+    run(LENS, mask=MASKS[name], heads=heads, size=size, page=page)
