@@ -129,7 +129,7 @@ PLATFORMS: dict[str, type[JaxPlatform]] = {p.name: p for p in (TpuPlatform, GpuP
 
 def tpu_arch(device_kind: str) -> str:
     """`v5e`, `v6e`, `v7x`, ... for a TPU's `device_kind`; for an unknown kind, the kind itself."""
-    known = max((kind for kind in TPU_KINDS if device_kind.startswith(kind)), key=len, default="")
+    known = max((name for name in TPU_KINDS if device_kind.startswith(name)), key=len, default="")
     return TPU_KINDS.get(known, device_kind.removeprefix("TPU ").replace(" ", "_"))
 
 

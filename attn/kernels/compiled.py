@@ -111,10 +111,10 @@ def compile_kernel(kernel: Any, arch: str, arguments: Mapping[str, Any], options
 
     Compiled once per process and arguments. Raises what Triton's compiler raises.
     """
-    given = specialise(kernel, arguments)
-    constants, attributes = tuple(given.constants.items()), tuple(given.attributes)
-    made = _compiled(kernel, arch, tuple(given.signature.items()), constants, attributes, tuple(options.items()))
-    return made._replace(parameters=given.parameters)
+    specialised = specialise(kernel, arguments)
+    constants, attributes = tuple(specialised.constants.items()), tuple(specialised.attributes)
+    made = _compiled(kernel, arch, tuple(specialised.signature.items()), constants, attributes, tuple(options.items()))
+    return made._replace(parameters=specialised.parameters)
 
 
 @functools.lru_cache(maxsize=512)  # of up to half a megabyte

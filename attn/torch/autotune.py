@@ -30,14 +30,14 @@ _RULES = {"decode": decode_launch, "prefill": prefill_launch}
 _GAIN = 0.97  #: a candidate must take less than this fraction of the rule's time
 
 
-def tune(kind: str, shape: tuple[int, int, int, int], run: Callable[[], Any], device: torch.device) -> Launch:
+def tune(kernel: str, shape: tuple[int, int, int, int], run: Callable[[], Any], device: torch.device) -> Launch:
     """Return the launch for calls of this shape: from the file, or else measured by timing `run`.
 
     kind: `decode` or `prefill`. shape: (group, head_size, bytes per element of the query, of the cache), the arguments of the
     kind's rule after the architecture.
     """
-    rule, name = _RULES[kind], arch()
-    key = (kind, name, *shape)
+    rule, name = _RULES[kernel], arch()
+    key = (kernel, name, *shape)
     if key in TUNED:
         return TUNED[key]
     with _lock():
@@ -113,12 +113,12 @@ def _owner(device: torch.device) -> dict[str, Any]:
 
 
 def _entry(entry: dict[str, Any]) -> tuple[tuple[Any, ...], Launch]:
-    kind, name, *shape = entry["key"]
+    kernel, name, *shape = entry["key"]
     numbers = entry["launch"]
     whole = [*shape, *numbers]
-    if kind not in _RULES or name != arch() or len(shape) != 4 or any(type(n) is not int or n < 1 for n in whole):
+    if kernel not in _RULES or name != arch() or len(shape) != 4 or any(type(n) is not int or n < 1 for n in whole):
         raise ValueError(f"{entry} is not a valid launch")
     launch = Launch(*numbers)
     if any(n & (n - 1) for n in numbers[:3]) or launch.block_m < max(16, shape[0]) or launch.block_n < 16:
         raise ValueError(f"{entry} is not a valid launch: tiles and warps must be powers of two, and tiles must hold a group")
-    return (kind, name, *shape), launch
+    return (kernel, name, *shape), launch

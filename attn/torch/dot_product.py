@@ -120,8 +120,8 @@ def _checked(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return query, key and value with their leading dimensions (and, without grouped heads, their heads) broadcast, as torch
     broadcasts them. Raises `ShapeError`, `DTypeError` and `DeviceError`."""
-    given = (query, key, value)
-    q, k, v = (x.shape for x in given)
+    inputs = (query, key, value)
+    q, k, v = (x.shape for x in inputs)
     outer = -3 if enable_gqa else -2
     ok = len(q) >= 3 and len(q) == len(k) == len(v) and q[-1] == k[-1] and k[-2] == v[-2]
     if ok and enable_gqa:
@@ -134,15 +134,15 @@ def _checked(
         except RuntimeError:
             ok = False
         else:
-            query, key, value = (x.expand(*lead, *x.shape[outer:]) for x in given)
+            query, key, value = (x.expand(*lead, *x.shape[outer:]) for x in inputs)
     if not ok:
-        shapes = ", ".join(str(list(x.shape)) for x in given)
+        shapes = ", ".join(str(list(x.shape)) for x in inputs)
         raise ShapeError(
             f"query, key, value have shapes {shapes}: must be [..., H, L, E], [..., K, S, E], [..., K, S, Ev] of equal rank, "
             "with equal heads or, with enable_gqa=True, H a multiple of K"
         )
     if not (query.dtype == key.dtype == value.dtype and query.dtype.is_floating_point):
-        dtypes = ", ".join(str(x.dtype) for x in given)
+        dtypes = ", ".join(str(x.dtype) for x in inputs)
         raise DTypeError(f"query, key, value have dtypes {dtypes}: must be one float dtype")
     if not query.device == key.device == value.device:
         raise DeviceError(f"query, key, value are on {query.device}, {key.device}, {value.device}: must be one device")

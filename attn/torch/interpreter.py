@@ -53,11 +53,11 @@ def correct_bfloat16() -> None:
     plain_cast = builder.cast_impl
 
     def widened(x: Any) -> Any:
-        kind = x.dtype.scalar
-        if kind == tl.bfloat16:
+        element = x.dtype.scalar
+        if element == tl.bfloat16:
             return (x.data.astype(np.uint32) << 16).view(np.float32)
-        if kind.is_floating() and kind.primitive_bitwidth == 8:
-            return interpreter._convert_float(x.data, kind, tl.float32, None).view(np.float32)
+        if element.is_floating() and element.primitive_bitwidth == 8:
+            return interpreter._convert_float(x.data, element, tl.float32, None).view(np.float32)
         return x.data
 
     def cast(self: Any, source: Any, target: Any) -> Any:

@@ -212,15 +212,15 @@ class CudaPlatform(TorchPlatform):
     }  # fmt: skip
 
     def diffusion_priorities(self, request: Request, device: Device) -> tuple[str, ...]:
-        kind, order = rows_that_decide(getattr(request, "rows", None) or 0), super().diffusion_priorities(request, device)
-        if kind == 1:
+        rows_class, order = rows_that_decide(getattr(request, "rows", None) or 0), super().diffusion_priorities(request, device)
+        if rows_class == 1:
             # A decoded token. cuDNN builds a plan at each new number of keys (60 to 900 ms, measured on an H100); TRITON_ATTN
             # and FlashAttention, which TORCH_SDPA launches, do not. TRITON_ATTN takes 0.67 to 1.5x cuDNN's time there.
             first = ("TRITON_ATTN", "TORCH_SDPA") if arch_matches(device.arch, "sm_90") else ("TORCH_SDPA",)
             return (*first, *(name for name in order if name not in first))
         if arch_matches(device.arch, "sm_90"):
             few = "up to 16k rows of heads up to 64" if request.head_size <= 64 else "up to 16k rows"
-            order = self.diffusion_hopper["more" if kind == 3 else few]
+            order = self.diffusion_hopper["more" if rows_class == 3 else few]
             if not getattr(request, "causal", False):
                 return order
             # Prompts, whose lengths seldom repeat, unlike images': cuDNN builds a plan for each length (75 to 900 ms).

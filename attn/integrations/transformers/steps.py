@@ -26,14 +26,14 @@ class Pages:
     Rows and keys may be padded to the extents of a CUDA graph. Requests beyond the step's own then begin where the last one
     ends, padding rows are written to a page that is never handed out, and indices of padding keys are of another such page.
 
-    kind: what layers have in common that read the same keys; row_starts, key_starts: where each request's rows and keys begin,
+    group: what layers have in common that read the same keys; row_starts, key_starts: where each request's rows and keys begin,
     [R + 1]; most_rows, most_keys: no request has more, nor one of another step that a graph is replayed for; read, written:
     slots of all keys (none if the step reads no older ones) and of the new ones; views: the layer's keys and values as pages
     [N, P, K, D] if it keeps all of them in pages, else None; update: takes new keys and values [1, K, T, D] and slots of keys,
     stores the new ones and returns the keys and values of those slots, [S, K, D]; without slots, the new ones.
     """
 
-    kind: Any
+    group: Any
     row_starts: torch.Tensor
     key_starts: torch.Tensor
     most_rows: int
@@ -48,7 +48,7 @@ def pages_of(cache: Any, index: int, kwargs: dict[str, Any]) -> Pages:
     """Read either form of the cache: an allocator per layer or, before transformers 5.18, groups of layers."""
     if hasattr(cache, "layer_to_allocator"):
         pool = cache.layer_to_allocator[index]
-        kind = pool.index
+        group = pool.index
         try:
             views = pool.get_cache_for_block_table(index)
         except NotImplementedError:  # a layer with a window: a ring buffer of the last keys
@@ -56,7 +56,7 @@ def pages_of(cache: Any, index: int, kwargs: dict[str, Any]) -> Pages:
         has_window = views is None
     else:
         # keys and values are in separate storages, which no view joins into a cache: they are gathered
-        (kind, _), views = cache.layer_index_to_group_indices[index], None
+        (group, _), views = cache.layer_index_to_group_indices[index], None
         has_window = cache.sliding_windows[index] != 1
     layer_type = "sliding_attention" if has_window else "full_attention"
     # from transformers 5.19 on bounds have these names, and the cache takes the step's arguments together
@@ -72,13 +72,13 @@ def pages_of(cache: Any, index: int, kwargs: dict[str, Any]) -> Pages:
         return key[0].transpose(0, 1), value[0].transpose(0, 1)
 
     return Pages(
-        kind=kind,
+        group=group,
         row_starts=kwargs["cu_seq_lens_q"],
         key_starts=_of(layer_type, kwargs["cu_seq_lens_k"]),
         most_rows=kwargs[names[0]],
         most_keys=_of(layer_type, kwargs[names[1]]),
-        read=lists["read_index"][kind],
-        written=lists["write_index"][kind],
+        read=lists["read_index"][group],
+        written=lists["write_index"][group],
         views=views,
         update=update,
     )
@@ -126,16 +126,16 @@ class Step:
 
     def lens(self, pages: Pages) -> tuple[list[int], list[int], Any]:
         """Return (numbers of rows, numbers of keys, where each request's keys begin), of requests that have both."""
-        if pages.kind not in self._lens:
+        if pages.group not in self._lens:
             key_starts = pages.key_starts.cpu().numpy()
             q_lens, k_lens = np.diff(self.starts), np.diff(key_starts)
             live = (q_lens > 0) & (k_lens > 0)
-            self._lens[pages.kind] = q_lens[live].tolist(), k_lens[live].tolist(), key_starts
-        return self._lens[pages.kind]
+            self._lens[pages.group] = q_lens[live].tolist(), k_lens[live].tolist(), key_starts
+        return self._lens[pages.group]
 
     def metadata(self, pages: Pages, layer: Attention, device: torch.device) -> Any:
         """Return the metadata of a layer over transformers' pages, made on the host."""
-        key = pages.kind, layer.backend, layer.kv_cache_spec, device
+        key = pages.group, layer.backend, layer.kv_cache_spec, device
         if key not in self._metadata:
             q_lens, k_lens, key_starts = self.lens(pages)
             where, size = pages.read.cpu().numpy(), layer.kv_cache_spec.block_size
@@ -147,7 +147,7 @@ class Step:
 
     def on_device(self, pages: Pages, layer: Attention, rows: int, gathered: bool) -> OnDevice:
         """Return the metadata of `rows` rows, made on the device: over transformers' pages or over `gathered` keys."""
-        key = pages.kind, layer.backend, layer.kv_cache_spec, gathered
+        key = pages.group, layer.backend, layer.kv_cache_spec, gathered
         if key not in self._on_device:
             self._on_device[key] = _made_on_device(pages, layer, rows, gathered)
         return self._on_device[key]

@@ -219,17 +219,17 @@ def ragged(chip: str, shape: Ragged) -> Program:
     known = {name: array for name, array in shape.seen._asdict().items() if array is not None}
 
     def call(query: jax.Array, cache: jax.Array, *rest: jax.Array) -> Any:
-        key, value, *given = rest if shape.write else (None, None, *rest)
-        more: dict[str, Any] = dict(zip(rules, given, strict=False))
-        given = given[len(rules) :]
-        of_batch = dict(zip(known, given[4:], strict=False))
+        key, value, *passed = rest if shape.write else (None, None, *rest)
+        more: dict[str, Any] = dict(zip(rules, passed, strict=False))
+        passed = passed[len(rules) :]
+        of_batch = dict(zip(known, passed[4:], strict=False))
         batch_mask = BatchMask(more.pop("tree", None), **of_batch)
         return kernel.ragged_paged_attention(
             query,
             key,
             value,
             cache,
-            *given[:4],  # type: ignore[arg-type]
+            *passed[:4],  # type: ignore[arg-type]
             **more,
             scale=head_size**-0.5,
             max_query_len=max(shape.query_lens),

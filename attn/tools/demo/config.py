@@ -165,11 +165,11 @@ def _sliding_layers(fields: Fields, num_layers: int, window: int | None) -> list
         first = fields.integer("max_window_layers", minimum=0) if fields.has("max_window_layers") else 28
         return [window is not None and layer >= first for layer in range(num_layers)]
     types = fields.values["layer_types"]
-    if not isinstance(types, list) or len(types) != num_layers or any(kind not in LAYER_TYPES for kind in types):
+    if not isinstance(types, list) or len(types) != num_layers or any(layer_type not in LAYER_TYPES for layer_type in types):
         raise fields.wrong("layer_types", f"a list of {num_layers} of {', '.join(LAYER_TYPES)}")
     if window is None and "sliding_attention" in types:
         raise fields.wrong("layer_types", "full_attention throughout: use_sliding_window or sliding_window is off")
-    return [kind == "sliding_attention" for kind in types]
+    return [layer_type == "sliding_attention" for layer_type in types]
 
 
 def _special_ids(root: Path, fields: Fields, made: _Architecture) -> tuple[int | None, tuple[int, ...]]:

@@ -143,9 +143,9 @@ def _decode_some(
     """
     query, kv_cache = call.query, call.kv_cache
     _, num_kv_heads, block_size, head_size = kv_cache[0].shape
-    kind = _kind(query, kv_cache)
+    element = _kind(query, kv_cache)
     rows = torch.tensor([starts[r] for r in decodes])
-    queries = query.index_select(0, rows).to(kind).view(len(decodes), num_kv_heads, -1, head_size)
+    queries = query.index_select(0, rows).to(element).view(len(decodes), num_kv_heads, -1, head_size)
     keys, values = _Store(kv_cache[0], 0), _Store(kv_cache[1], 1)
     threads = torch.get_num_threads()
     results, logs = [], []
@@ -160,7 +160,7 @@ def _decode_some(
         for head in range(0, num_kv_heads, step):
             heads = min(step, num_kv_heads - head)
             some = pages[head * blocks : (head + heads) * blocks]
-            key, value = (part.take(some, heads)[:, :, tokens].to(kind) for part in (keys, values))
+            key, value = (part.take(some, heads)[:, :, tokens].to(element) for part in (keys, values))
             result, log = _cpu_kernel.attend(queries[i : i + 1, head : head + heads], key, value, rules.scale)
             results.append(result)
             logs.append(log)

@@ -199,9 +199,9 @@ def operator(name: str, *mutated: str) -> Callable[[Callable[..., None]], Callab
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> None:
-            given: Any = args[0] if args else kwargs[first]
-            if is_eager(given):
-                _run(function, given, args, kwargs)
+            tensor: Any = args[0] if args else kwargs[first]
+            if is_eager(tensor):
+                _run(function, tensor, args, kwargs)
             else:
                 traced(*args, **kwargs)
 

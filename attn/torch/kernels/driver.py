@@ -75,13 +75,13 @@ def launcher(compiled: Any) -> "Launcher | None":
         return None
     maps = list(getattr(metadata, "tensordesc_meta", None) or ())
     fields, encodings = list[_Field](), dict[int, Any]()
-    for i, kind in enumerate(compiled.src.signature.values()):
-        if kind == "constexpr":
+    for i, type_name in enumerate(compiled.src.signature.values()):
+        if type_name == "constexpr":
             continue
-        code = "Q" if kind[0] == "*" else _CODES.get(kind)
+        code = "Q" if type_name[0] == "*" else _CODES.get(type_name)
         if code is not None:
             fields.append((i, code, (struct.calcsize("=" + code),)))
-        elif kind[:10] == "tensordesc" and maps and not (maps[0]["fp4_padded"] or maps[0].get("is_im2col")):
+        elif type_name[:10] == "tensordesc" and maps and not (maps[0]["fp4_padded"] or maps[0].get("is_im2col")):
             encodings[i] = maps.pop(0)
             dims = len(encodings[i]["block_size"])
             fields.append((i, f"{_MAP + 12 * dims}s", (_MAP, *[4] * dims, *[8] * dims)))
@@ -116,9 +116,9 @@ class Launcher:
         self._pick = itemgetter(*[i for i, _, _ in fields])
         code, at, self._offsets = "=" + _CONFIG, struct.calcsize("=" + _CONFIG), list[int]()
         self._places = dict[int, int]()  #: of arguments in the buffer, by index
-        for i, kind, sizes in fields:
+        for i, form, sizes in fields:
             pad = -at % (_ALIGNED if sizes[0] == _MAP else 8)
-            code += f"{pad}x{kind}"
+            code += f"{pad}x{form}"
             at += pad
             self._places[i] = at
             for size in sizes:
@@ -198,7 +198,7 @@ class Launcher:
         skip = -ctypes.addressof(storage) % _ALIGNED
         place, arrays = ctypes.addressof(storage) + skip, (shape, strides, box, [1] * dims)
         kinds = [ctypes.c_uint64 * dims] * 2 + [ctypes.c_uint32 * dims] * 2
-        lists = [kind(*values) for kind, values in zip(kinds, arrays, strict=True)]
+        lists = [make(*values) for make, values in zip(kinds, arrays, strict=True)]
         # as Triton encodes them: not interleaved, 128 bytes fetched into L2 at once, zeros out of bounds
         rules = 0, about["swizzle"], 2, 0
         tensor = _element(about["elem_type"]), dims, descriptor.base.data_ptr()
@@ -215,8 +215,8 @@ class Launcher:
         return (text.value or b"unknown error").decode()
 
 
-def _element(kind: int) -> int:
+def _element(code: int) -> int:
     """CUtensorMapDataType of Triton's number of an element type."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
-    return int(TMA_DTYPE_DEVICE_TO_HOST[kind])
+    return int(TMA_DTYPE_DEVICE_TO_HOST[code])

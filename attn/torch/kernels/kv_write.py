@@ -11,8 +11,8 @@ _BITS = {1: torch.uint8, 2: torch.uint16}
 
 
 @functools.cache
-def _code(given: torch.dtype, stored: torch.dtype) -> str:
-    return kind_of_code(*(str(dtype).removeprefix("torch.") for dtype in (given, stored)))
+def _code(source: torch.dtype, stored: torch.dtype) -> str:
+    return kind_of_code(*(str(dtype).removeprefix("torch.") for dtype in (source, stored)))
 
 
 @operator("triton_write_kv", "key_cache", "value_cache")

@@ -9,8 +9,8 @@ from attn.torch.kernels.direct import Kind, Prepared, check_stride, kind_of, ope
 
 
 @functools.cache
-def _code(given: torch.dtype, stored: torch.dtype) -> str:
-    return code_of(*(str(dtype).removeprefix("torch.") for dtype in (given, stored)))
+def _code(source: torch.dtype, stored: torch.dtype) -> str:
+    return code_of(*(str(dtype).removeprefix("torch.") for dtype in (source, stored)))
 
 
 @functools.lru_cache(maxsize=1024)
