@@ -34,11 +34,7 @@ NOT_BUILT = "not built yet"
 _COLUMNS = ("backend", "runs on", "types and sizes", "features", "evidence")
 MARKS = ("<!-- backends:begin -->", "<!-- backends:end -->")
 #: Distributions that decide what runs; `attn env` prints their versions.
-DISTRIBUTIONS = (
-    "attn", "numpy", "torch", "triton", "flash-attn", "flashinfer-python", "xformers", "intel-extension-for-pytorch",
-    "aiter", "sageattention",
-    "jax", "jaxlib", "libtpu", "flax", "transformers", "diffusers", "vllm",
-)  # fmt: skip
+DISTRIBUTIONS = ("attn", "numpy", "torch", *machines.PACKAGES, "jax", "jaxlib", "libtpu", "flax", "transformers", "diffusers")
 
 
 @dataclass(frozen=True)

@@ -94,10 +94,8 @@ def place(device: Device) -> Path:
 def owner(device: Device) -> dict[str, Any]:
     """Return the machine and versions that a file must have been written with to be used."""
     machine = _processor() if device.platform == "cpu" else ""
-    return {
-        "format": 1, "attn": attn.__version__, "framework": device.framework, "version": version_of(device.framework),
-        "platform": device.platform, "device": device.name, "arch": device.arch, "machine": machine,
-    }  # fmt: skip
+    facts = {"device": device.name, **{name: getattr(device, name) for name in ("framework", "platform", "arch")}}
+    return {"format": 1, "attn": attn.__version__, "version": version_of(device.framework), "machine": machine, **facts}
 
 
 def _processor() -> str:

@@ -150,11 +150,9 @@ class Collection:
                 return {"error": str(error)}
 
     def _write(self) -> None:
-        content = {
-            "format": FORMAT, "attn": attn.__version__, "environment": self.environment,
-            "seconds": round(time.monotonic() - self.began, 1), "evidence": list(self.rows.values()),
-            "failures": self.failures, "bench": self.bench, "left_out": self.left_out,
-        }  # fmt: skip
+        seconds, evidence = round(time.monotonic() - self.began, 1), list(self.rows.values())
+        rest = {name: getattr(self, name) for name in ("environment", "failures", "bench", "left_out")}
+        content = {"format": FORMAT, "attn": attn.__version__, "seconds": seconds, "evidence": evidence, **rest}
         temporary = self.file.with_name(f"{self.file.name}.{os.getpid()}.tmp")
         temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         temporary.replace(self.file)
