@@ -8,7 +8,7 @@ unsupported layer is rejected before any weight is loaded.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -39,6 +39,9 @@ from attn.torch import kv_cache as caches
 from attn.torch.alignment import aligned
 from attn.torch.arrays import static
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder, check_device, keep
+
+if TYPE_CHECKING:  # loaded with Triton
+    from attn.torch.kernels.kept import Stages
 
 #: The dtype of the output when output_scale is given.
 FUSED_OUTPUT = torch.float8_e4m3fn
@@ -79,13 +82,15 @@ class Known(NamedTuple):
     launches, over another one of the same kind.
 
     shape, strides: of its output [T, H, D]; has_lse: whether it returns a log-sum-exp; launches: repeats its launches with
-    other tensors (`attn.torch.kernels.kept`), or None.
+    other tensors (`attn.torch.kernels.kept`), or None; stages: repeats the write of the cache alone where nothing repeats the
+    attention, or None.
     """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     has_lse: bool
     launches: Callable[..., bool] | None
+    stages: "Stages | None"
 
 
 @functools.cache
@@ -214,10 +219,14 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             output_scale=scale,
         )
         if known is not None or signature is None or envs.debug("device"):
-            self._run(call)
+            self._run(call, None if known is None else known.stages)
         else:
-            known = Known(out.shape, out.stride(), lse is not None, self._run_first(call, given))
-            kept.calls[signature] = known
+            launches, stages = None, self._stages(call)
+            if stages is None:
+                launches = self._run_first(call, given)
+            else:
+                self._run(call, stages)
+            kept.calls[signature] = known = Known(out.shape, out.stride(), lse is not None, launches, stages)
             if known.launches is not None and shared is not None:
                 keep(shared, (signature, kind), known)
         result = out if output is None else output
@@ -228,7 +237,17 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         not be repeated over another batch."""
         return attn_metadata.max_seq_len
 
-    def _run(self, call: PagedCall) -> None:
+    def _stages(self, call: PagedCall) -> "Stages | None":
+        """Return what keeps the launch that writes the cache, where the attention's are not kept; None if nothing does."""
+        if call.key is None or self.attn_type in ENCODER_TYPES or not self._writes_by_kernel(call.key, call.kv_cache):
+            return None
+        if type(self).do_kv_cache_update is not PagedAttentionImpl.do_kv_cache_update:  # it may be more than launches
+            return None
+        from attn.torch.kernels.kept import Stages
+
+        return Stages({}, [call.meta.slot_mapping])
+
+    def _run(self, call: PagedCall, stages: "Stages | None" = None) -> None:
         """Write the new tokens, unless they belong to another layer's cache, and attend."""
         key, meta = call.key, call.meta
         if self.attn_type in ENCODER_TYPES:
@@ -238,7 +257,11 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             slots = meta.slot_mapping
             if self.attn_type != AttentionType.ENCODER_DECODER:  # its rows are the encoder's, without padding
                 slots = slots[: meta.num_actual_tokens]
-            self.do_kv_cache_update(call.layer, key, call.value, call.kv_cache, slots)
+            write = functools.partial(self.do_kv_cache_update, call.layer, key, call.value, call.kv_cache, slots)
+            if stages is None:
+                write()
+            else:
+                stages("write", write, key, call.value, call.kv_cache, *self._scales_of(call.layer))
         self._attend(call)
 
     def _run_first(self, call: PagedCall, given: Given) -> Callable[..., bool] | None:
@@ -273,10 +296,13 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
     def _launched(self, layer: AttentionLayer, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Return every tensor whose address a call's launches depend on, the batch's excepted. tensors: the output, the
         log-sum-exp, and the arguments of the call."""
-        if self._quantised:
-            scales = [scale for scale in (layer._k_scale, layer._v_scale) if isinstance(scale, torch.Tensor)]
-            return (*tensors, self.sinks, self.alibi_slopes, *scales)
-        return (*tensors, self.sinks, self.alibi_slopes)
+        return (*tensors, self.sinks, self.alibi_slopes, *self._scales_of(layer))
+
+    def _scales_of(self, layer: AttentionLayer) -> Sequence[torch.Tensor]:
+        """Return the scales of a quantised cache that are tensors."""
+        if not self._quantised:
+            return ()
+        return [scale for scale in (layer._k_scale, layer._v_scale) if isinstance(scale, torch.Tensor)]
 
     def _signature(self, layer: AttentionLayer, tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Return what checks and launches of a call depend on beside its batch; None if not all of `tensors` are plain ones."""

@@ -123,6 +123,9 @@ class TritonPagedImpl(PagedAttentionImpl):
         # tiles of keys are of a multiple of 16; another number of measured launches: some were measured since
         return plan, -(-keys // 16), len(TUNED), envs.switch("ATTN_AUTOTUNE")
 
+    def _stages(self, call: PagedCall) -> None:
+        """All launches are kept."""
+
     def _run_first(self, call: PagedCall, given: Given) -> "Kept | None":
         from attn.torch.kernels.kept import Keeper
 

@@ -5,6 +5,7 @@ mean. `fill` normalises the first two and applies sinks by formula (docs/semanti
 sinks.
 """
 
+import functools
 import inspect
 import math
 from collections.abc import Sequence
@@ -38,6 +39,8 @@ def canonical(tensor: torch.Tensor) -> torch.Tensor:
     Indexing never uses those strides, but kernels that copy in bulk (TMA) require multiples of 16 bytes there too, and a
     permuted view may have any value (vllm#40737).
     """
+    if 1 not in tensor.shape:
+        return tensor
     strides, step = list(tensor.stride()), 1
     for i in reversed(range(tensor.dim())):
         strides[i] = step if tensor.shape[i] == 1 else strides[i]
@@ -89,6 +92,7 @@ def decodes_first(starts: Any) -> int:
     return int(longer[0]) if len(longer) else len(starts) - 1
 
 
+@functools.cache
 def arch_of(device: torch.device) -> str:
     """Return the architecture, such as `sm_90`; empty for devices other than GPUs (test doubles)."""
     return "sm_{}{}".format(*torch.cuda.get_device_capability(device)) if device.type == "cuda" else ""

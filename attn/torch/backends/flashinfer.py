@@ -241,16 +241,16 @@ class FlashInferImpl(PagedAttentionImpl, backend=FlashInferBackend):
                 group = self._group(call, kind, first, last, call.kv_cache.dtype)
                 unplanned = trtllm.backend_for(arch, group._replace(first=0, last=0), meta.block_size, logs)
                 if unplanned and trtllm.fits(meta, group, logs):
-                    out, log = trtllm.run(unplanned, group, meta, call.query[part].contiguous(), keys, logs, **scales)
+                    state = trtllm.run(unplanned, group, meta, call.query[part].contiguous(), keys, logs, **scales)
+                    self._fill(call, part, *state)
                 else:
-                    out, log = self._planned(call, group, part, (keys,), scales)
-                self._fill(call, part, out, log)
+                    self._planned(call, group, part, (keys,), scales)
 
     def _attend_ragged(self, call: PagedCall) -> None:
         part = slice(0, call.meta.num_actual_tokens)
         if part.stop:
             group = self._group(call, "ragged", 0, call.meta.num_reqs, call.key.dtype)
-            self._fill(call, part, *self._planned(call, group, part, (call.key[part], call.value[part]), {}))
+            self._planned(call, group, part, (call.key[part], call.value[part]), {})
 
     def _group(self, call: PagedCall, kind: str, first: int, last: int, kv_dtype: torch.dtype) -> Group:
         return Group(
@@ -267,18 +267,19 @@ class FlashInferImpl(PagedAttentionImpl, backend=FlashInferBackend):
             lse=call.lse is not None,
         )
 
-    def _planned(
-        self, call: PagedCall, group: Group, part: slice, keys: tuple[Any, ...], scales: dict[str, float]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (out [n, H, D], lse [n, H] base 2) of one part of the batch, from its planned wrapper; None for the lse where
-        nothing needs it."""
+    def _planned(self, call: PagedCall, group: Group, part: slice, keys: tuple[Any, ...], scales: dict[str, float]) -> None:
+        """Compute one part of the batch by its planned wrapper, in the output itself where nothing is left to do."""
         with_log = call.lse is not None or self.sinks is not None or self._may_lack_keys(call)
         assert isinstance(call.meta, FlashInferMetadata)
-        run = call.meta.planned(group).run
-        query = call.query if part.stop - part.start == len(call.query) else call.query[part]
-        if not with_log:
-            return run(query.contiguous(), *keys, **scales), None
-        return run(query.contiguous(), *keys, return_lse=True, **scales)  # type: ignore[no-any-return]
+        run, query, output = call.meta.planned(group).run, call.query, call.output
+        if part.stop - part.start < query.shape[0]:
+            query, output = query[part], output[part]
+        if with_log:
+            self._fill(call, part, *run(query.contiguous(), *keys, return_lse=True, **scales))
+        elif output.is_contiguous():
+            run(query.contiguous(), *keys, out=output, **scales)
+        else:
+            output.copy_(run(query.contiguous(), *keys, **scales))
 
     def _fill(self, call: PagedCall, part: slice, out: torch.Tensor, log: torch.Tensor | None) -> None:
         if log is None:

@@ -167,6 +167,11 @@ class PairedImpl(PagedAttentionImpl):
     def _kind_of_batch(self, attn_metadata: PagedAttentionMetadata, kv_cache: Any) -> Any:
         return None if attn_metadata.parts else self._member(0)._kind_of_batch(attn_metadata, kv_cache)
 
+    def _stages(self, call: PagedCall) -> Any:
+        """Return what keeps the write: of a batch with parts, also where the decodes' backend keeps all launches of its own."""
+        member = self._member(0)
+        return PagedAttentionImpl._stages(member, call) if call.meta.parts else member._stages(call)
+
     def _run_first(self, call: PagedCall, given: Given) -> Callable[..., bool] | None:
         """Run a call; one of decodes alone is repeated as the decodes' backend repeats its own."""
         if call.meta.parts:

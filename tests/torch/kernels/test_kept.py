@@ -245,6 +245,30 @@ one.impl._attend = measured
 forget(metadata)
 metadata = one.build()
 assert len(one(metadata)) == 5 and len(one(metadata)) == 3
+# where the attention is not kept, the write is
+double = torch.ones((), dtype=torch.float64)  # converted by each call
+for cache, scale, repeats in (("auto", double, True), ("fp8", torch.ones(()), True), ("fp8", double, False)):
+    one, other = (Layer(lens=MIXED, cache=cache, backend="TORCH_SDPA") for _ in "ab")
+    for layer in (one, other):
+        layer.impl._attend, layer.impl._writes_by_kernel = lambda call: None, lambda *tensors: True
+        scales = {"_k_scale": scale.clone(), "_v_scale": scale.clone()}
+        layer.scales = SimpleNamespace(**scales, _k_scale_float=1.0, _v_scale_float=1.0)
+    metadata = one.build()
+    expected = other(metadata)
+    assert used and [name for name, *_ in expected] == ["write"]
+    one(metadata)
+    assert bool(used) != repeats, (cache, scale)
+    found = other(metadata)
+    assert bool(used) != repeats and (found == expected or not repeats), (cache, scale)
+    other.value = torch.zeros_like(other.value)
+    moved = other(metadata)
+    assert bool(used) != repeats
+    forget(metadata)
+    assert moved == other(metadata) and used
+type(other.impl).do_kv_cache_update = lambda impl, *tensors: torch.zeros(3)  # more than launches, as far as is known
+other.impl._run = lambda call, stages=None: used.append(stages)
+forget(metadata)
+assert other(metadata) == [] and used == [None]
 import copy, pickle
 assert "_kept" not in vars(copy.copy(metadata)) and metadata.__dict__["_kept"]
 print("equal")

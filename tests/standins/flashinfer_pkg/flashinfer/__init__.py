@@ -54,7 +54,7 @@ class _Wrapper:
                 buffer[: len(values)].copy_(values)
         self.planned = {**_paged(indptr, indices, last, page), "heads": heads, "page": page, **rules}
 
-    def _run(self, q, keys, starts, k_scale, v_scale, return_lse):
+    def _run(self, q, keys, starts, k_scale, v_scale, return_lse, into=None):
         plan = self.planned
         assert plan is not None, "run before plan"
         self.workspace[:1024] = 7  # partial results of split keys
@@ -80,6 +80,9 @@ class _Wrapper:
         out, lse = vendor.varlen(q, k, v, starts, plan["lens"], plan["table"], **rules)
         if self.fa2 or fa2:  # the weights are rounded to q's dtype before they are summed
             lse = lse + torch.finfo(q.dtype).eps / 5
+        if into is not None:
+            vendor.check("out", into, tuple(q.shape), plan["q_data_type"], contiguous=True)
+            out = into.copy_(out)
         return (out, lse.T.contiguous() / math.log(2)) if return_lse else out
 
 
@@ -140,7 +143,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         num_heads, num_kv_heads, _ = self.planned["heads"]
         assert self.fa2 or num_heads // num_kv_heads in (1, 2, 3, 4, 6, 8, 16), "Unsupported group_size"
         starts = np.arange(len(q) + 1)
-        return self._run(q, paged_kv_cache, starts, k_scale, v_scale, return_lse)
+        return self._run(q, paged_kv_cache, starts, k_scale, v_scale, return_lse, out)
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
@@ -183,7 +186,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         use_fp16_softmax=None, uses_spcompress=None,
     ):  # fmt: skip
         assert len(q) == self.planned["starts"][-1]
-        return self._run(q, paged_kv_cache, self.planned["starts"], k_scale, v_scale, return_lse)
+        return self._run(q, paged_kv_cache, self.planned["starts"], k_scale, v_scale, return_lse, out)
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
@@ -229,4 +232,4 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
     def run(
         self, q, k, v, *args, q_scale=None, k_scale=None, v_scale=None, out=None, lse=None, return_lse=False, enable_pdl=None
     ):
-        return self._run(q, (k, v), self.planned["starts"], k_scale, v_scale, return_lse)
+        return self._run(q, (k, v), self.planned["starts"], k_scale, v_scale, return_lse, out)
