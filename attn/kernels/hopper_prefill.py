@@ -10,6 +10,12 @@ exponentials in between. Consumers drift apart until one's exponentials overlap 
 FlashAttention-3, 2024). Tiles are processed from the last key to the first, so that the tiles that need a mask come first and
 last.
 
+What rows see (docs/semantics.md §18), trees apart: a row sees the keys from its window's left edge or its chunk's beginning up
+to its position, the window's right edge, or the end of its request's prefix; and those of its span. A span that holds the row,
+as an image's does, only extends the range on either side, so tiles are classified by the rows' first and last keys: outside of
+the range of every row (not copied), inside of the range of every row (no mask), or between. If a span does not touch the rest
+of what its row sees, all tiles from the span to the row are masked, by both ranges.
+
 Grid: any number of programs, each of which takes one unit of work after another from a counter, in the order request, kv head,
 longest rows first, so that programs that run at the same time share the keys of few heads in the second-level cache. If rows
 see different numbers of keys, the shorter ones of all heads come last, so that programs end together. With fewer programs than

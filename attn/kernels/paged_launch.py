@@ -24,7 +24,16 @@ ARRAYS = (
     "block_table", "slopes", "tree", "spans", "prefix", "is_causal", "k_scale",
 )  # fmt: skip
 OF_MERGE = 6  #: arrays
-_SCALES = ("k_scale", "v_scale", "output_scale")
+#: What `hopper_prefill` leaves to `attention`, by the array that asks for it, and by the layer's rules.
+_GENERAL = {
+    "slopes": "ALiBi",
+    "tree": "a draft tree",
+    "k_scale": "a quantized cache",
+    "v_scale": "a quantized cache",
+    "output_scale": "a scaled output",
+}
+_GENERAL_RULES = ("a block-sparse pattern", "batch_invariant", "a prefix under a window")
+GENERAL = (*dict.fromkeys(_GENERAL.values()), *_GENERAL_RULES)
 _ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -120,7 +129,7 @@ class Launches:
         if self.paged and not fixed and not 1 < kinds.queries <= most:
             most = 1
         in_row = self.paged and len(cache) == 2
-        plain = not any(given[x] for x in ("slopes", "tree", *_SCALES)) and not (fixed or in_row or layer.sparse)
+        plain = not any(given[x] for x in _GENERAL) and not (fixed or in_row or layer.sparse)
         # a row's keys are a range that a prefix extends, and its span; under a window the prefix would be a range of its own
         plain = plain and not (given["prefix"] and layer.left is not None)
         self.on_hopper = kinds.hopper and plain and kinds.queries > most

@@ -156,6 +156,18 @@ def test_backends_say_what_is_off_on_hopper_alone(monkeypatch):
     assert said["TRITON_ATTN"](H200) == () == said["TRITON_MLA"](H200)
 
 
+def test_explain_says_which_prompts_the_general_kernel_takes_on_hopper(monkeypatch):
+    monkeypatch.setattr(hopper, "has_triton", lambda: True)
+    monkeypatch.setattr(hopper, "why_off", lambda kernel: "")
+    rules = AttentionBackendEnum.TRITON_ATTN.get_class().rules
+    (rule,) = rules(H200)
+    assert rule.startswith("prompts of 16-bit caches take the Hopper prefill kernel, except for ALiBi, a draft tree, ")
+    assert "a prefix under a window" in rule and "span" not in rule and "chunk" not in rule
+    assert rules(A100) == rules(MI300) == rules(None) == BlocksparseFlashAttentionBackend.rules(H200) == ()
+    monkeypatch.setattr(hopper, "why_off", lambda kernel: "triton 3.5.1 has no x")
+    assert rules(H200) == ()  # no prompt takes it: `off_paths` says why
+
+
 def test_a_reason_is_logged_once(monkeypatch, caplog):
     monkeypatch.setattr(hopper, "why_off", lambda kernel: "triton 3.5.1 has no x")
     hopper._warn.cache_clear()

@@ -22,6 +22,7 @@ from attn.capabilities import ATTN_TYPES, PAGED_FEATURES, Capabilities, Device, 
 from attn.dtypes import PER_TOKEN_HEAD
 from attn.kernels.launch import CUT, FIXED_SPLIT, TUNED
 from attn.kernels.memory import group_reason
+from attn.kernels.paged_launch import GENERAL
 from attn.torch import kv_cache as caches
 from attn.torch.backends import _hopper
 from attn.torch.backends._paged import Given, PagedAttentionBackend, PagedAttentionImpl
@@ -71,6 +72,12 @@ class TritonPagedBackend(PagedAttentionBackend):
     @classmethod
     def off_paths(cls, device: Device | None = None) -> tuple[str, ...]:
         return _hopper.off_paths("hopper_prefill", device)
+
+    @classmethod
+    def rules(cls, device: Device | None = None) -> tuple[str, ...]:
+        on_hopper = device is not None and (device.platform, device.arch) == ("cuda", "sm_90") and not cls.off_paths(device)
+        which = f"prompts of 16-bit caches take the Hopper prefill kernel, except for {', '.join(GENERAL)}, and heads above 256"
+        return (which,) if on_hopper else ()
 
     @staticmethod
     def is_interpreted() -> bool:

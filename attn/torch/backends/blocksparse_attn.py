@@ -46,6 +46,10 @@ class BlocksparseFlashAttentionBackend(_triton.TritonPagedBackend):
     def off_paths(cls, device: Device | None = None) -> tuple[str, ...]:
         return ()  # block-sparse patterns always use the general kernels
 
+    @classmethod
+    def rules(cls, device: Device | None = None) -> tuple[str, ...]:
+        return ()
+
 
 class BlocksparseFlashAttentionImpl(_triton.TritonPagedImpl, backend=BlocksparseFlashAttentionBackend):
     """Takes the arguments of `PagedImpl`, and `blocksparse_params`: a `BlocksparseParams` or a dict of its fields; None for the

@@ -4,6 +4,7 @@ import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,8 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 from attn.kernels import hopper
 from attn.torch.kernels import hopper_prefill
 from attn.torch.kernels.paged_attention import paged_attention
+from attn.visibility import BatchMask, LayerMask, Visibility
+from tests.kernels.test_hopper_prefill import spans_of
 
 CASES: dict[str, dict[str, Any]] = {
     "one": {"lens": [(300, 300)]},
@@ -54,6 +57,25 @@ CASES: dict[str, dict[str, Any]] = {
     "chunks, head size 64, not finite": {"chunk": 100, "size": 64, "wild": True},
     "chunks in a window, head size 256": {"chunk": 200, "left": 150, "size": 256, "right": 3, "page": 32},
     "chunks longer than a sequence": {"chunk": 5000, "heads": (6, 2)},
+    "mixed causality": {"right": None, "mixed": True, "stale": True},
+    "mixed causality in a window": {"right": 50, "left": 200, "mixed": True, "size": 64, "wild": True},
+    "prefix": {"prefix": [120, 55, 400], "stale": True, "wild": True},
+    "prefix in chunks, head size 256": {"prefix": [120, 0, 1003], "chunk": 200, "size": 256},
+    "images": {"spans": (64, 40, False), "stale": True, "wild": True},
+    "images, head size 64": {"spans": (100, 90, False), "heads": (16, 2), "size": 64},
+    "images, head size 256, page 48": {"spans": (300, 256, False), "size": 256, "page": 48, "stale": True},
+    "images in a window, head size 192": {"spans": (64, 40, False), "left": 50, "size": 192, "wild": True},
+    "images cut by a window": {"spans": (300, 256, False), "left": 100, "right": 30, "cut": True, "heads": (4, 4)},
+    "ranges": {"spans": (64, 40, True), "stale": True, "wild": True},
+    "ranges in a window, sinks": {"spans": (300, 200, True), "left": 30, "sinks": True},
+    "everything": {"spans": (64, 40, True), "prefix": [120, 5, 400], "mixed": True, "right": None, "chunk": 200, "cap": 20.0},
+    "everything, many": {
+        "spans": (64, 40, True),
+        "prefix": [7 * i for i in range(40)],
+        "mixed": True,
+        "right": None,
+        "lens": [(150 + 7 * i, 200 + 31 * i) for i in range(40)],
+    },
 }
 
 
@@ -69,7 +91,7 @@ def test_it_is_attention(name: str) -> None:
     given: dict[str, Any] = {
         "lens": [(300, 301), (1, 55), (77, 1003)], "heads": (8, 2), "size": 128, "page": 16, "dtype": torch.bfloat16,
         "cap": 0.0, "left": None, "right": 0, "sinks": False, "stale": False, "wild": False, "paged": True, "chunk": None,
-        **CASES[name],
+        "mixed": False, "prefix": None, "spans": None, "cut": False, **CASES[name],
     }  # fmt: skip
     (heads, kv_heads), size, page, lens, dtype = (given[k] for k in ("heads", "size", "page", "lens", "dtype"))
     generator = torch.Generator("cuda").manual_seed(0)
@@ -98,14 +120,21 @@ def test_it_is_attention(name: str) -> None:
             value[table[0, (lens[0][1] - 1) // page].long(), (lens[0][1] - 1) % page, :, :5] = torch.inf
     else:
         key, value = random(tokens, kv_heads, size), random(tokens, kv_heads, size)
+    window = given["left"], given["right"]
+    spans = None if given["spans"] is None else spans_of(lens, *given["spans"])
+    prefix = None if given["prefix"] is None else np.array(given["prefix"], np.int32)
+    is_causal = np.arange(len(lens)) % 2 == 0 if given["mixed"] else None
+    batch = BatchMask(spans=spans, prefix=prefix, is_causal=is_causal)
+    mask = Visibility(LayerMask(window[1] == 0, window, given["chunk"], given["cut"]), batch)
+    reach = batch.map(lambda array: torch.from_numpy(array).cuda())._asdict() | {"chunk_size": given["chunk"]}
     assert hopper_prefill.serves(query, key, value, len(lens), heads // kv_heads, page)
     output = torch.full_like(query, torch.nan)
     lse = torch.full((heads, tokens), torch.nan, device="cuda")
     most = max(s for _, s in lens)
     for _ in range(2):  # the second launch finds the counters as the first one left them
         paged_attention(
-            output, lse, query, key, value, starts, seq_lens, table, max(q for q, _ in lens), most, size**-0.5, given["left"],
-            given["right"], None, given["cap"], None, sinks, chunk_size=given["chunk"],
+            output, lse, query, key, value, starts, seq_lens, table, max(q for q, _ in lens), most, size**-0.5, *window,
+            window[1], given["cap"], None, sinks, span_window=given["cut"], **reach,
         )  # fmt: skip
     for r, (n, s) in enumerate(lens):
         rows = slice(int(starts[r]), int(starts[r + 1]))
@@ -116,12 +145,7 @@ def test_it_is_attention(name: str) -> None:
         scores = torch.einsum("thd,shd->hts", query[rows].double(), k) * size**-0.5
         if given["cap"]:
             scores = given["cap"] * torch.tanh(scores / given["cap"])
-        position, j = torch.arange(n, device="cuda")[:, None] + s - n, torch.arange(s, device="cuda")[None]
-        seen = torch.ones(n, s, dtype=torch.bool, device="cuda")
-        seen &= j <= position + (s if given["right"] is None else given["right"])
-        seen &= j >= position - (s if given["left"] is None else given["left"])
-        if given["chunk"]:
-            seen &= j >= position // given["chunk"] * given["chunk"]
+        seen = torch.from_numpy(mask.select(r, rows).as_array(n, s)).cuda()
         scores = scores.masked_fill(~seen, -torch.inf)
         log = scores.logsumexp(-1)
         weights = (scores - log.masked_fill(log.isinf(), 0.0)[..., None]).exp()
