@@ -1,10 +1,10 @@
 """Prefill on Hopper: the ragged paged attention of `paged_attention`, manually scheduled (Gluon) for sm_90.
 
 Each program holds packed rows (tokens of one request x the G query heads of a kv head) in consumers of four warps and 64 rows:
-two consumers, or three for heads of at most 64, whose exponentials take as long as their products. Two producer warps, one for
-keys and one for values, look up pages and copy them with the bulk tensor engine into rings of tiles of 64 keys, or 128 for
-heads of 65 to 192 with values of at most 128. Heads are padded to 64, 128 or 256 in shared memory, keys to 192 too, where the
-engine fills in zeros. Products are of the columns that are there: of parts of the head, each of which has its accumulators.
+two consumers, or three for heads of at most 96, whose exponentials take about as long as their products. Two producer warps,
+one for keys and one for values, look up pages and copy them with the bulk tensor engine into rings of tiles of 64 keys, or 128
+for heads of 97 to 192 with values of at most 128. Heads are padded to 64, 128 or 256 in shared memory, keys to 192 too, where
+the engine fills in zeros. Products are of one or two parts of a head, each of which has its accumulators (`parts_of`).
 A consumer computes the scores of the next tile while it multiplies the last tile's weights with its values, with the
 exponentials in between. Consumers drift apart until one's exponentials overlap another's products (Shah et al.,
 FlashAttention-3, 2024). Tiles are processed from the last key to the first, so that the tiles that need a mask come first and
@@ -59,17 +59,15 @@ _BATCH = ("left", "right", "min_query", "num_reqs", "num_pages", "lse_h", "table
 
 @gluon.constexpr_function
 def parts_of(size: int, most: int) -> tuple[tuple[int, int], ...]:
-    """First column and number of columns of each part of a head of `size`: 96 is 64 + 32.
+    """First column and number of columns of each part of a head of `size`, of at most `most` columns: 96 is 64 + 32.
 
-    Dimensions of Gluon's tensors are powers of two. Parts have at most `most` columns, and at least 16, the depth of a product.
+    Dimensions of Gluon's tensors are powers of two, and products have a depth of 16. A head has two parts, or one where that is
+    as many columns: three parts of 112 were slower than one of 128.
     """
-    parts: list[tuple[int, int]] = []
-    start = 0
-    while start < size:
-        width = min(most, 1 << ((size - start + 15) // 16 * 16).bit_length() - 1)
-        parts.append((start, width))
-        start += width
-    return tuple(parts)
+    half = max(8, 1 << (size - 1).bit_length() - 1)
+    tail = max(16, 1 << (size - half - 1).bit_length())
+    widths = (half, tail) if tail < half else (2 * half,)
+    return tuple((at + i * half, min(width, most)) for i, width in enumerate(widths) for at in range(0, width, most))
 
 
 @gluon.jit
@@ -995,12 +993,12 @@ def _padded(size: int) -> int:
 
 def _keys(size: int, width: int) -> int:
     """Keys per tile, for sizes of keys and of values: as many as registers and two stages of shared memory hold."""
-    return 128 if 64 < size <= 192 and width <= 128 else 64
+    return 128 if 96 < size <= 192 and width <= 128 else 64
 
 
 def _consumers(size: int) -> int:
     """Consumers of a program: three where the exponentials take as long as the products, so that they keep both units busy."""
-    return 3 if size <= 64 else 2
+    return 3 if size <= 96 else 2
 
 
 def _stages(size: int) -> int:
