@@ -751,7 +751,10 @@ def test_33_shared_memory_at_head_512_vllm_57712() -> None:
     turing = Device("torch", "cuda", "NVIDIA T4", "sm_75")
     wide = Request(512, "float16", block_size=16)
     triton = backend("TRITON_ATTN")
-    assert "head_size=512 (supports multiples of 8 from 32 up to 256)" in "; ".join(triton.why_not(wide, H200))
+    assert triton.why_not(wide, H200) == []
+    assert triton.why_not(replace(wide, dtype="float32"), H200) == ["head_size=512 in float32 on sm_90 (supports up to 256)"]
+    (why,) = triton.why_not(replace(wide, head_size=520), H200)
+    assert why == "head_size=520 (supports multiples of 8 from 32 up to 256, 512)"
     assert "arch=sm_75 (supports sm_80+" in "; ".join(triton.why_not(replace(wide, head_size=128), turing))
     chosen = attn.explain(512, "float16", device=turing)
     assert chosen.name == "TORCH_SDPA" and all(map(_WORDED.search, (r for v in chosen.trace for r in v.reasons)))

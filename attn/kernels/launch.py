@@ -104,7 +104,7 @@ def decode_launch(
         warps, stages = (2, 8 if block_d > 64 else 6) if block_d <= 128 else (4, 6)
         if stored == 1 and itemsize == 2 and block_d == 128 and block_m == 16:
             warps = 1  # caches of bytes are bound by instructions, and one warp needs the fewest
-        wanted = [Launch(block_m, n, warps, stages), *(Launch(block_m, k, warps, 3) for k in (32, 16))]
+        wanted = [Launch(block_m, k, warps, s) for k, s in ((n, stages), (32, 3), (16, 3), (16, 1))]
         if arch == "sm_90" and not beside and (block_d, stored) in ((128, 2), (256, 2), (128, 1)):
             # Measured (H200). Parts of equal size, two to a multiprocessor, end together: deep pipelines and few warps;
             # requests of any length: one program more on each, and warps that hold 64 rows or wide heads in registers.

@@ -20,6 +20,8 @@ SHARED_MEMORY = {
 }
 UNKNOWN = 65536  #: assumed for unlisted architectures: the least of the listed ones
 _LARGEST_GROUP = 256  #: query heads per kv head, which are rows of one tile
+_WIDE = 256  #: of wider heads, programs hold fewer rows and dtypes
+_LARGEST_GROUP_WIDE = 64  #: 128 rows of 512 and the least keys need 167,940 bytes (sm_80) and 262,144 (sm_90)
 _TILES = 3072  #: bytes of the smallest tiles of keys and weights beside the queries (by the compiler's reports)
 
 
@@ -31,6 +33,8 @@ def largest_group(arch: str, head_size: int, itemsize: int, most: int) -> int:
     """
     if not arch.startswith("sm_"):
         return most
+    if head_size > _WIDE:
+        most = min(most, _LARGEST_GROUP_WIDE)
     row = (1 << (head_size - 1).bit_length()) * (3 * itemsize if itemsize == 4 else itemsize)
     while most > 16 and most * row + _TILES > SHARED_MEMORY.get(arch, UNKNOWN):
         most //= 2
@@ -38,7 +42,10 @@ def largest_group(arch: str, head_size: int, itemsize: int, most: int) -> int:
 
 
 def group_reason(arch: str, request: Any) -> str:
-    """Why no program of `paged_attention` holds the rows of a `Request`'s kv head on `arch` ("": any); "" if one does."""
+    """Why no program of `paged_attention` holds the rows of a `Request`'s kv head on `arch` ("": unknown); "" if one does."""
+    # by the compilers' reports: rows of three tf32 parts spill thousands of registers, those of waves of 32 hundreds
+    if request.head_size > _WIDE and (arch.startswith("gfx1") or (arch.startswith("sm_") and request.dtype == "float32")):
+        return f"head_size={request.head_size} in {request.dtype} on {arch} (supports up to {_WIDE})"
     if not (request.num_heads and request.num_kv_heads):
         return ""
     largest = largest_group(arch, request.head_size, 4 if request.dtype == "float32" else 2, _LARGEST_GROUP)

@@ -26,7 +26,7 @@ class TritonAttentionBackend(PagedAttentionBackend):
         framework="jax",
         platforms=("gpu",),
         dtypes=("bfloat16", "float16", "float32"),
-        head_sizes=(MultipleOf(8, 32, 256),),
+        head_sizes=(MultipleOf(8, 32, 256), 512),
         kv_cache_dtypes=("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"),
         attn_types=ATTN_TYPES,
         features=FEATURES | {Feature.BATCH_INVARIANT},

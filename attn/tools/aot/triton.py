@@ -16,6 +16,7 @@ import torch
 
 from attn.capabilities import Device, Request
 from attn.dtypes import PER_TOKEN_HEAD, kv_cache_element
+from attn.kernels.memory import group_reason
 from attn.tables import Column
 from attn.tools.aot.command import Choice, CompileCase, Kernel, grids, numbered, request_of, switches
 from attn.torch.backends.mla._triton import device_reasons
@@ -158,7 +159,7 @@ WINDOWS: dict[str, tuple[int | None, int | None]] = {
 PAGED: dict[str, Sequence[Any]] = {
     "batch": tuple(BATCHES),
     "heads": ((8, 2), (4, 4), (16, 1), (6, 2), (32, 8)),
-    "head_size": (64, 80, 96, 128, 192, 256),
+    "head_size": (64, 80, 96, 128, 192, 256, 512),
     "block_size": (16, 48, 64, 128, 256),
     "dtype": ("bfloat16", "float16", "float32"),
     "kv": ("auto", "fp8_e4m3", "fp8_e5m2", "int8", "int8_per_token_head", "fp8_per_token_head"),
@@ -263,6 +264,10 @@ ROW: dict[str, Sequence[Any]] = {
     "parts": (1, 7),
     **switches("runs", "keys_masked", "soft_cap", "sinks", "tokens_first"),
 }
+
+
+def _refuse_row(choice: Choice, arch: str) -> str:
+    return group_reason(arch, Request(choice["head_size"], choice["dtype"]))
 
 
 def _launch_row(choice: Choice) -> None:
@@ -539,7 +544,7 @@ def _launch_int8(choice: Choice) -> None:
 KERNELS = {
     "paged_attention": Kernel(PAGED, _launch_paged, _normalise_paged, _refuse_paged),
     "hopper_prefill": Kernel(HOPPER, _launch_hopper, only_on=("sm_90",)),
-    "dense_decode": Kernel(ROW, _launch_row),
+    "dense_decode": Kernel(ROW, _launch_row, refusal=_refuse_row),
     "kv_write": Kernel(WRITE, _launch_write, _normalise_paged),
     "merge_states": Kernel(MERGE, _launch_merge),
     "fill": Kernel(FILL, _launch_fill),

@@ -43,7 +43,7 @@ def capabilities(platforms: tuple[str, ...], **changes: Any) -> Capabilities:
         "framework": "torch",
         "platforms": platforms,
         "dtypes": ("bfloat16", "float16", "float32"),
-        "head_sizes": (MultipleOf(8, 32, 256),),
+        "head_sizes": (MultipleOf(8, 32, 256), 512),
         "kv_cache_dtypes": KV_CACHE_DTYPES,
         "attn_types": ATTN_TYPES,
         "features": FEATURES,

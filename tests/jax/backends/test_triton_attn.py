@@ -25,7 +25,7 @@ def test_it_comes_first_on_gpus_that_it_fits(monkeypatch: pytest.MonkeyPatch) ->
     ("request_", "device", "words"),
     [
         (Request(128, "bfloat16", block_size=8), GPU, "block_size=8 (supports multiples of 16)"),
-        (Request(36, "bfloat16", block_size=16), GPU, "head_size=36 (supports multiples of 8 from 32 up to 256)"),
+        (Request(36, "bfloat16", block_size=16), GPU, "head_size=36 (supports multiples of 8 from 32 up to 256, 512)"),
         (
             Request(128, "bfloat16", block_size=16, num_heads=512, num_kv_heads=1),
             GPU,

@@ -115,7 +115,10 @@ def test_shared_memory_beyond_the_architectures_is_a_failure(tmp_path, monkeypat
 def test_what_an_architecture_does_not_get_is_refused_with_the_reason():
     refused = {case.choice["kv"]: case.refused for case in aot.cases("sm_120") if case.kernel == "mla_decode" and case.refused}
     assert set(refused) == {"auto"} and "float32 cache" in refused["auto"]
-    assert not any(case.refused for target in ("sm_80", "sm_90", "gfx942") for case in aot.cases(target))
+    wide = {"sm_80": {(512, "float32")}, "sm_90": {(512, "float32")}, "gfx942": set()}
+    for target, sizes in wide.items():
+        assert {(case.choice["head_size"], case.choice["dtype"]) for case in aot.cases(target) if case.refused} == sizes
+    assert {case.choice["head_size"] for case in aot.cases("gfx1100") if case.refused and case.kernel != "mla_decode"} == {512}
 
 
 def test_figures_of_amds_assembly(tmp_path):
