@@ -124,11 +124,6 @@ class Visibility(NamedTuple):
         left, right = self.layer.window
         return left, 0 if self.layer.causal else right
 
-    @property
-    def sees_no_later_key(self) -> bool:
-        """Whether no row sees a key after its own position (a row's tree has earlier tokens only)."""
-        return self.window[1] == 0 and not self.batch.has_ranges
-
     def select(self, request: int, rows: slice) -> "Visibility":
         """Return the mask of one request, whose rows are `rows`. `is_causal` must be on the host."""
         layer, batch = self.layer, self.batch.select(slice(request, request + 1), rows)

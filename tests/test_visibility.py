@@ -114,5 +114,4 @@ def test_one_request_of_a_batch():
     first, second = mask.select(0, slice(0, 2)), mask.select(1, slice(2, 5))
     assert (first.layer.causal, second.layer.causal) == (True, False)
     assert first.batch.spans.tolist() == [[0, 1], [2, 3]] and second.batch.prefix.tolist() == [8]
-    assert first.batch.is_causal is None and not first.sees_no_later_key
-    assert Visibility(LayerMask()).sees_no_later_key and Visibility(LayerMask()).batch.is_plain
+    assert first.batch.is_causal is None and Visibility(LayerMask()).batch.is_plain
