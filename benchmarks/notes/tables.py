@@ -403,24 +403,33 @@ def in_words(case: BenchCase) -> str:
 
 
 def speed() -> str:
+    return _speed("every_peer_h200_2026-11-22")
+
+
+def speed_h100() -> str:
+    return _speed("every_peer_h100_2026-11-26")
+
+
+def _speed(file: str) -> str:
     """Return the times of the fixed batches in microseconds, and what the fastest of the others takes relative to ours."""
-    rows = load("every_peer_h200_2026-11-22")["rows"]
+    rows = load(file)["rows"]
+    rivals = {name: kernels for name, kernels in RIVALS.items() if any(row["backend"] in kernels for row in rows)}
     lines = []
     for case in dict.fromkeys(map(BenchCase.of, rows)):
         ours = _of(rows, case, "TRITON_ATTN")
         assert ours is not None
-        found = {
+        fastest = {
             name: min((row["ms"] for row in (_of(rows, case, kernel) for kernel in kernels) if row), default=None)
-            for name, kernels in RIVALS.items()
+            for name, kernels in rivals.items()
         }
         if _of(rows, case, "flashinfer-fa2") is None:
-            found["FlashInfer"] = None  # compiled for this layer in part only
-        times = [ours["ms"], *found.values()]
+            fastest["FlashInfer"] = None  # compiled for this layer in part only
+        times = [ours["ms"], *fastest.values()]
         least = min(time for time in times if time)
         cells = ["" if time is None else f"**{us(1e3 * time)}**" if time == least else us(1e3 * time) for time in times]
-        rivals = [time for time in found.values() if time]
-        lines.append([in_words(case), *cells, f"{min(rivals) / ours['ms']:.2f}" if rivals else ""])
-    return markdown(["batch, us", "attn (TRITON_ATTN)", *RIVALS, "best other / attn"], lines)
+        others = [time for time in fastest.values() if time]
+        lines.append([in_words(case), *cells, f"{min(others) / ours['ms']:.2f}" if others else ""])
+    return markdown(["batch, us", "attn (TRITON_ATTN)", *rivals, "best other / attn"], lines)
 
 
 def places() -> str:
@@ -465,7 +474,7 @@ TABLES: dict[str, Callable[[], str]] = {
     for make in (
         tpu_paged, tpu_dense, tpu_dense_more, tpu_mla, tpu_mla_blocks, serving, jax_serving_tpu, jax_serving_cpu, aot_tpu,
         triton, aot_gpu, mla_kernel, mla_launches, mla_beside, mla_layers, mla_prefill, cpu, diffusion, vllm, transformers,
-        speed, places,
+        speed, speed_h100, places,
     )
 }  # fmt: skip
 
