@@ -34,11 +34,16 @@ def bits_of(tensor: torch.Tensor) -> "np.ndarray[Any, Any]":
 
 
 def static(tensors: Iterable[Any]) -> list[Any] | None:
-    """Return what is known of tensors beside values and addresses, hashable; None unless all are plain tensors or None."""
-    facts = list[Any]()
+    """Return what is known of tensors beside values and addresses, hashable; None unless all are plain tensors or None.
+
+    Whether gradients are recorded comes first; only then is it noted which tensors require them.
+    """
+    facts: list[Any] = [recorded := torch.is_grad_enabled()]
     for x in tensors:
         if type(x) is torch.Tensor:
-            facts += x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+            facts += x.shape, x.stride(), x.dtype, x.device
+            if recorded:
+                facts.append(x.requires_grad)
         elif x is None:
             facts.append(None)
         else:

@@ -33,6 +33,7 @@ KINDS: tuple[tuple[str, int, dict[str, Any], bool], ...] = (
     ("decode", 1, {}, True),
     ("prompt", KEYS, {}, True),
     ("decode, window", 1, {"sliding_window": WINDOW}, True),
+    ("decode, window of all keys", 1, {"sliding_window": KEYS}, True),
     ("decode, cap", 1, {"softcap": 50.0}, False),
     ("decode, sinks", 1, {"s_aux": torch.zeros(HEADS)}, False),
 )

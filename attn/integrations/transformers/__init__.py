@@ -61,7 +61,7 @@ from attn.integrations.transformers.batching import (
 )
 from attn.integrations.transformers.call import NAME, UNKNOWN, Call, refuse_unknown, request, requested
 from attn.integrations.transformers.dispatch import Launch, attend, kept, launch_of, plain_facts, selected, weights
-from attn.integrations.transformers.masks import mask
+from attn.integrations.transformers.masks import keys_of_row, mask
 from attn.integrations.transformers.packing import BOUNDARIES, sequences
 from attn.selector import selection_state
 from attn.torch.autocast import autocast
@@ -129,7 +129,7 @@ _OTHERS = frozenset({*UNKNOWN, *BOUNDARIES, "output_attentions", "indices"})
 @functools.cache  # what a function has learnt outlives another `register()`
 def _function(backend: str | None) -> Callable[..., Any]:
     """Make transformers' attention function for one backend."""
-    #: By layer: the launches of calls without a mask, by their facts. Tokens that follow need no `Call`.
+    #: By layer: the launches of calls that see all keys, by their facts. Tokens that follow need no `Call`.
     repeated: weakref.WeakKeyDictionary[Any, dict[Any, Launch]] = weakref.WeakKeyDictionary()
 
     def attention(
@@ -154,12 +154,17 @@ def _function(backend: str | None) -> Callable[..., Any]:
         if scaling is None:
             scaling = query.shape[-1] ** -0.5
         graph, facts = torch.compiler.is_compiling(), None
-        masked = attention_mask is not None or sliding_window is not None or position_bias is not None
-        if not (graph or masked or dropout) and cache is None and _OTHERS.isdisjoint(kwargs):
-            facts = plain_facts(query, key, value, s_aux, (selection_state(), causal, scaling, softcap))
-            launch = repeated.setdefault(module, {}).get(facts)
-            if launch is not None:
-                return launch(query, key, value, s_aux, None), None
+        if not (graph or dropout or position_bias is not None) and cache is None and _OTHERS.isdisjoint(kwargs):
+            windowed = sliding_window is not None
+            if windowed or attention_mask is not None:
+                keys = keys_of_row(query, key, value, attention_mask, causal, sliding_window)
+            else:
+                keys = key, value
+            if keys is not None:
+                facts = plain_facts(query, *keys, s_aux, (selection_state(), causal, scaling, softcap, windowed))
+                launch = repeated.setdefault(module, {}).get(facts)
+                if launch is not None:
+                    return launch(query, *keys, s_aux, None), None
         if graph:
             scaling, (seen, asked) = known(scaling), request(backend, causal, sliding_window)
         else:

@@ -317,6 +317,28 @@ def read(call: Call, draw: bool = False) -> None:
         call.mask, call.seen, call.valid = as_drawn(call), EVERYTHING, None
 
 
+def keys_of_row(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, causal: bool, window: int | None
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the keys and values that a call's single row sees, if `read` would leave nothing else of its mask and window."""
+    if query.shape[2] != 1:
+        return None
+    keys = end = key.shape[2]
+    left = None if window is None else window - 1
+    if mask is not None:
+        described = getattr(mask, "attn_described", None)
+        if described is None or not described.whole:
+            return None
+        (layer, batch), end = described.seen, described.end
+        if layer.chunk_size is not None or batch.spans is not None:
+            return None
+        causal, left = layer.causal, layer.window[0]
+    start = 0 if left is None else max(end - left - 1, 0)
+    if start and not causal:
+        return None
+    return (key[:, :, start:end], value[:, :, start:end]) if start or end != keys else (key, value)
+
+
 def drawn(call: Call) -> Call:
     """Return a call under a mask that includes all that its rows see. Raises as `read`."""
     call = replaced(call)

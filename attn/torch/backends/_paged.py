@@ -309,8 +309,9 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         found = static(tensors)
         if found is None:
             return None
-        found += *self._constants(), torch.is_grad_enabled()
-        found += [None if x is None else (x.dtype, x.device, x.stride()) for x in (self.sinks, self.alibi_slopes)]
+        found += self._constants()
+        for per_head in (self.sinks, self.alibi_slopes):
+            found.append(None if per_head is None else (per_head.dtype, per_head.device, per_head.stride()))
         if self._quantised:
             found += map(caches.of_scale, (layer._k_scale, layer._v_scale))
             found += (getattr(layer, f"{which}_scale_float", None) for which in ("_k", "_v"))

@@ -145,7 +145,7 @@ class Kept:
         self._index = self._device.index if self._device.type == "cuda" else None
         self._stream = triton.runtime.driver.active.get_current_stream
         ends = [0, *accumulate(size + -size % _ALIGNED for size in temporary)]
-        self._begins, self._floats = ends[:-1], ends[-1] // 4
+        self._begins, self._elements = ends[:-1], ends[-1] // like[0].itemsize
         places = list(dict.fromkeys(place for step in steps for _, place in step.changing))
         self._inside = [place[1] for place in places if place[0] == "inside"]
         maps = [place[1] for place in places if place[0] == "map"]
@@ -181,8 +181,8 @@ class Kept:
         try:
             for i, offset in self._inside:
                 values.append(values[i] + offset)
-            if self._floats:
-                memory = tensors[0].new_empty(self._floats, dtype=torch.float32)
+            if self._elements:
+                memory = tensors[0].new_empty(self._elements)
                 address = memory.data_ptr()
                 values += [address + begin for begin in self._begins]
             for floats, counters in self._of_stream:

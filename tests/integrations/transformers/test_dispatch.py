@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import attn  # noqa: E402
+from attn.errors import UnsupportedError  # noqa: E402
 from attn.integrations import transformers as attn_transformers  # noqa: E402
 from attn.integrations.transformers import dispatch  # noqa: E402
 from attn.integrations.transformers.call import CAUSAL, EVERYTHING, Call, Requested, visible  # noqa: E402
@@ -410,3 +411,27 @@ def test_calls_with_padding_are_launched_where_a_backend_attends_runs(options, p
     there[0] = torch.tensor([1, 0, 0, 1, 1, 1, 1, 1, 1])  # a gap
     attended(module, given, mask_of(), **options)
     assert len(made[0].runs) == (3 if cut else 2)  # the last keys have no gap
+
+
+@pytest.mark.parametrize("slots", [0, 5])
+def test_tokens_under_a_window_are_decided_once(slots, monkeypatch):
+    """Each sees its last keys only; `slots` of a static cache after them are unused."""
+    from transformers.masking_utils import sliding_window_causal_mask_function
+
+    made, module, window = [], Layer(), 4
+    monkeypatch.setattr(attn_transformers, "Call", lambda *args, **options: made.append(args) or Call(*args, **options))
+    for number in (9, 10, 12, 4, 30):
+        given = arrays(keys=number + slots)
+        function = sliding_window_causal_mask_function(window)
+        mask = attn_transformers.mask(2, 1, number + slots, number - 1, mask_function=function)
+        with torch.no_grad():
+            out = attended(module, given, mask, sliding_window=window)
+            query, key, value = given[0], *(x[:, :, max(number - window, 0) : number] for x in given[1:])
+            expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=0.25, enable_gqa=True)
+        torch.testing.assert_close(out, expected.transpose(1, 2))
+    assert len(made) == 1
+
+
+def test_a_token_that_sees_no_later_key_needs_a_causal_layer():
+    with pytest.raises(UnsupportedError, match="non-causal window"), torch.no_grad():
+        attended(Layer(), arrays(), is_causal=False, sliding_window=4)

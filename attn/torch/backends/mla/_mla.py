@@ -224,7 +224,7 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         if found is None:
             return None
         found += (
-            type(self), torch.is_grad_enabled(), self.num_heads, self.kv_lora_rank, self.qk_nope_head_dim, self.v_head_dim,
+            type(self), self.num_heads, self.kv_lora_rank, self.qk_nope_head_dim, self.v_head_dim,
             self.qk_rope_head_dim, self.signed_scale, self.kv_cache_dtype, self.batch_invariant,
             self.need_to_return_lse_for_decode, getattr(self, "fixed_split_size", 0),
         )  # fmt: skip
