@@ -25,7 +25,7 @@ ROWS = 8  #: per program
 @triton.jit
 def _whole_or_cut(  # type: ignore[no-untyped-def]
     whole, cut, query_start_loc, seq_lens, num_reqs, left, most, keys_per_tile, whole_from, BLOCK_R: tl.constexpr
-):  # fmt: skip
+):
     """Whether the plan of the batch (`plan.item_of`) would cut no decode, a request of up to `most` rows, for the sake of the
     others. left: keys that rows see to the left."""
     if tl.program_id(0) == 0:

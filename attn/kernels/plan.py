@@ -17,7 +17,7 @@ from attn.kernels.launch import FIELDS, FUSED, LEAST, STARTED
 @triton.jit
 def visible(  # type: ignore[no-untyped-def]
     first, last, seq_len, left, right, chunk, BLOCK_N: tl.constexpr, HAS_CHUNK: tl.constexpr
-):  # fmt: skip
+):
     """(aligned begin, low, high) of the keys that some row at positions first..last sees."""
     low = tl.maximum(first - left, 0)
     if HAS_CHUNK:

@@ -220,8 +220,9 @@ def test_a_backend_per_kind_of_layer(compiled, monkeypatch):
     with attn.backend_per_kind_context_manager({"full": "FLEX_ATTENTION", "sliding": "TORCH_SDPA"}):
         torch.testing.assert_close(call(**inputs).logits[real], want, rtol=1e-4, atol=1e-4)
     assert {(layer.impl.window == (None, None), layer.selection.name) for layer in made} == {
-        (True, "FLEX_ATTENTION"), (False, "TORCH_SDPA"),
-    }  # fmt: skip
+        (True, "FLEX_ATTENTION"),
+        (False, "TORCH_SDPA"),
+    }
     made.clear()
     model.set_attn_implementation("attn:CPU_ATTN")
     with attn.backend_per_kind_context_manager({"full": "FLEX_ATTENTION", "sliding": "TORCH_SDPA"}):

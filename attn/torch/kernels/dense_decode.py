@@ -127,7 +127,7 @@ def _decode(  # type: ignore[no-untyped-def]
 @triton.jit
 def _store(  # type: ignore[no-untyped-def]
     output, sinks, result, log, at, kv_head, row, d, G: tl.constexpr, D: tl.constexpr, HAS_SINKS: tl.constexpr
-):  # fmt: skip
+):
     """Apply the sinks of a kv head's query heads, and store their results."""
     live = row < G
     if HAS_SINKS:

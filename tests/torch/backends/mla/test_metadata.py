@@ -49,8 +49,9 @@ def test_a_plan_is_as_long_as_its_work(seed: int) -> None:
         pages, offsets = (x.numpy() for x in turn.places)
         assert 0 < chunk.num_keys == len(pages) <= workspace
         for mirror, tensor in (
-            (meta.query_start_loc_cpu, meta.query_start_loc), (chunk.key_start_loc_cpu, chunk.key_start_loc),
-        ):  # fmt: skip
+            (meta.query_start_loc_cpu, meta.query_start_loc),
+            (chunk.key_start_loc_cpu, chunk.key_start_loc),
+        ):
             assert tensor.tolist() == mirror.tolist() and tensor.dtype == torch.int32
             assert tensor.storage_offset() % 4 == 0  # 16 bytes, for which kernels are compiled
         queries, keys = np.diff(meta.query_start_loc_cpu), np.diff(chunk.key_start_loc_cpu)

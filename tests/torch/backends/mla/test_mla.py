@@ -78,9 +78,7 @@ class Sequences:
         outs, lses, start = [], [], 0
         for rows, n in zip(self.rows, self.q_lens, strict=True):
             q, c = self.query[start : start + n].double().numpy(), rows.double().numpy()
-            out, lse = mla_unabsorbed(
-                q[..., :DN], q[..., DN:], c[:, :L], c[:, L:], up[..., :DN], up[..., DN:], scale=SCALE
-            )  # fmt: skip
+            out, lse = mla_unabsorbed(q[..., :DN], q[..., DN:], c[:, :L], c[:, L:], up[..., :DN], up[..., DN:], scale=SCALE)
             outs.append(out)
             lses.append(lse)
             start += n
