@@ -273,6 +273,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         if envs.debug("device"):
             batch.on_host().validate(spec.block_size, spec.num_blocks)
         mask = BatchMask(*map(self._put, batch.mask, (torch.bool, torch.int32, torch.int32, torch.bool)))
+        mask = mask.map(torch.Tensor.contiguous)  # kernels compute addresses from shapes
         return self._built(batch, self._arrays(batch), mask, fast_build)
 
     def part(

@@ -99,6 +99,16 @@ def test_tree_mask_and_device() -> None:
     assert {x.device.type for x in (*(getattr(got, name) for name in NAMES), tree)} == {"meta"}
 
 
+@pytest.mark.parametrize("convert", [np.asarray, torch.from_numpy])
+def test_what_rows_see_is_dense_on_the_device(convert: Any) -> None:
+    """Kernels compute addresses in these arrays from their shapes; the transpose of (first keys, last keys) is not dense."""
+    ends = np.array([[-1, 0, 0, 0, -1, -1, 3, 3, -1], [-1, 2, 2, 2, -1, -1, 8, 8, -1]], np.int32)
+    tree = np.tril(np.ones((3, 5, 5), bool)).transpose(0, 2, 1).copy().transpose(0, 2, 1)
+    got = build(common(spans=convert(ends).T, tree_mask=convert(tree))).mask
+    assert got.spans.is_contiguous() and got.spans.tolist() == ends.T.tolist()
+    assert got.tree.is_contiguous() and got.tree.tolist() == tree.tolist()
+
+
 def test_mirrors_of_the_mask_are_kept_or_fetched_once() -> None:
     spans, prefix = np.full((9, 2), -1, np.int32), np.array([1, 0, 2], np.int32)
     got = build(common(spans=spans, prefix=prefix))
