@@ -46,10 +46,10 @@ CHIPS = {
     "v7x": Chip(64 * MIB, MIB, 1024, 2048),
 }
 
-#: Chips for which fp8 codes are decoded manually: they have 16-bit arithmetic and no fp8 conversions.
-WIDENS_E4M3 = ("v6e",)
-#: Chips with an instruction that converts float8_e4m3b11fnuz, but none for float8_e4m3fn.
+#: Chips with float8_e4m3b11fnuz instead of float8_e4m3fn, whose codes are read as that format.
 REBIASES_E4M3 = ("v5e", "v5p", "v6e")
+#: Chips whose matrix unit multiplies bfloat16 by one-byte floats: that format or float8_e4m3fn, and float8_e5m2.
+MULTIPLIES_FP8 = (*REBIASES_E4M3, "v7x")
 
 
 class Blocks(NamedTuple):

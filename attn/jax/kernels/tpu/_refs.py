@@ -271,16 +271,14 @@ def rows_between(x: jax.Array, y: jax.Array | None, first: jax.Array, stop: jax.
     return pltpu.bitcast(words.reshape(-1, lanes), x.dtype).reshape(x.shape)
 
 
-def widened(cfg: Config, rows: jax.Array, dtype: Any, lost: Ref) -> jax.Array:
-    """Rows [n, lanes] of the cache as `dtype`, times 2 ** -4 if `cfg.rebiased`.
+def rebiased(codes: jax.Array, lost: Ref) -> jax.Array:
+    """float8_e4m3fn codes [n, lanes] as float8_e4m3b11fnuz of 2 ** -4 times their values.
 
-    Chips before v7x decode float8_e4m3fn in 15 operations per register, but have an instruction for float8_e4m3b11fnuz. In
-    that format the same codes represent values 16 times smaller, including subnormals, with two exceptions: -0 is a NaN,
-    which is cleared, and there are no other NaNs, so `lost` [8, at least lanes] int32 is set to 1 where one was.
+    Chips before v7x multiply and convert that format, and decode float8_e4m3fn in 15 operations per register. In it the same
+    codes represent values 16 times smaller, including subnormals, with two exceptions: -0 is a NaN, which is cleared, and there
+    are no other NaNs, so `lost` [8, at least lanes or 128] int32 is set to 1 where one was.
     """
-    if not cfg.rebiased:
-        return rows.astype(dtype)
-    words = pltpu.bitcast(rows, jnp.int32)
+    words = pltpu.bitcast(codes, jnp.int32)
     size = words & 0x7F7F7F7F
     words &= (size + 0x7F7F7F7F) | 0x7F7F7F7F
     above = size + 0x01010101
@@ -288,10 +286,15 @@ def widened(cfg: Config, rows: jax.Array, dtype: Any, lost: Ref) -> jax.Array:
     strange = functools.reduce(operator.or_, (above[i : i + height] for i in range(0, above.shape[0], height)))
     for lane in range(0, above.shape[1], LANES):
         lost[:height, :LANES] |= jnp.where((strange[:, lane : lane + LANES] & -0x7F7F7F80) != 0, 1, 0)
-    return pltpu.bitcast(words, jnp.float8_e4m3b11fnuz).astype(dtype)
+    return pltpu.bitcast(words, jnp.float8_e4m3b11fnuz)  # type: ignore[no-any-return]
 
 
-def widened_exactly(cfg: Config, rows: jax.Array) -> jax.Array:
+def widened(cfg: Config, rows: jax.Array, dtype: Any, lost: Ref) -> jax.Array:
+    """Rows [n, lanes] of the cache as `dtype`, times 2 ** -4 if `cfg.rebiased`; lost: see `rebiased`."""
+    return (rebiased(rows, lost) if cfg.rebiased else rows).astype(dtype)
+
+
+def widened_exactly(cfg: Any, rows: jax.Array) -> jax.Array:
     """The same in float32, NaN included, for steps that are repeated."""
     return rows.astype(jnp.float32) * (1 / E4M3_GAIN if cfg.rebiased else 1.0)
 
@@ -300,22 +303,3 @@ def own_lanes(cfg: Config, shape: tuple[int, ...], head: int) -> jax.Array:
     """Where rows of joined heads hold the keys of `head`: the other heads' numbers, times 0, may be NaN."""
     lane = lax.broadcasted_iota(jnp.int32, shape, 1) - head * cfg.lanes
     return (lane >= 0) & (lane < (cfg.lanes // 2 if cfg.planes == 1 else cfg.lanes))
-
-
-def widen_e4m3(codes: jax.Array) -> jax.Array:
-    """float8_e4m3fn codes [n, lanes] as bfloat16, exactly: first the n / 2 even rows, then the odd ones.
-
-    The compiler widens through float32, one row group at a time, which costs more than the attention. This function splits
-    words of 4 rows into 2 words of 2 with shifts and masks. With the exponent's bias added, code 0.eeee.mmm reads
-    2 ** (e - 7) * (1 + m / 8), which is correct for e > 0. For e = 0 the correct value is twice that minus 2 ** -6, which is
-    the smaller of the two if and only if e = 0.
-    """
-    words = pltpu.bitcast(codes, jnp.int32)
-    halves = []
-    for size, sign in ((words << 4, words << 8), (lax.shift_right_logical(words, 4), words)):
-        bits = size & 0x07F007F0
-        normal = pltpu.bitcast(bits + 0x3C003C00, jnp.bfloat16)
-        value = jnp.minimum(normal, normal + normal - jnp.bfloat16(2**-6))
-        value = jnp.where(normal > 464, jnp.bfloat16(jnp.nan), value)  # the largest code, which would be 480
-        halves.append(pltpu.bitcast(pltpu.bitcast(value, jnp.int32) | (sign & -0x7FFF8000), jnp.bfloat16))
-    return jnp.concatenate(halves, axis=0)

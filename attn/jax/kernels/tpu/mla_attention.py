@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from attn.jax.kernels.tpu import _launch, _plan
-from attn.jax.kernels.tpu._chips import WIDENS_E4M3, chip_of
+from attn.jax.kernels.tpu._chips import MULTIPLIES_FP8, REBIASES_E4M3, chip_of
 from attn.jax.kernels.tpu._mla_kernel import Config, Refs, Rows, run
-from attn.jax.kernels.tpu._refs import LANES, LOG2_E, PagedShape
+from attn.jax.kernels.tpu._refs import E4M3_GAIN, LANES, LOG2_E, PagedShape
 from attn.visibility import LayerMask
 
 
@@ -98,16 +98,19 @@ def mla_attention(
     batch = _plan.Batch(query_start_loc, seq_lens, block_table, slot_mapping)
     write = new_kv_c is not None
     shape = _plan.shape_of(q_nope, pages, batch, max_query_len, LayerMask(causal), lse=return_lse, write=write)
+    multiplied = dtype == jnp.bfloat16 and device.chip in MULTIPLIES_FP8 and kv_cache.dtype.itemsize == 1
+    rebiased = multiplied and device.chip in REBIASES_E4M3 and kv_cache.dtype == jnp.float8_e4m3fn
+    entering = jnp.dtype(jnp.float8_e4m3b11fnuz) if rebiased else kv_cache.dtype if multiplied else dtype
     cfg = Config(
         **vars(shape),
         **(blocks or blocks_for(device.chip, shape))._asdict(),
         values=_round_up(rank, LANES),
-        widened=kv_cache.dtype != dtype,
-        even_odd=device.chip in WIDENS_E4M3 and kv_cache.dtype == jnp.float8_e4m3fn and dtype == jnp.bfloat16,
+        staged=kv_cache.dtype != entering or shape.narrow,
+        rebiased=rebiased,
     )
     plan = _plan.make(cfg, batch)
     query = _padded(jnp.concatenate([q_nope, q_pe], axis=-1), lanes)
-    worth = jnp.asarray(k_scale, jnp.float32)
+    worth = jnp.asarray(k_scale, jnp.float32) * (E4M3_GAIN if rebiased else 1.0)
     arrays = {
         "factors": jnp.stack([worth * (scale * LOG2_E), worth]),
         "single.query": jnp.pad(query[batch.start], ((0, 0), (0, -heads % cfg.native), (0, 0))),
@@ -119,7 +122,7 @@ def mla_attention(
     if new_kv_c is not None and new_k_pe is not None:
         new = _padded(jnp.concatenate([new_kv_c, new_k_pe], axis=-1), lanes)
         arrays["fresh"] = _plan.fresh_tiles(cfg, plan, new[:, None, None])
-    buffers = _buffers(cfg, arrays, kv_cache.dtype)
+    buffers = _buffers(cfg, arrays, kv_cache.dtype, entering)
     made = _launch.paged(lambda refs: run(cfg, _refs(cfg, refs)), cfg, device, plan, arrays, pages, buffers, "mla_attention")
 
     def by_token(name: str, width: int, fill: float) -> jax.Array:
@@ -145,13 +148,15 @@ def _kinds(cfg: Config) -> dict[str, int]:
     return {"single": 1} | ({"long": cfg.large} if cfg.large else {})
 
 
-def _buffers(cfg: Config, arrays: dict[str, jax.Array], stored: Any) -> _launch.Buffers:
-    """The buffers of a launch over a cache of dtype `stored`, by the names of `Refs`."""
+def _buffers(cfg: Config, arrays: dict[str, jax.Array], stored: Any, entering: Any) -> _launch.Buffers:
+    """The buffers of a launch over a cache of dtype `stored` that is multiplied as `entering`, by the names of `Refs`."""
     dtype = arrays["single.query"].dtype
     made: dict[str, Any] = {}
-    scratch = _launch.page_buffers(cfg, stored)
-    if cfg.widened:
-        scratch["wide"] = pltpu.VMEM((cfg.kv_block, cfg.lanes), dtype)
+    scratch = _launch.page_buffers(cfg, stored) | {"turn": pltpu.SMEM((2,), jnp.int32)}
+    if cfg.staged:
+        scratch["wide"] = pltpu.VMEM((cfg.kv_block, cfg.lanes), entering)
+    if cfg.rebiased:
+        scratch["lost"] = pltpu.VMEM((8, LANES), jnp.int32)
     scratch |= _launch.write_buffers(cfg, stored)
     for kind, count in _kinds(cfg).items():
         given = arrays[f"{kind}.query"].shape
@@ -160,9 +165,9 @@ def _buffers(cfg: Config, arrays: dict[str, jax.Array], stored: Any) -> _launch.
         scratch |= {
             f"{kind}.q": pltpu.VMEM((2, rows, cfg.lanes), dtype),
             f"{kind}.o": pltpu.VMEM((rows, cfg.values), dtype),
-            f"{kind}.m": pltpu.VMEM((rows, LANES), jnp.float32),
-            f"{kind}.l": pltpu.VMEM((rows, LANES), jnp.float32),
-            f"{kind}.acc": pltpu.VMEM((rows, cfg.values), jnp.float32),
+            f"{kind}.m": pltpu.VMEM((2, rows, LANES), jnp.float32),
+            f"{kind}.l": pltpu.VMEM((2, rows, LANES), jnp.float32),
+            f"{kind}.acc": pltpu.VMEM((2, rows, cfg.values), jnp.float32),
         }
         if cfg.lse:
             made[f"{kind}.lse"] = jax.ShapeDtypeStruct((*given[:-1], LANES), jnp.float32)

@@ -21,7 +21,7 @@ from attn import reference
 from attn.jax.kernels.tpu import _pages, _plan
 from attn.jax.kernels.tpu import ragged_paged_attention as kernel
 from attn.jax.kernels.tpu._chips import CHIPS, Blocks, blocks_for
-from attn.jax.kernels.tpu._refs import Config, PagedConfig, PagedShape, widen_e4m3, widened, widened_exactly
+from attn.jax.kernels.tpu._refs import Config, PagedConfig, PagedShape, widened, widened_exactly
 from attn.jax.testing import compiling_fast
 from attn.visibility import BatchMask, LayerMask, Visibility
 from tests.levels import sampled
@@ -391,19 +391,6 @@ def test_the_ranges_of_the_plan_are_what_rows_see(seed: int) -> None:
         assert bound[_plan.MORE] == (((key >= low) & (key < high))[:, 1:].any())
         met += number
     assert met == query_lens.sum()
-
-
-def test_every_e4m3_code_is_widened() -> None:
-    """Bit for bit, NaN and subnormal codes included: even rows, then odd ones."""
-    codes = jax.lax.bitcast_convert_type(jnp.tile(jnp.arange(256, dtype=jnp.uint8)[:, None], (1, 128)), jnp.float8_e4m3fn)
-
-    def body(x: Any, y: Any) -> None:
-        y[...] = widen_e4m3(x[...])
-
-    shape = jax.ShapeDtypeStruct(codes.shape, jnp.bfloat16)
-    got = as_float(pl.pallas_call(body, out_shape=shape, interpret=pltpu.InterpretParams())(codes))
-    want = as_float(codes)
-    np.testing.assert_array_equal(got, np.concatenate([want[::2], want[1::2]]))
 
 
 def test_e4m3_codes_as_another_format() -> None:
