@@ -175,12 +175,7 @@ class PagedAttentionMetadata(AttentionMetadata):
     def has_own_keys(self) -> bool:
         """Whether the host knows that every new token's own key is in the cache, so that no row of a decoder sees no key."""
         starts, lens = self.query_start_loc_cpu, self.seq_lens_cpu
-        if starts is None or lens is None:
-            return False
-        kept = self.__dict__.get("_own_keys")
-        if kept is None or kept[0] is not starts or kept[1] is not lens:  # asked by each layer's call
-            kept = self.__dict__["_own_keys"] = starts, lens, bool((starts[1:] - starts[:-1] <= lens).all())
-        return kept[2]  # type: ignore[no-any-return]
+        return starts is not None and lens is not None and bool((starts[1:] - starts[:-1] <= lens).all())
 
     def host_lens(self) -> "tuple[IntArray, IntArray]":
         """(query_start_loc [R + 1], seq_lens [R]) on the host: the caller's mirrors, or fetched from the device.

@@ -64,6 +64,8 @@ def test_rows_have_keys_if_the_host_knows_so_now() -> None:
     assert meta.has_own_keys
     meta.seq_lens_cpu = np.array([17, 4, 30], np.int32)  # five new tokens of which one has no key in the cache
     assert not meta.has_own_keys
+    meta.seq_lens_cpu[1] = 5  # written in place, as an engine writes its next step's lengths
+    assert meta.has_own_keys
     meta.seq_lens_cpu = None
     assert not meta.has_own_keys
 
