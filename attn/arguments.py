@@ -216,11 +216,11 @@ def layer_features(
 
 def check_reach(impl: Any, attn_metadata: Any) -> None:
     """Raise `UnsupportedError` unless an implementation supports a batch's spans, prefixes and mixed causality."""
-    name, features = impl.backend.get_name(), impl.backend.capabilities.features
+    name, record = impl.backend.get_name(), impl.backend.capabilities
     mask = attn_metadata.mask
     for feature, present in ((Feature.MIXED_CAUSAL, mask.is_causal is not None), (Feature.SPANS, mask.has_ranges)):
-        if present and feature not in features:
-            raise UnsupportedError(f"{name}: {feature.value} not supported")
+        if present and feature not in record.features:
+            raise UnsupportedError(f"{name}: {record.not_supported(feature)}")
         if present and impl.attn_type != AttentionType.DECODER:
             raise UnsupportedError(f"{name}: {feature.value} not supported with {impl.attn_type} attention")
     if mask.spans is not None and impl.window[0] is not None and impl.mask.span_window is None:

@@ -241,10 +241,6 @@ def arch_matches(arch: str, rule: str) -> bool:
     return fnmatch.fnmatchcase(arch, rule)
 
 
-def _not_supported(feature: str) -> str:
-    return f"{feature} not supported" + (": no built-in backend serves it yet" if feature in UNSERVED else "")
-
-
 def with_lse(features: frozenset[str], returned: bool) -> frozenset[str]:
     """Return `features` with `lse` added or removed, according to whether the implementation returns it."""
     return features | {Feature.LSE.value} if returned else features - {Feature.LSE.value}
@@ -261,7 +257,7 @@ class Capabilities:
     `packages` are import names that must be present (not imported until the backend is chosen), `a|b` where either
     suffices; `install` is the pip argument that installs them. `archs` maps a platform to rules, of which `Device.arch` must
     satisfy one; a platform without an entry accepts any. `priority` places a backend that is not on the platform's own
-    list: above 0 before it, otherwise after.
+    list: above 0 before it, otherwise after. `refusals` pairs features that are not served with the reason.
     """
 
     framework: str
@@ -275,9 +271,12 @@ class Capabilities:
     install: str = ""
     archs: tuple[tuple[str, tuple[str, ...]], ...] = ()
     priority: int = 0
+    refusals: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "features", frozenset(feature_name(f) for f in self.features))
+        if both := sorted(self.features.intersection(feature_name(f) for f, _ in self.refusals)):
+            raise ValueError(f"features and refusals both name {', '.join(both)}")
         _check_word("framework", self.framework, FRAMEWORKS)
         for name, words, known in (  # a misspelled name would never match
             ("dtype", self.dtypes, DTYPES),
@@ -302,9 +301,14 @@ class Capabilities:
         ):
             if getattr(request, name) not in allowed:
                 why.append(f"{name}={getattr(request, name)} (supports {_listed(allowed)})")
-        why += [_not_supported(f) for f in sorted(request.features - (self.features if features is None else features))]
+        why += [self.not_supported(f) for f in sorted(request.features - (self.features if features is None else features))]
         why += [f"serves {kind} only" for kind in KINDS if kind in self.features and kind not in request.features]
         return why
+
+    def not_supported(self, feature: str) -> str:
+        """Return the reason for refusing a feature: its name, and why it is not served if that is known."""
+        why = "no built-in backend serves it yet" if feature in UNSERVED else dict(self.refusals).get(feature)
+        return f"{feature} not supported" + (f": {why}" if why else "")
 
     def device_reasons(self, device: Device) -> list[str]:
         """Return why this backend cannot run on `device` at all; empty when it can."""

@@ -17,8 +17,9 @@ from attn.errors import DeviceError, DTypeError, MetadataError, ShapeError, Unsu
 
 def require(impl: Any, feature: Feature) -> None:
     """Raise `UnsupportedError` unless the backend has a feature."""
-    if feature not in impl.backend.capabilities.features:
-        raise UnsupportedError(f"{impl.backend.get_name()}: {feature.value} not supported")
+    record = impl.backend.capabilities
+    if feature not in record.features:
+        raise UnsupportedError(f"{impl.backend.get_name()}: {record.not_supported(feature)}")
 
 
 def check_built(backend: type[AttentionBackend], attn_metadata: Any, metadata_cls: type) -> None:

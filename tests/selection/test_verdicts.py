@@ -164,6 +164,18 @@ def test_a_feature_that_is_not_listed_is_refused(feature):
     assert not any("not supported" in r for r in capable(features={feature}).reasons(request(features={feature})))
 
 
+def test_a_refusal_says_why_where_the_record_knows():
+    record = capable(refusals=((Feature.SPANS, "the vendor has no kernel"),))
+    assert record.reasons(request(features={"spans", "sinks"})) == [
+        "sinks not supported",
+        "spans not supported: the vendor has no kernel",
+    ]
+    with pytest.raises(ValueError, match="features and refusals both name spans"):
+        capable(features={"spans"}, refusals=((Feature.SPANS, "why"),))
+    with pytest.raises(ValueError, match="feature 'spam' is unknown"):
+        capable(refusals=(("spam", "why"),))
+
+
 @pytest.mark.parametrize(
     ("changes", "device", "reasons"),
     [

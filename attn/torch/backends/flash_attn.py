@@ -14,7 +14,7 @@ import torch
 
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.paged import PagedCall
-from attn.capabilities import ATTN_TYPES, Capabilities, Device, MultipleOf, Request
+from attn.capabilities import ATTN_TYPES, MASK_FEATURES, Capabilities, Device, MultipleOf, Request
 from attn.torch.backends import _flash_providers as providers
 from attn.torch.backends._flash_providers import VarlenCall
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
@@ -51,6 +51,11 @@ class FlashAttentionBackend(PagedAttentionBackend):
         attn_types=ATTN_TYPES,
         features=frozenset().union(*(p.capabilities.features for p in providers.PROVIDERS)),
         archs=(("cuda", ("sm_80+",)),),
+        # mask_mod takes lengths and pages too, but decides causality and windows as well, and visits every key that no list of
+        # blocks excludes
+        refusals=tuple(
+            (mask, "only FlashAttention 4's mask_mod could serve it, and is not wrapped") for mask in sorted(MASK_FEATURES)
+        ),
     )
 
     @classmethod

@@ -11,8 +11,10 @@ every later `build` by the same builder for the same number of decodes plans the
 Differences of FlashInfer that this adapter handles: its log-sum-exp is base 2, [T, H]. Its ALiBi computes its own slopes and
 applies the soft cap in another order, so ALiBi is rejected (vLLM silently drops it). Its windows have a left side only. Its
 FA2 kernels sum weights rounded to the query's dtype (`m16k16_rowsum_f16f16f32`); this error (1e-3 in bfloat16) shows in the
-lse, not in outputs. If an lse is returned, other kernels serve; where there are none, the request is rejected. Signatures are
-those of the flashinfer-ai/flashinfer repository at fb28d724 (0.7).
+lse, not in outputs. If an lse is returned, other kernels serve; where there are none, the request is rejected. Its wrapper of
+causality and ranges (0.7.2, `BatchPrefillWithCausalBidirectionalRangesWrapper`) is of FA2's kernels on every GPU, visits every
+key for every row, and takes one range a row, where a span beside a prefix needs two, and no soft cap: spans are rejected.
+Signatures are those of the flashinfer-ai/flashinfer repository at fb28d724 (0.7).
 """
 
 import functools
@@ -205,6 +207,7 @@ class FlashInferBackend(PagedAttentionBackend):
         packages=("flashinfer",),
         install="flashinfer-python",
         archs=(("cuda", ("sm_80+",)),),
+        refusals=((Feature.SPANS, "FlashInfer's kernels for spans are FA2's, with one range a row, and are not wrapped"),),
     )
 
     @classmethod

@@ -250,6 +250,7 @@ def _capabilities(members: Sequence[type[Any]]) -> Capabilities:
         **both,
         head_sizes=sizes_of_both(one.head_sizes, other.head_sizes),
         features=members[0].served_features() & members[1].served_features() - _ALONE,
+        refusals=one.refusals + other.refusals,
         packages=tuple(dict.fromkeys((*one.packages, *other.packages))),
         install=" ".join(dict.fromkeys(word for record in (one, other) for word in record.install.split())),
     )

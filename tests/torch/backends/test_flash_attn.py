@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn.capabilities import Device, Feature, Request
+from attn.capabilities import MASK_FEATURES, Device, Feature, Request
 from attn.errors import UnsupportedError
 from attn.testing import check_conformance
 from attn.testing.subject import subject_of
@@ -116,6 +116,13 @@ def test_a_refusal_names_every_provider_with_its_reasons(standins: Callable[...,
     for words in ("FlashAttention 3: alibi not supported", "FlashAttention 2: block_size=16 (supports multiples of 256)"):
         assert words in told
     assert "PyTorch's varlen_attn: alibi not supported, soft_cap not supported" in told
+
+
+@pytest.mark.parametrize("feature", sorted(MASK_FEATURES))
+def test_masks_are_refused_with_the_reason(feature: Feature, standins: Callable[..., None]) -> None:
+    standins("fa2", "fa3", "fa4")
+    told = _why(replace(PLAIN, features=frozenset({feature})))
+    assert told == f"{feature} not supported: only FlashAttention 4's mask_mod could serve it, and is not wrapped"
 
 
 def test_sizes_may_depend_on_the_architecture(standins: Callable[..., None]) -> None:

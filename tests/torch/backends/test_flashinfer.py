@@ -134,6 +134,18 @@ def test_what_flashinfer_would_drop_in_silence_is_refused(feature: Feature) -> N
     assert f"{feature.value} not supported" in "; ".join(FlashInferBackend.why_not(request, H200))
 
 
+@pytest.mark.parametrize("arrays", [{"spans": [[-1, -1], [1, 3], [1, 3], [1, 3]]}, {"prefix": [2]}], ids=str)
+def test_a_batch_with_spans_is_refused_with_the_reason(arrays: dict[str, Any]) -> None:
+    why = "spans not supported: FlashInfer's kernels for spans are FA2's, with one range a row, and are not wrapped"
+    request = Request(head_size=64, dtype="bfloat16", block_size=16, features=frozenset({Feature.SPANS}))
+    assert why in FlashInferBackend.why_not(request, H200)
+    step = _Step()
+    step.query = torch.randn(4, 8, 64).to(torch.bfloat16)
+    batch = CommonAttentionMetadata.from_lens([4], [4], [[0]], 16, **arrays)
+    with pytest.raises(UnsupportedError, match=f"FLASHINFER: {why}"):
+        step(FlashInferMetadataBuilder(SPEC).build(0, batch))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_120"])
 def test_a_log_sum_exp_is_refused_where_only_fa2_serves(arch: str) -> None:
     def reasons(arch: str, *features: Feature) -> str:

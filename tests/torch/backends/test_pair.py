@@ -309,6 +309,12 @@ def test_what_a_pair_refuses(name: str, asked: dict[str, Any], reason: str) -> N
     assert re.search(reason, why_not(name, **asked))
 
 
+def test_a_pair_knows_why_a_member_refuses() -> None:
+    record = AttentionBackendEnum["TRITON_ATTN+FLASH_ATTN"].get_class().capabilities
+    assert record.not_supported("spans").startswith("spans not supported: only FlashAttention 4's mask_mod")
+    assert record.not_supported("alibi") == "alibi not supported"
+
+
 def test_a_layer_of_a_pair_that_refuses_is_not_built() -> None:
     with pytest.raises(UnsupportedError, match="lay their caches out differently"):
         Attention(H, D, num_kv_heads=K, backend="CPU_ATTN+TORCH_SDPA")
