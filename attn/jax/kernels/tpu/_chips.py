@@ -68,6 +68,8 @@ class Blocks(NamedTuple):
     slots: int = 3
     #: Scores per straight stretch of code: the matrix unit idles at its ends, and compile time grows with its length.
     stretch: int = STRETCH
+    #: Keys of the last step of a large item that sees no more of its `key_tile`; 0: all steps have as many.
+    last: int = 0
 
 
 #: (chip, head lanes, bytes of a cache element) -> Blocks, measured better than the rule.
@@ -129,7 +131,10 @@ def blocks_for(name: str, shape: PagedShape) -> Blocks:
     row_tile = next((tile for tile in (512, 384, 256, 128) if large * group % tile == 0), 0)
     stretch = 2 * STRETCH if large > smallest and large * group > ROWS else STRETCH
     segment = max(page, kv_block // SEGMENTS, min(kv_block, SEGMENT))
-    return Blocks(kv_block, large, min(kv_block, 1024), min(kv_block, 256), row_tile, segment, slots, stretch)
+    key_tile = min(kv_block, 256)
+    # an item has few steps unless its request is long, and half of them end in the first half of their keys
+    last = key_tile // 2 if itemsize == 2 and 0 < large < key_tile == 256 and max_query_len < 16 * large else 0
+    return Blocks(kv_block, large, min(kv_block, 1024), key_tile, row_tile, segment, slots, stretch, last)
 
 
 def fixed_blocks(name: str, shape: PagedShape) -> Blocks:

@@ -62,11 +62,13 @@ def _longs(cfg: Config, refs: Refs) -> _pages.ItemOps:
         def edge(first: jax.Array) -> None:
             """The same keys in smaller steps, with masks for those that need them."""
             stop = jnp.minimum(item.high - begin - first, cfg.chunk)
+            steps = lax.div(jnp.maximum(stop, 0) + (cfg.key_tile - 1), cfg.key_tile)
             strangers = (stop < cfg.chunk) | (begin + first < item.low)
 
             @pl.when((stop > 0) & strangers)
             def _() -> None:
-                _pages.clean(cfg, refs, slot, item.low - begin, item.high - begin)
+                tiles = lax.div(first, cfg.tile) + steps * (cfg.key_tile // cfg.tile)  # no step reads others
+                _pages.clean(cfg, refs, slot, item.low - begin, item.high - begin, tiles)
 
             def one(n: jax.Array, _: None) -> None:
                 at = pl.multiple_of(first + n * cfg.key_tile, cfg.key_tile)
@@ -79,10 +81,14 @@ def _longs(cfg: Config, refs: Refs) -> _pages.ItemOps:
                 if item.more is not None and cfg.ranges > 1:
                     pl.when(one & (item.more > 0))(lambda: _long.attend(cfg, refs, item, step(at, cfg.key_tile), cfg.ranges))
                     one &= item.more == 0
+                if cfg.last:
+                    few = one & (item.high - begin - at <= cfg.last)
+                    pl.when(few)(lambda: _long.attend(cfg, refs, item, step(at, cfg.last), 1))
+                    one &= jnp.logical_not(few)
                 pl.when(one)(lambda: _long.attend(cfg, refs, item, step(at, cfg.key_tile), 1))
                 _long.recompute(cfg, refs, item, step(at, cfg.key_tile))
 
-            lax.fori_loop(0, lax.div(jnp.maximum(stop, 0) + (cfg.key_tile - 1), cfg.key_tile), one, None)
+            lax.fori_loop(0, steps, one, None)
 
         each = chunk if cfg.chunk > cfg.key_tile else edge
         if cfg.chunk == cfg.kv_block:

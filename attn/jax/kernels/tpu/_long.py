@@ -124,7 +124,8 @@ def _streamed(
     If a sum leaves its range, or a number that not every row may see is not finite, `recompute` is set and the step is
     repeated. The products with values come late.
     """
-    tiles = [(top, at) for top in range(0, cfg.rows, cfg.row_tile) for at in range(0, step.size, cfg.key_tile)]
+    key_tile = min(cfg.key_tile, step.size)
+    tiles = [(top, at) for top in range(0, cfg.rows, cfg.row_tile) for at in range(0, step.size, key_tile)]
     waiting: list[Any] = []
 
     def add_values(k: jax.Array, at: slice, keys_at: Any, p: jax.Array, source: jax.Array) -> None:
@@ -138,10 +139,10 @@ def _streamed(
     for k in heads:
         for top, offset in tiles:
             at = slice(top, top + cfg.row_tile)
-            keys_at = pl.ds(step.start + offset, cfg.key_tile)
+            keys_at = pl.ds(step.start + offset, key_tile)
             keys = widened(cfg, rows_at(cfg, refs, step.slot, 0, k, keys_at), refs.q.dtype, refs.recompute)
             s = _scores(cfg, refs, item, step.first + offset, keys, k, top, masked)
-            if len(waiting) * cfg.key_tile >= _KEYS_WAITING:
+            if len(waiting) * key_tile >= _KEYS_WAITING:
                 waiting.pop(0)()
             p = jnp.exp2(s - refs.m[k, :1, at])
             source = before if offset == 0 else after
@@ -150,7 +151,7 @@ def _streamed(
             fine = (total >= 2.0**-_ROOM) & (total <= 2.0**_ROOM)
             if masked:
                 fine |= (total == 0) & _blind(cfg, refs, item, step.first + offset, s, top, masked)
-            if offset + cfg.key_tile == step.size:
+            if offset + key_tile == step.size:
                 refs.recompute[:, at] |= jnp.where(fine, 0, 1)
             waiting.append(functools.partial(add_values, k, at, keys_at, p.astype(refs.q.dtype), source))
     if masked or cfg.rebiased:  # values set `recompute` as well
@@ -229,7 +230,7 @@ def _scores(
     ]
     if cfg.mask.causal and cfg.tree:
         # row w of a one-hot matrix is new key w: a product scatters the tree's edges to the keys
-        shape = (cfg.key_tile, LANES)
+        shape = (s.shape[0], LANES)
         node = first - item.context + lax.broadcasted_iota(jnp.int32, shape, 0)
         one_hot = jnp.where(node == lax.broadcasted_iota(jnp.int32, shape, 1), 1.0, 0.0).astype(refs.edges.dtype)
         edge = dot(one_hot, refs.edges[item.q_slot, at, :], 1, 1) > 0.5
@@ -285,7 +286,7 @@ def _blind(cfg: Config, refs: Refs, item: Item, first: jax.Array, s: jax.Array, 
     blinds = []
     for low, high in _ranges(cfg, refs, item, _positions(cfg, item, top), slice(top, top + cfg.row_tile), masked):
         blind = high <= first
-        blinds.append(blind if low is None else blind | (low >= jnp.minimum(high, first + cfg.key_tile)))
+        blinds.append(blind if low is None else blind | (low >= jnp.minimum(high, first + s.shape[0])))
     return functools.reduce(operator.and_, blinds)
 
 

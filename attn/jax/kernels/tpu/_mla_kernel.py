@@ -127,7 +127,7 @@ def _kind(cfg: Config, refs: Refs, rows: Rows) -> _pages.ItemOps:
 
         def go(masked: bool) -> None:
             if masked:
-                _pages.clean(cfg, refs, slot, item.low - begin, item.high - begin)
+                _pages.clean(cfg, refs, slot, item.low - begin, item.high - begin, cfg.kv_block // cfg.tile)
             _by_tiles(cfg, rows, lambda at: _stream(cfg, refs, rows, Block(item, slot, begin, before, masked), at))
 
         pl.when(clear)(lambda: go(False))

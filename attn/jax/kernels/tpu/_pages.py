@@ -320,8 +320,10 @@ def attend(
         by_kind(count - 1, lambda ops: wait(ops.outputs(count - 1)))
 
 
-def clean(cfg: PagedConfig, refs: PagedRefs, slot: jax.Array, first: jax.Array, stop: jax.Array) -> None:
-    """Zero the values in rows of the block outside [first, stop)."""
+def clean(
+    cfg: PagedConfig, refs: PagedRefs, slot: jax.Array, first: jax.Array, stop: jax.Array, tiles: jax.Array | int
+) -> None:
+    """Zero the values in rows of the block outside [first, stop), in its first `tiles` tiles."""
     plane = cfg.planes - 1
 
     def tile(t: jax.Array, _: None) -> None:
@@ -331,4 +333,4 @@ def clean(cfg: PagedConfig, refs: PagedRefs, slot: jax.Array, first: jax.Array, 
 
     # a block begins in the first page that is seen, so there is less than a page before `first`
     lax.fori_loop(0, lax.div(jnp.maximum(first, 0) + (cfg.tile - 1), cfg.tile), tile, None)
-    lax.fori_loop(lax.div(jnp.clip(stop, 0, cfg.kv_block), cfg.tile), cfg.kv_block // cfg.tile, tile, None)
+    lax.fori_loop(lax.div(jnp.clip(stop, 0, cfg.kv_block), cfg.tile), tiles, tile, None)

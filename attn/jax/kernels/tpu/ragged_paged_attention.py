@@ -107,6 +107,8 @@ def ragged_paged_attention(
         sinks=sinks is not None,
         tree=batch_mask.tree is not None,
         invariant=invariant,
+        # a request of many tiles waits for the latency of its new rows' copies, if few of them are under way
+        ring=16 if shape.max_query_len > shape.tile else 8,
         rebiased=device.chip in REBIASES_E4M3 and kv_cache.dtype == jnp.float8_e4m3fn,
     )
     plan = _plan.make(cfg, batch)

@@ -178,6 +178,12 @@ SPANS[46:48] = (3, 9), (0, 15)
 CASES: dict[str, dict[str, Any]] = {
     "leaping": {"mode": "eager", "gain": 60.0, "blocks": BLOCKS._replace(chunk=64)},
     "float32": {"dtype": "float32", "alibi_slopes": SLOPES, "sinks": SINKS},
+    # items whose last steps see 62, 30, 36, 64 and 8 keys
+    "short_steps": {
+        "lens": ((1, 70, 40), (70, 100, 72)),
+        "blocks": BLOCKS._replace(large=32, chunk=64, key_tile=64, last=32),
+        "alibi_slopes": SLOPES,
+    },
     "window": {
         "window": (30, None),
         "logits_soft_cap": 5.0,
@@ -233,6 +239,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 #: Each alone notices a defect of `tests.testing.planted`.
 KEPT = ("window", "bidirectional", "leaping", "fp8_by_hand", "int8", "chunks_of_a_window", "spans", "spans_of_a_window")
+KEPT += ("short_steps",)
 
 
 @pytest.mark.parametrize("name", sampled(list(CASES), 1, "ragged paged attention", lambda name: name in KEPT))
@@ -472,6 +479,17 @@ def test_items_of_the_longest_requests() -> None:
     for chip, rows in (("v5e", 512), ("v6e", 1024), ("v7x", 1024)):
         assert (blocks(chip, 2).large * 4, blocks(chip, 4).large * 4) == (rows, 512)
         assert blocks(chip, 4).stretch == blocks("v5e", 4).stretch
+
+
+def test_short_last_steps() -> None:
+    """Of prompts of up to 16 items in two bytes: longer ones, single rows and float32 compile no other step."""
+
+    def last(max_query_len: int, itemsize: int = 2, group: int = 4) -> int:
+        sizes = {"max_query_len": max_query_len, "itemsize": itemsize, "group": group}
+        return blocks_for("v6e", dataclasses.replace(SHAPE, **sizes)).last
+
+    assert [last(n) for n in (1, 8, 512, 1024, 2048)] == [0, 128, 128, 128, 0]
+    assert [last(512, itemsize=4), last(512, group=1)] == [0, 0]
 
 
 def test_as_many_rows_as_the_query_has() -> None:
