@@ -96,4 +96,4 @@ def _longs(cfg: Config, refs: Refs) -> _pages.ItemOps:
         else:
             lax.fori_loop(0, cfg.kv_block // cfg.chunk, lambda n, _: each(pl.multiple_of(n * cfg.chunk, cfg.chunk)), None)
 
-    return _pages.ItemOps(queries, outputs, lambda: _long.reset(cfg, refs), attend, lambda: _long.finish(cfg, refs))
+    return _pages.ItemOps(queries, outputs, lambda: _long.reset(cfg, refs), attend, lambda _: _long.finish(cfg, refs))

@@ -6,13 +6,17 @@ the kernel's speed.
 
 There are two kinds of item, which differ only in the number and the source of their rows: one token of a request that has
 just one (a decode), or up to `large` tokens of a longer one. Scores are in units of log2; m (their reference), l (sum) and
-acc are float32 and double-buffered: a block reads one buffer and writes the other, so that it can be repeated. Only blocks
-with a masked score compute masks; unused slots may contain NaN, so in such blocks values are zeroed first.
+acc are float32. Only blocks with a masked score compute masks; unused slots may contain NaN, so in such blocks values are
+zeroed first.
+
+Blocks are processed in a way that fails for rare numbers (see `_stream`), which leaves a sum that is not finite, or a mark in
+`lost`. Items that end so are processed again after all others, exactly: none waits for a scalar that says whether it failed.
 
 One-byte codes are multiplied as they are where the matrix unit takes them: widening them costs more than the products.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -36,7 +40,7 @@ from attn.jax.kernels.tpu._refs import (
     widened_exactly,
 )
 
-#: How far from 1, in powers of two, a sum of exponentials may be before its block is repeated with `_exact`.
+#: How large, in powers of two, a sum of exponentials may be before its item is repeated with `_exact`.
 _ROOM = 60.0
 
 #: What the scalars of `factors` multiply: scores (into units of log2), and outputs.
@@ -61,24 +65,20 @@ class Rows:
     out: Ref  # the same with `values` lanes
     q: Ref  # [2, S, lanes] in VMEM
     o: Ref  # [S, values]
-    m: Ref  # [2, S, 128] float32, as are the next ones: before and after a block
+    m: Ref  # [S, 128] float32, as are the next ones
     l: Ref  # noqa: E741
-    acc: Ref  # [2, S, values]
+    acc: Ref  # [S, values]
     lse: Ref = None  # [R, S, 128] or [rows of all, 128] in HBM
     lse_rows: Ref = None  # [S, 128]
     order: Ref = None  # [S, 128] int32: a row's token within the item
 
 
 class Block(NamedTuple):
-    """The keys in `slot`, from position `begin` on, for an item whose sums so far are in buffer `before`.
-
-    masked: some row may not see some of them.
-    """
+    """The keys in `slot`, from position `begin` on, for an item. masked: some row may not see some of them."""
 
     item: Item
     slot: jax.Array
     begin: jax.Array
-    before: jax.Array
     masked: bool
 
 
@@ -87,11 +87,11 @@ class Refs(PagedRefs):
     """Refs passed to the kernel; None for those this launch does not use."""
 
     factors: Ref  # [2] float32 in SMEM
-    turn: Ref  # [2] in SMEM: which buffer of the sums is current, and whether the block must be repeated
+    failed: Ref  # [items, 128] int32, above 0 in the rows of those that must be repeated with `_exact`
     single: Rows
     long: Rows | None = None
     wide: Ref = None  # [kv_block, lanes]: a block's keys as they are multiplied
-    lost: Ref = None  # [8, 128] int32, above 0 where a NaN of the cache was lost
+    lost: Ref = None  # [8, 128] int32, above 0 where a NaN of the item's keys was lost
 
 
 def run(cfg: Config, refs: Refs) -> None:
@@ -99,7 +99,44 @@ def run(cfg: Config, refs: Refs) -> None:
     if cfg.write:
         _pages.write(cfg, refs)
     loads = _pages.Loads(cfg, refs, refs.counts[0])
-    _pages.attend(cfg, refs, loads, _kind(cfg, refs, refs.single), None if refs.long is None else _kind(cfg, refs, refs.long))
+    refs.failed[...] = jnp.zeros(refs.failed.shape, jnp.int32)
+    kinds = [(rows, _kind(cfg, refs, rows)) for rows in (refs.single, refs.long) if rows is not None]
+    _pages.attend(cfg, refs, loads, kinds[0][1], kinds[1][1] if refs.long else None)
+    pl.when(jnp.max(refs.failed[...]) > 0)(lambda: _repeat(cfg, refs, loads, kinds))
+
+
+def _repeat(cfg: Config, refs: Refs, loads: _pages.Loads, kinds: list[tuple[Rows, _pages.ItemOps]]) -> None:
+    """Process the items that failed again, and those whose rows are overwritten thereby: a long request's last item writes a
+    whole tile, which may contain rows of the next requests.
+    """
+    slot = jnp.int32(0)
+
+    def whole(i: jax.Array, rows: Rows, ops: _pages.ItemOps) -> None:
+        item, first = loads.item(i), loads.first_page(i) * cfg.page
+
+        def block(b: jax.Array, _: None) -> None:
+            loads.start(i, b, slot)
+            loads.wait(i, b, slot)
+            found = Block(item, slot, first + b * cfg.kv_block, True)
+            _by_tiles(cfg, rows, lambda at: _exact(cfg, refs, rows, found, at))
+
+        _pages.start(ops.queries(i))
+        _pages.wait(ops.queries(i))
+        ops.reset()
+        lax.fori_loop(0, loads.field(_plan.BLOCKS, i), block, None)
+        ops.finish(i)
+        _pages.start(ops.outputs(i))
+        _pages.wait(ops.outputs(i))
+
+    def one(i: jax.Array, stop: jax.Array) -> jax.Array:
+        """stop: the end of the long requests' rows that have been written again."""
+        row, long = loads.field(_plan.ROW, i), loads.field(_plan.SINGLE, i) == 0
+        again = (jnp.max(refs.failed[pl.ds(i, 1), :]) > 0) | (long & (row < stop))
+        for rows, ops in kinds:
+            pl.when(again & (long == (rows is refs.long)))(functools.partial(whole, i, rows, ops))
+        return jnp.where(again & long, row + cfg.large, stop)
+
+    lax.fori_loop(0, loads.count, one, jnp.int32(0))
 
 
 def _kind(cfg: Config, refs: Refs, rows: Rows) -> _pages.ItemOps:
@@ -122,29 +159,38 @@ def _kind(cfg: Config, refs: Refs, rows: Rows) -> _pages.ItemOps:
         clear = stop <= item.high  # whether every row sees every key
         if cfg.mask.causal and rows is refs.long:
             clear &= stop <= item.position + 1
-        before = refs.turn[0]
-        refs.turn[0], refs.turn[1] = 1 - before, jnp.int32(0)
 
         def go(masked: bool) -> None:
             if masked:
                 _pages.clean(cfg, refs, slot, item.low - begin, item.high - begin, cfg.kv_block // cfg.tile)
-            _by_tiles(cfg, rows, lambda at: _stream(cfg, refs, rows, Block(item, slot, begin, before, masked), at))
+            _by_tiles(cfg, rows, lambda at: _stream(cfg, refs, rows, Block(item, slot, begin, masked), at))
 
         pl.when(clear)(lambda: go(False))
         pl.when(jnp.logical_not(clear))(lambda: go(True))
 
-        @pl.when(refs.turn[1] > 0)
-        def _() -> None:
-            _by_tiles(cfg, rows, lambda at: _exact(cfg, refs, rows, Block(item, slot, begin, before, True), at))
+    def finish(i: jax.Array) -> None:
+        _mark(cfg, refs, rows, i)
+        _finish(cfg, refs, rows)
 
-    return _pages.ItemOps(queries, outputs, lambda: _reset(refs, rows), attend, lambda: _finish(cfg, refs, rows))
+    return _pages.ItemOps(queries, outputs, lambda: _reset(refs, rows), attend, finish)
 
 
 def _reset(refs: Refs, rows: Rows) -> None:
-    refs.turn[0] = 0
-    rows.m[0] = jnp.full(rows.m.shape[1:], -jnp.inf, jnp.float32)
-    rows.l[0] = jnp.zeros(rows.l.shape[1:], jnp.float32)
-    rows.acc[0] = jnp.zeros(rows.acc.shape[1:], jnp.float32)
+    rows.m[...] = jnp.full(rows.m.shape, -jnp.inf, jnp.float32)
+    rows.l[...] = jnp.zeros(rows.l.shape, jnp.float32)
+    rows.acc[...] = jnp.zeros(rows.acc.shape, jnp.float32)
+    if refs.lost is not None:
+        refs.lost[...] = jnp.zeros(refs.lost.shape, jnp.int32)
+
+
+def _mark(cfg: Config, refs: Refs, rows: Rows, i: jax.Array) -> None:
+    """Mark item i if it must be repeated with `_exact`."""
+    sums = [rows.l[...]]
+    if rows.order is not None:  # rows see different keys, and a weight of 0 does not keep NaN out of a sum
+        sums += [rows.acc[:, lane : lane + LANES] for lane in range(0, cfg.values, LANES)]
+    zero = functools.reduce(jnp.add, [jnp.sum((x * 0.0).reshape(-1, 8, LANES), axis=0) for x in sums])
+    lost = 0 if refs.lost is None else refs.lost[...]
+    refs.failed[pl.ds(i, 1), :] = jnp.max(jnp.where(zero == 0.0, lost, 1), axis=0, keepdims=True)
 
 
 def _by_tiles(cfg: Config, rows: Rows, do: Callable[[Any], None]) -> None:
@@ -176,15 +222,13 @@ def _stream(cfg: Config, refs: Refs, rows: Rows, block: Block, at: Any) -> None:
     """Process a block for the rows `at` in one pass.
 
     Products of keys run a tile ahead of the exponentials, and products of values a tile behind them. Exponentials are relative
-    to the maximum of the rows' scores so far and of the first tile, so that no tile waits for the scores of all. If a sum shows
-    that later scores are much larger, or that a number is not finite, `turn[1]` is set, and `_exact` must follow.
+    to the maximum of the rows' scores so far and of the first tile, so that no tile waits for the scores of all. A sum that
+    shows that later scores are much larger becomes NaN, as does one of numbers that are not finite.
     """
-    before, after, dtype = block.before, 1 - block.before, rows.q.dtype
+    dtype = rows.q.dtype
     tiles = [pl.ds(start, cfg.key_tile) for start in range(0, cfg.kv_block, cfg.key_tile)]
     scores: list[jax.Array] = []
     weights: list[jax.Array] = []
-    if cfg.rebiased:
-        refs.lost[...] = jnp.zeros(refs.lost.shape, jnp.int32)
 
     def keys(tile: Any) -> jax.Array:
         codes = rows_at(cfg, refs, block.slot, 0, 0, tile)
@@ -201,46 +245,39 @@ def _stream(cfg: Config, refs: Refs, rows: Rows, block: Block, at: Any) -> None:
         if n < len(tiles):
             scores.append(_scores(cfg, refs, rows, block, at, tiles[n].start, keys(tiles[n])))
         if n == 1:
-            m = rows.m[before, at, :]
+            m = rows.m[at, :]
             base = jnp.maximum(m, jnp.max(scores[0], axis=1, keepdims=True))
             rescale = jnp.exp2(m - base)
             sums = jnp.zeros((at.size, min(cfg.key_tile, LANES)), jnp.float32)
-            acc = rows.acc[before, at, :] * widen(rescale, cfg.values)
+            acc = rows.acc[at, :] * widen(rescale, cfg.values)
         if 1 <= n <= len(tiles):
             p = jnp.exp2(scores[n - 1] - widen(base, cfg.key_tile))
             for lane in range(0, cfg.key_tile, LANES):
                 sums += p[:, lane : lane + LANES]
             weights.append(p.astype(dtype))
         if n > len(tiles):
-            total = rows.l[before, at, :] * rescale + jnp.sum(sums, axis=1, keepdims=True)
-            rows.m[after, at, :], rows.l[after, at, :] = base, total
-            strange = jnp.where((total >= 2.0**-_ROOM) & (total <= 2.0**_ROOM), 0, 1)
-            if cfg.rebiased:
-                strange = jnp.maximum(strange, jnp.max(refs.lost[...]))
-            refs.turn[1] |= jnp.max(strange)  # before the last product, since a scalar takes long to arrive
+            total = rows.l[at, :] * rescale + jnp.sum(sums, axis=1, keepdims=True)
+            rows.m[at, :], rows.l[at, :] = base, jnp.where(total <= 2.0**_ROOM, total, jnp.nan)
         if n >= 2:
             acc += dot(weights[n - 2], values(tiles[n - 2]), 1, 0)
-    rows.acc[after, at, :] = acc
-    if block.masked and cfg.mask.causal and rows.order is not None:  # a weight of 0 does not keep NaN out of a sum
-        refs.turn[1] |= jnp.max(jnp.where(jnp.abs(acc) < jnp.inf, 0, 1))
+    rows.acc[at, :] = acc
 
 
 def _exact(cfg: Config, refs: Refs, rows: Rows, block: Block, at: Any) -> None:
     """The same relative to the maximum of all scores, where no row is affected by numbers that it does not see."""
-    dtype, after = rows.q.dtype, 1 - block.before
+    dtype = rows.q.dtype
 
     def tile(n: jax.Array, _: None) -> None:
-        start, source = pl.multiple_of(n * cfg.key_tile, cfg.key_tile), jnp.where(n == 0, block.before, after)
+        start = pl.multiple_of(n * cfg.key_tile, cfg.key_tile)
         keys = widened_exactly(cfg, rows_at(cfg, refs, block.slot, 0, 0, pl.ds(start, cfg.key_tile)))
         s = _scores(cfg, refs, rows, block, at, start, keys.astype(dtype))
-        m, total = rows.m[source, at, :], rows.l[source, at, :]
-        so_far = jnp.where(total == 0, -jnp.inf, m + jnp.log2(total))
-        new = jnp.maximum(so_far, jnp.max(s, axis=1, keepdims=True))
-        new = jnp.where(new == -jnp.inf, 0.0, new)
-        p, rescale = jnp.exp2(s - widen(new, cfg.key_tile)), jnp.where(total == 0, 0.0, jnp.exp2(m - new))
-        rows.m[after, at, :], rows.l[after, at, :] = new, total * rescale + jnp.sum(p, axis=1, keepdims=True)
+        m = rows.m[at, :]
+        new = jnp.maximum(m, jnp.max(s, axis=1, keepdims=True))
+        safe = jnp.where(new == -jnp.inf, 0.0, new)
+        p, rescale = jnp.exp2(s - widen(safe, cfg.key_tile)), jnp.exp2(m - safe)
+        rows.m[at, :], rows.l[at, :] = new, rows.l[at, :] * rescale + jnp.sum(p, axis=1, keepdims=True)
         part = _select(p.astype(dtype), _seen(cfg, rows, block, at, start), keys[:, : cfg.values])
-        rows.acc[after, at, :] = rows.acc[source, at, :] * widen(rescale, cfg.values) + part
+        rows.acc[at, :] = rows.acc[at, :] * widen(rescale, cfg.values) + part
 
     lax.fori_loop(0, cfg.kv_block // cfg.key_tile, tile, None)
 
@@ -257,9 +294,8 @@ def _select(p: jax.Array, seen: jax.Array, wide: jax.Array) -> jax.Array:
 
 def _finish(cfg: Config, refs: Refs, rows: Rows) -> None:
     """Write acc / l into `o`, and the natural log-sum-exp into `lse_rows`."""
-    now = refs.turn[0]
-    m, total = rows.m[now], rows.l[now]
+    m, total = rows.m[...], rows.l[...]
     normaliser = jnp.where(total == 0.0, 0.0, refs.factors[OUTPUTS] / jnp.where(total == 0.0, 1.0, total))
-    rows.o[...] = (rows.acc[now] * widen(normaliser, cfg.values)).astype(rows.o.dtype)
+    rows.o[...] = (rows.acc[...] * widen(normaliser, cfg.values)).astype(rows.o.dtype)
     if cfg.lse:
         rows.lse_rows[...] = (m + jnp.log2(total)) * (1 / LOG2_E)

@@ -62,7 +62,7 @@ class ItemOps(NamedTuple):
     outputs: Callable[[jax.Array], list[Any]]  #: and those that store its results
     reset: Callable[[], None]
     attend: Callable[[Item, jax.Array, jax.Array], None]
-    finish: Callable[[], None]
+    finish: Callable[[jax.Array], None]
 
 
 def copy(source: Ref, target: Ref, sem: Ref) -> Any:
@@ -300,7 +300,7 @@ def attend(
             return loads.after(slot), *then
 
         def leave(ops: ItemOps) -> None:
-            ops.finish()
+            ops.finish(i)
             start(ops.outputs(i))
 
         by_kind(i, enter)

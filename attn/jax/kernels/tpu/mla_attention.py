@@ -152,7 +152,7 @@ def _buffers(cfg: Config, arrays: dict[str, jax.Array], stored: Any, entering: A
     """The buffers of a launch over a cache of dtype `stored` that is multiplied as `entering`, by the names of `Refs`."""
     dtype = arrays["single.query"].dtype
     made: dict[str, Any] = {}
-    scratch = _launch.page_buffers(cfg, stored) | {"turn": pltpu.SMEM((2,), jnp.int32)}
+    scratch = _launch.page_buffers(cfg, stored) | {"failed": pltpu.VMEM((cfg.num_items, LANES), jnp.int32)}
     if cfg.staged:
         scratch["wide"] = pltpu.VMEM((cfg.kv_block, cfg.lanes), entering)
     if cfg.rebiased:
@@ -165,9 +165,9 @@ def _buffers(cfg: Config, arrays: dict[str, jax.Array], stored: Any, entering: A
         scratch |= {
             f"{kind}.q": pltpu.VMEM((2, rows, cfg.lanes), dtype),
             f"{kind}.o": pltpu.VMEM((rows, cfg.values), dtype),
-            f"{kind}.m": pltpu.VMEM((2, rows, LANES), jnp.float32),
-            f"{kind}.l": pltpu.VMEM((2, rows, LANES), jnp.float32),
-            f"{kind}.acc": pltpu.VMEM((2, rows, cfg.values), jnp.float32),
+            f"{kind}.m": pltpu.VMEM((rows, LANES), jnp.float32),
+            f"{kind}.l": pltpu.VMEM((rows, LANES), jnp.float32),
+            f"{kind}.acc": pltpu.VMEM((rows, cfg.values), jnp.float32),
         }
         if cfg.lse:
             made[f"{kind}.lse"] = jax.ShapeDtypeStruct((*given[:-1], LANES), jnp.float32)
