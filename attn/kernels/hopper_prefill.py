@@ -77,9 +77,11 @@ def _add(a, b):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _seek(tile, request, before, query_start_loc, min_query, num_reqs, BLOCK_Q: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The request with tile `tile` of all requests' tiles, and the number of tiles before that request's. The search begins at
-    `request`, which follows `before` tiles. A request of at most `min_query` tokens has no tiles. The request is `num_reqs` or
-    more if there is no such tile."""
+    """Return the request that contains tile `tile`, counted over all requests, and the number of tiles of earlier requests.
+
+    The search starts at `request`, before which there are `before` tiles. Requests of at most `min_query` tokens have no tiles.
+    If there is no tile of that number, the returned request is at least `num_reqs`.
+    """
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     passed = 32
     while (passed == 32) & (request < num_reqs):
