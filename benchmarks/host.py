@@ -1,14 +1,17 @@
 """The host's part of an eager call of this package's Triton backends: the time of Python and torch, without any kernel.
 
     python -m benchmarks.host [--only MLA] [--entries] [--profile]
+    python -m benchmarks.host --build
 
 Needs Triton but no GPU: tensors are on the CPU, a placeholder driver stands for a GPU (sm_90), for which kernels are compiled,
 and a launch only counts. So a figure contains the checks, the launch rules, torch's operators and Triton's handling of the
 arguments, and excludes the driver's part, which is in proportion to the number of launches. Layers are tiny, and matrix
 products are replaced by their dispatch alone, because a CPU would compute them. "first" is the first layer's call over a batch,
 "us" that of the layers after it, which repeat its launches. With --entries each kernel's function is also called alone, with
-the arguments that the layer's first call passes to it. Figures are the least of several runs, in processor time; torch's own
-attention over one key, in the same run, gives the scale.
+the arguments that the layer's first call passes to it. --build times what makes a batch instead: `from_lens` of lists of block
+ids, of arrays of them and of a table, and a builder of a device without memory (`meta`), from arrays of the host, copied and
+checked, and from tensors on that device; the device's part, which fills the table in, is left out. Figures are the least of
+several runs, in processor time; torch's own attention over one key, in the same run, gives the scale.
 """
 
 import argparse
@@ -33,9 +36,11 @@ from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.registry import AttentionBackendEnum
 from attn.tools.aot.triton import _placeholder
 from attn.torch import kv_cache as caches
+from attn.torch import metadata as torch_metadata
 from attn.torch.backends.mla.prefill.triton import TritonPrefillBackend
 from attn.torch.kernels import direct
 from attn.torch.kernels import driver as direct_driver
+from attn.torch.metadata import PagedAttentionMetadataBuilder
 
 HEADS, PAGE, KEYS = 2, 64, 1000
 RANK, NOPE, ROPE, VALUE = 512, 16, 64, 16
@@ -152,12 +157,63 @@ def entries_of(call: Callable[[], Any]) -> dict[str, Callable[[], Any]]:
     return found
 
 
+#: Requests, keys of all of them, whether their lengths are log-normal.
+BUILT = ((64, 64_000, False), (200, 300_000, True), (256, 2_000_000, True))
+_WAYS = ("lists", "arrays", "table", "build: arrays", "tensors")
+
+
+def ways_of(requests: int, keys: int, ragged: bool) -> dict[str, Callable[[], Any]]:
+    """Return what makes a batch of decodes with pages of 16 keys, by `_WAYS`."""
+    rng = np.random.default_rng(0)
+    shares = rng.lognormal(0, 1, requests) if ragged else np.ones(requests)
+    seq_lens = np.maximum(1, shares / shares.sum() * keys).astype(np.int32)
+    used = -(-seq_lens // 16)
+    ids = rng.permutation(int(used.sum())).astype(np.int32)
+    arrays = np.split(ids, np.cumsum(used)[:-1])
+    lists, lens = [array.tolist() for array in arrays], seq_lens.tolist()
+    from_lens = functools.partial(CommonAttentionMetadata.from_lens, [1] * requests, lens, block_size=16)
+    batch = from_lens(arrays)
+    spec = KVCacheSpec(16, 8, 128, "bfloat16", "auto", len(ids))
+    builder = PagedAttentionMetadataBuilder(spec, ["layer"], None, torch.device("meta"))
+    names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
+    there = batch.replace(**{name: torch.from_numpy(getattr(batch, name)).to("meta") for name in names})
+    calls = (
+        functools.partial(from_lens, lists),
+        functools.partial(from_lens, arrays),
+        functools.partial(from_lens, batch.block_table),
+        functools.partial(builder.build, 0, batch),
+        functools.partial(builder.build, 0, there),
+    )
+    return dict(zip(_WAYS, calls, strict=True))
+
+
+def builds() -> None:
+    """Print what making a batch takes."""
+
+    def padded(blocks: torch.Tensor, number: torch.Tensor, begin: torch.Tensor, columns: int) -> torch.Tensor:
+        return blocks.new_empty(number.shape[0] * columns)
+
+    print(f"{'requests':10s}{'keys':10s}" + "".join(f"{way:>16s}" for way in _WAYS))
+    with mock.patch.object(torch_metadata, "_padded", padded):
+        for requests, keys, ragged in BUILT:
+            ways = ways_of(requests, keys, ragged)
+            least = dict.fromkeys(ways, float("inf"))
+            for _ in range(REPEATS):
+                for way, call in ways.items():
+                    least[way] = min(least[way], timeit.timeit(call, timer=time.process_time, number=5) / 5 * 1e6)
+            print(f"{requests:<10d}{keys:<10d}" + "".join(f"{least[way]:16.1f}" for way in _WAYS), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows whose backend contains this")
     parser.add_argument("--entries", action="store_true", help="also time each kernel's function alone")
     parser.add_argument("--profile", action="store_true", help="print where the time of each row goes")
+    parser.add_argument("--build", action="store_true", help="time what makes a batch instead")
     arguments = parser.parse_args()
+    if arguments.build:
+        builds()
+        return
     torch.set_num_threads(1)
     with without_kernels() as seen, torch.no_grad():
         one = torch.ones(1, 1, 1, 8)

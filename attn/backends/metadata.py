@@ -249,9 +249,17 @@ class CommonAttentionMetadata:
         if self.spans is not None or self.prefix is not None:
             self._check_reach(_on_host(self.spans), _on_host(self.prefix))
         if num_blocks is not None:
-            self._check_blocks(block_size, num_blocks)
-            self._check_slots(num_blocks * block_size)
+            self.check_ids(block_size, num_blocks)
         return self
+
+    def check_ids(self, block_size: int, num_blocks: int, blocks: "IntArray | None" = None) -> None:
+        """Check the block ids and slots of a valid batch, where they are on the host, against `num_blocks`; `validate` does it.
+
+        blocks: int32, the ids of all tokens' blocks, one request after another, where the caller has read them from the table.
+        Raises `MetadataError`.
+        """
+        self._check_blocks(block_size, num_blocks, blocks)
+        self._check_slots(num_blocks * block_size)
 
     def _check_static(self) -> None:
         for name in ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len"):
@@ -363,15 +371,18 @@ class CommonAttentionMetadata:
                 bound += f"; schedule the tokens up to position {last[t]} in this step, as later keys are not in the cache yet"
             raise MetadataError("spans", t, [int(first[t]), int(last[t])], bound)
 
-    def _check_blocks(self, block_size: int, num_blocks: int) -> None:
+    def _check_blocks(self, block_size: int, num_blocks: int, blocks: "IntArray | None" = None) -> None:
         """Check the block ids in use against the number of blocks, if the table is on the host."""
         import numpy as np
 
         if isinstance(self.block_table, np.ndarray) and self.seq_lens_cpu is not None:
             table = self.block_table.view(np.uint32)  # one comparison: a negative id is a large unsigned one
             used = -(-self.seq_lens_cpu // block_size)
-            padded = 2 * int(used.sum()) < table.size  # reading the padding would take longer than leaving it out
-            if (padded or _most(table) >= num_blocks) and _most(blocks_of(table, used)) >= num_blocks:
+            if blocks is None:
+                padded = 2 * int(used.sum()) < table.size  # reading the padding would take longer than leaving it out
+                none = table[:0].ravel()
+                blocks = np.concatenate([none, *rows_of(table, used)]) if padded or _most(table) >= num_blocks else none
+            if _most(blocks.view(np.uint32)) >= num_blocks:
                 bad = (table >= num_blocks) & (np.arange(table.shape[1]) < used[:, None])
                 r, c = (int(x) for x in np.argwhere(bad)[0])
                 why = f"{used[r]} blocks of {block_size} hold {self.seq_lens_cpu[r]} tokens"
@@ -580,11 +591,9 @@ def _pack(count: int) -> Any:
     return struct.Struct(f"{count}i").pack
 
 
-def blocks_of(block_table: "IntArray", counts: "IntArray") -> "IntArray":
-    """Return the first `counts` [R] entries of each row of a table [R, B], one row after another."""
-    import numpy as np
-
-    return np.concatenate([block_table[:0].ravel(), *[row[:n] for row, n in zip(block_table, counts.tolist(), strict=True)]])
+def rows_of(block_table: "IntArray", counts: "IntArray") -> "list[IntArray]":
+    """Return the first `counts` [R] entries of each row of a table [R, B]."""
+    return [row[:n] for row, n in zip(block_table, counts.tolist(), strict=True)]
 
 
 def _most(numbers: Any) -> int:

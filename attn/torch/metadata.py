@@ -16,7 +16,7 @@ from torch.utils._pytree import GetAttrKey, register_pytree_node
 from attn import envs
 from attn.arrays import to_framework
 from attn.backends.abstract import AttentionMetadataBuilder
-from attn.backends.metadata import PAD_SLOT_ID, AttentionMetadata, CommonAttentionMetadata, blocks_of
+from attn.backends.metadata import PAD_SLOT_ID, AttentionMetadata, CommonAttentionMetadata, rows_of
 from attn.errors import DeviceError, MetadataError
 from attn.torch.alignment import aligned
 from attn.torch.arrays import from_foreign, static
@@ -264,12 +264,15 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         Block ids and slots are also checked if the cache's extent is known and they are on the host, unless `fast_build`.
         """
         batch, spec = common_attn_metadata, self.kv_cache_spec
-        batch.validate(spec.block_size, None if fast_build else spec.num_blocks)
+        batch.validate(spec.block_size)
+        arrays, blocks = self._arrays(batch)
+        if spec.num_blocks is not None and not fast_build:  # while a device copies the arrays
+            batch.check_ids(spec.block_size, spec.num_blocks, blocks)
         if envs.debug("device"):
             batch.on_host().validate(spec.block_size, spec.num_blocks)
         mask = BatchMask(*map(self._put, batch.mask, (torch.bool, torch.int32, torch.int32, torch.bool)))
         mask = mask.map(torch.Tensor.contiguous)  # kernels compute addresses from shapes
-        return self._built(batch, self._arrays(batch), mask, fast_build)
+        return self._built(batch, arrays, mask, fast_build)
 
     def part(
         self, whole: PagedAttentionMetadata, batch: CommonAttentionMetadata, first: int, last: int, fast_build: bool = False
@@ -309,21 +312,22 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
     def extend(self, metadata: Any, batch: CommonAttentionMetadata, fast_build: bool) -> None:
         """Fill what `metadata_cls` adds to `PagedAttentionMetadata`, after the batch was validated."""
 
-    def _arrays(self, batch: CommonAttentionMetadata) -> list[torch.Tensor]:
+    def _arrays(self, batch: CommonAttentionMetadata) -> "tuple[list[torch.Tensor], IntArray | None]":
         """Return the batch's `ARRAYS` on the device: those of NumPy's in one copy, which the device makes while the host goes
-        on; tensors that are there already as they are."""
+        on; tensors that are there already as they are. And the block ids of all tokens, where they were read for the copy."""
         given: list[Any] = [getattr(batch, name) for name in ARRAYS]
         target = None if self.device is None else torch.device(self.device)
         on_host = [i for i, array in enumerate(given) if isinstance(array, np.ndarray)]
         if target is None or target.type == "cpu" or not on_host:
-            return [self._put(x, dtype) for x, dtype in zip(given, _DTYPES, strict=True)]
+            return [self._put(x, dtype) for x, dtype in zip(given, _DTYPES, strict=True)], None
         if isinstance(batch.slot_mapping, np.ndarray):
             given[-1] = np.asarray(batch.slot_mapping, np.int64)
         counts = None
         if isinstance(batch.block_table, np.ndarray) and batch.seq_lens_cpu is not None:
             counts = _counts(batch.block_table, batch.seq_lens_cpu, self.kv_cache_spec.block_size)
-        there = iter(_put_together([given[i] for i in on_host], counts, target))
-        return [next(there) if i in on_host else self._put(x, _DTYPES[i]) for i, x in enumerate(given)]
+        copies, blocks = _put_together([given[i] for i in on_host], counts, target)
+        there = iter(copies)
+        return [next(there) if i in on_host else self._put(x, _DTYPES[i]) for i, x in enumerate(given)], blocks
 
     def _put(self, array: Any, dtype: torch.dtype) -> Any:
         if array is None:
@@ -340,6 +344,7 @@ def _mirror(array: Any) -> "IntArray | None":
 
 #: Tables of fewer entries are copied as they are, padding included.
 _SPARSE = 1 << 15
+_NO_BLOCK = np.full(1, -1, np.int32)
 
 
 def _counts(table: "IntArray", seq_lens: "IntArray", block_size: int) -> "IntArray | None":
@@ -358,24 +363,35 @@ def _counts(table: "IntArray", seq_lens: "IntArray", block_size: int) -> "IntArr
     return counts if bool(((after < 0) | (counts >= columns)).all()) else None
 
 
-def _put_together(arrays: "Sequence[IntArray]", counts: "IntArray | None", device: torch.device) -> list[torch.Tensor]:
+def _put_together(
+    arrays: "Sequence[IntArray]", counts: "IntArray | None", device: torch.device
+) -> "tuple[list[torch.Tensor], IntArray | None]":
     """Return arrays of a batch on `device`, int64 as they are and others as int32, in one copy. counts: `_counts` of the one
-    with two dimensions."""
-    parts = [np.ascontiguousarray(x).view(np.int32) if x.dtype == np.int64 else x.ravel() for x in arrays]
+    with two dimensions; the first entries of its rows, one row after another, are then returned too."""
+    parts: list[Any] = [np.ascontiguousarray(x).view(np.int32) if x.dtype == np.int64 else x.ravel() for x in arrays]
     which = next((i for i, x in enumerate(arrays) if x.ndim == 2), None)
-    if counts is not None and which is not None:
+    blocks = None
+    if counts is None or which is None:
+        there = put_together(parts, device)
+    else:
         # the rows without their padding, which the device adds, and where each begins
-        parts[which] = np.append(blocks_of(arrays[which], counts), np.int32(-1))
+        parts[which] = [*rows_of(arrays[which], counts), _NO_BLOCK]
         parts.append(np.stack((counts, np.cumsum(counts) - counts)).ravel())
-    there = put_together(parts, device)
-    if counts is not None and which is not None:
+        there, here = _copied(parts, device)
         number, begin = there.pop().view(2, -1, 1)
-        column = torch.arange(arrays[which].shape[1], dtype=torch.int32, device=device)
-        at = torch.where(column < number, begin + column, len(there[which]) - 1)
-        there[which] = there[which].index_select(0, at.view(-1))
-    return [
+        blocks, there[which] = here[which][:-1], _padded(there[which], number, begin, arrays[which].shape[1])
+    there = [
         x.view(torch.int64) if array.dtype == np.int64 else x.view(array.shape) for x, array in zip(there, arrays, strict=True)
     ]
+    return there, blocks
+
+
+def _padded(blocks: torch.Tensor, number: torch.Tensor, begin: torch.Tensor, columns: int) -> torch.Tensor:
+    """Return the rows of a table, [R * columns], of `number` [R, 1] entries each, from `begin` [R, 1] on, and the last one of
+    `blocks` after them."""
+    column = torch.arange(columns, dtype=torch.int32, device=blocks.device)
+    at = torch.where(column < number, begin + column, len(blocks) - 1)
+    return blocks.index_select(0, at.view(-1))
 
 
 def put_together(parts: "Sequence[IntArray]", device: torch.device) -> list[torch.Tensor]:
@@ -385,10 +401,19 @@ def put_together(parts: "Sequence[IntArray]", device: torch.device) -> list[torc
     A GPU copies them from pinned memory while the host goes on; torch keeps that memory until the copy is done, and for later
     batches.
     """
-    sizes = [size for part in parts for size in (part.size, -part.size % 4)]  # each part, and its padding
+    return _copied(parts, device)[0]
+
+
+def _copied(parts: Sequence[Any], device: torch.device) -> "tuple[list[torch.Tensor], list[IntArray]]":
+    """`put_together`, and the arrays as they are on the host. A part may be a list of arrays, which follow one another."""
+    wanted = [sum(map(len, part)) if isinstance(part, list) else part.size for part in parts]
+    sizes = [size for n in wanted for size in (n, -n % 4)]  # each part, and its padding
     staged = torch.empty(sum(sizes), dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
-    host, at = staged.numpy(), 0
-    for part in parts:
-        host[at : at + part.size] = part
-        at += part.size + -part.size % 4
-    return list(staged.to(device, non_blocking=True).split(sizes)[::2])
+    host, begins = staged.numpy(), itertools.accumulate(sizes, initial=0)
+    here = [host[at : at + n] for at, n in zip(itertools.islice(begins, 0, None, 2), wanted, strict=False)]
+    for x, part in zip(here, parts, strict=True):
+        if isinstance(part, list):
+            np.concatenate(part, out=x)
+        else:
+            x[:] = part
+    return list(staged.to(device, non_blocking=True).split_with_sizes(sizes)[::2]), here

@@ -197,7 +197,8 @@ def test_arrays_reach_another_device_in_one_copy(slots: Any) -> None:
     ):
         arrays = [getattr(batch, name) for name in NAMES]
         arrays[-1] = arrays[-1].astype(np.int64)
-        got = metadata._put_together(arrays, None, torch.device("cpu"))
+        got, blocks = metadata._put_together(arrays, None, torch.device("cpu"))
+        assert blocks is None
         for name, array, tensor in zip(NAMES, arrays, got, strict=True):
             assert tensor.dtype == (torch.int64 if name == "slot_mapping" else torch.int32)
             assert tensor.is_contiguous() and tensor.storage_offset() * tensor.element_size() % 16 == 0
@@ -215,15 +216,36 @@ def test_padding_of_a_long_table_is_added_on_the_device(preallocated: bool, monk
         batch.block_table[1, 1] = 77
     counts = metadata._counts(batch.block_table, np.array(seq_lens), 8)
     assert counts is None if preallocated else counts is not None and counts.tolist() == [3, 1, 0, 25]
-    sizes, together = list[int](), metadata.put_together
-    monkeypatch.setattr(metadata, "put_together", lambda parts, to: sizes.extend(x.size for x in parts) or together(parts, to))
+    sizes, copied = list[int](), metadata._copied
+
+    def record(parts: Any, device: Any) -> Any:
+        there, here = copied(parts, device)
+        sizes.extend(map(len, here))
+        return there, here
+
+    monkeypatch.setattr(metadata, "_copied", record)
     arrays = [getattr(batch, name) for name in NAMES]
-    got = metadata._put_together(arrays, counts, torch.device("cpu"))
+    got, blocks = metadata._put_together(arrays, counts, torch.device("cpu"))
+    assert blocks is None if preallocated else blocks.tolist() == [*range(1, 30)]
     for name, array, tensor in zip(NAMES, arrays, got, strict=True):
         assert tensor.dtype == (torch.int64 if name == "slot_mapping" else torch.int32)
         assert tensor.is_contiguous() and tensor.shape == array.shape and tensor.tolist() == array.tolist()
     assert max(sizes) == (100 if preallocated else 29 + 1)
     assert metadata._counts(np.full((4, 40), 3, np.int32), np.array([8, 8, 8, 8 * 40]), 8) is None
+
+
+@pytest.mark.parametrize("wrong", [-1, 30])
+def test_blocks_of_a_long_table_are_checked_as_they_were_copied(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "_SPARSE", 64)
+    spec = KVCacheSpec(block_size=8, num_kv_heads=2, head_size=16, dtype="float32", num_blocks=30)
+    builder = PagedAttentionMetadataBuilder(spec, device="meta")
+    batch = CommonAttentionMetadata.from_lens([1, 1, 1, 1], [24, 1, 8, 193], [[1, 2, 3], [4], [0], [*range(5, 30)]], 8)
+    assert builder._arrays(batch)[1].tolist() == [1, 2, 3, 4, 0, *range(5, 30)]
+    assert builder.build(0, batch).block_table.shape == (4, 25)
+    batch.block_table[3, 24] = wrong
+    with pytest.raises(MetadataError, match=rf"block_table\[3, 24\] = {wrong}: must be between 0 and 29"):
+        builder.build(0, batch)
+    assert builder.build(0, batch, fast_build=True).num_reqs == 4
 
 
 def test_tensors_on_the_device_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
