@@ -10,6 +10,7 @@ from typing import Any
 
 from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, AttentionType, Feature, Request
 from attn.errors import UnsupportedError
+from attn.visibility import BatchMask
 
 Window = tuple[int | None, int | None]
 
@@ -214,15 +215,25 @@ def layer_features(
     return frozenset(feature.value for feature, needed in asked.items() if needed)
 
 
+def batch_features(mask: BatchMask) -> frozenset[str]:
+    """Return the features that a batch with this mask requires of its backend."""
+    asked = {
+        Feature.TREE_MASK: mask.tree is not None,
+        Feature.MIXED_CAUSAL: mask.is_causal is not None,
+        Feature.SPANS: mask.has_ranges,
+    }
+    return frozenset(feature.value for feature, needed in asked.items() if needed)
+
+
 def check_reach(impl: Any, attn_metadata: Any) -> None:
     """Raise `UnsupportedError` unless an implementation supports a batch's spans, prefixes and mixed causality."""
     name, record = impl.backend.get_name(), impl.backend.capabilities
     mask = attn_metadata.mask
-    for feature, present in ((Feature.MIXED_CAUSAL, mask.is_causal is not None), (Feature.SPANS, mask.has_ranges)):
-        if present and feature not in record.features:
+    for feature in sorted(batch_features(mask) - {Feature.TREE_MASK}):
+        if feature not in record.features:
             raise UnsupportedError(f"{name}: {record.not_supported(feature)}")
-        if present and impl.attn_type != AttentionType.DECODER:
-            raise UnsupportedError(f"{name}: {feature.value} not supported with {impl.attn_type} attention")
+        if impl.attn_type != AttentionType.DECODER:
+            raise UnsupportedError(f"{name}: {feature} not supported with {impl.attn_type} attention")
     if mask.spans is not None and impl.window[0] is not None and impl.mask.span_window is None:
         raise UnsupportedError(
             f"{name}: the batch has spans and the layer a window, and models differ in whether a window cuts a span: pass "

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import torch
 
-from attn.capabilities import Device, Feature, Request, arch_matches
+from attn.capabilities import MASK_FEATURES, Device, Feature, Request, arch_matches
 from attn.selection.platforms import Platform
 
 Orders = Mapping[str, tuple[str, ...]]
@@ -122,8 +122,13 @@ class CudaPlatform(TorchPlatform):
 
     def priorities(self, request: Request, device: Device) -> tuple[str, ...]:
         order = super().priorities(request, device)
-        is_listed = arch_matches(device.arch, "sm_90") and request.head_size in self.hopper_prompts
-        if not is_listed or request.features & {Feature.MLA, Feature.SPARSE_MLA}:
+        if request.features & {Feature.MLA, Feature.SPARSE_MLA}:
+            return order
+        if request.features & MASK_FEATURES:  # for these FlashAttention 4 computes tiles that no row sees
+            rest = [name for name in order if name != "FLASH_ATTN"]
+            after = rest.index("TRITON_ATTN") + 1
+            return *rest[:after], "FLASH_ATTN", *rest[after:]
+        if not arch_matches(device.arch, "sm_90") or request.head_size not in self.hopper_prompts:
             return order
         from attn.torch.backends import _flash_providers  # the list depends on the package that FLASH_ATTN would run
 

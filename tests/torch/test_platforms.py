@@ -1,11 +1,13 @@
 """The torch platforms, present or not."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import attn
 from attn.backends.registry import AttentionBackendEnum
-from attn.capabilities import Device, Feature, Request
+from attn.capabilities import MASK_FEATURES, Device, Feature, Request
 from attn.diffusion.selector import make_diffusion_request
 from attn.torch import platforms
 
@@ -71,6 +73,18 @@ def test_prompts_on_hopper_go_to_flash_attention_4_where_it_is_faster(assumed: l
     )
     alone = attn.explain(head_size, "bfloat16", device=HOPPER, assume=["triton", *assumed], backend="TRITON_ATTN")
     assert alone.name == "TRITON_ATTN" and not any("FlashAttention 4" in note for note in alone.notes)
+
+
+@pytest.mark.parametrize("feature", sorted(MASK_FEATURES))
+@pytest.mark.parametrize("arch", ["sm_75", "sm_86", "sm_90", "sm_100", "sm_120"])
+def test_masks_that_flash_attention_computes_whole_go_to_triton_first(arch: str, feature: Feature) -> None:
+    cuda, device = platforms.platform("cuda"), Device("torch", "cuda", arch=arch)
+    plain, masked = (
+        cuda.priorities(replace(DENSE, features=features), device) for features in (frozenset(), frozenset({feature}))
+    )
+    assert set(plain) == set(masked) and masked.index("FLASH_ATTN") == masked.index("TRITON_ATTN") + 1
+    mla = replace(MLA, features=MLA.features | {feature})
+    assert cuda.priorities(mla, device) == cuda.priorities(MLA, device)
 
 
 def test_every_generation_of_a_platform_knows_the_same_backends_and_all_of_them_exist() -> None:

@@ -1,19 +1,23 @@
 """The packages that provide FlashAttention: one algorithm with different signatures and gaps.
 
-| provider | module | page size | windows | soft cap | ALiBi |
-|---|---|---|---|---|---|
-| FlashAttention 4 | `flash_attn.cute.interface` (CuTe DSL) | multiple of 16 | yes | yes | no |
-| FlashAttention 3 | `flash_attn_interface` (Hopper) | multiple of 16 | yes | yes | no |
-| vLLM's FlashAttention 3 | `vllm.vllm_flash_attn` (Hopper) | multiple of 16 | yes | yes | no |
-| FlashAttention 2 | `flash_attn.flash_attn_interface` | multiple of 256 | yes | yes | yes |
-| vLLM's FlashAttention 2 | `vllm.vllm_flash_attn` | multiple of 16 | yes | yes | yes |
-| PyTorch | `torch.nn.attention.varlen` (since 2.12) | multiple of 256 | yes | no | no |
+| provider | module | page size | windows | soft cap | ALiBi | other masks |
+|---|---|---|---|---|---|---|
+| FlashAttention 4 | `flash_attn.cute.interface` (CuTe DSL) | multiple of 16 | yes | yes | no | yes |
+| FlashAttention 3 | `flash_attn_interface` (Hopper) | multiple of 16 | yes | yes | no | no |
+| vLLM's FlashAttention 3 | `vllm.vllm_flash_attn` (Hopper) | multiple of 16 | yes | yes | no | no |
+| FlashAttention 2 | `flash_attn.flash_attn_interface` | multiple of 256 | yes | yes | yes | no |
+| vLLM's FlashAttention 2 | `vllm.vllm_flash_attn` | multiple of 16 | yes | yes | yes | no |
+| PyTorch | `torch.nn.attention.varlen` (since 2.12) | multiple of 256 | yes | no | no | no |
 
 Each is a `Provider`: a capability record, the arguments that its functions must have (a version without one of them is
 rejected with that reason), and the call itself, which takes a `VarlenCall` in this library's conventions. Providers return the
 log-sum-exp of rows without a key as +inf or -inf, and define sinks differently (FlashAttention 4 includes them in the
 log-sum-exp, in bfloat16). So sinks are never passed to a provider: the backend applies them, from the log-sum-exp.
-Signatures are those of the Dao-AILab/flash-attention repository at 0251105a, of vLLM 0.24 to 0.33 and of torch 2.13.
+Other masks (`MASK_FEATURES`) are FlashAttention 4's `mask_mod`, which it calls for each row and key in place of causality and
+the window. It then computes every tile of keys: its lists of tiles to skip (`block_sparse_tensors`) are not for pages on sm_90,
+where their loads take the numbers of tiles for those of pages.
+Signatures are those of FlashAttention 4.0.0b36, of the Dao-AILab/flash-attention repository at 0251105a, of vLLM 0.24 to 0.33
+and of torch 2.13.
 Loading a vLLM build imports the package `vllm`, which sets environment variables for its own workers, as `import vllm`
 always does (`vllm/env_override.py`: one compile thread for Inductor, among others). vLLM's FlashAttention 2 contains machine
 code for sm_8x and PTX; on later architectures the driver compiles each kernel at its first call.
@@ -27,8 +31,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from attn import __version__
 from attn.capabilities import (
     ATTN_TYPES,
+    MASK_FEATURES,
     WINDOW_FEATURES,
     Capabilities,
     Device,
@@ -41,6 +47,7 @@ from attn.capabilities import (
 from attn.errors import BackendLoadError, UnsupportedError
 from attn.imports import assumed, installed, loading
 from attn.torch.backends._vendor import lacking
+from attn.visibility import BatchMask, LayerMask, Visibility
 
 _FEATURES = WINDOW_FEATURES | {Feature.SOFT_CAP, Feature.SINKS, Feature.LSE, Feature.KV_SHARING}
 
@@ -50,7 +57,8 @@ class VarlenCall(NamedTuple):
 
     query: [T, H, D]; key, value: a cache [N, P, K, D] with block_table [R, B] and lens [R], int32, or the batch's own rows
     [T, K, D] with neither. starts: [R + 1] int32, of the queries; key_starts: [R + 1] int32, of the keys. window: keys
-    p - left <= j <= p + right, None = unbounded; causal attention has right = 0. alibi_slopes: [H] float32.
+    p - left <= j <= p + right, None = unbounded; causal attention has right = 0. alibi_slopes: [H] float32. mask: what the rows
+    see, None if the window says all of it.
     """
 
     query: torch.Tensor
@@ -66,6 +74,7 @@ class VarlenCall(NamedTuple):
     block_table: torch.Tensor | None = None
     soft_cap: float = 0.0
     alibi_slopes: torch.Tensor | None = None
+    mask: Visibility | None = None
 
     @property
     def causal(self) -> bool:
@@ -98,8 +107,34 @@ class VarlenCall(NamedTuple):
 State = tuple[torch.Tensor, torch.Tensor]  #: output [T, H, D], lse [H, T] float32
 
 
+@functools.lru_cache(256)
+def _mask_mod(to_vector: Callable[[Any, Any], Any], layer: LayerMask, names: tuple[str, ...]) -> Callable[..., Any]:
+    """Return FlashAttention 4's `mask_mod` for a layer and the arrays of a batch that its `aux_tensors` are, one program each.
+
+    to_vector: makes a vector of one number, as which the kernel passes and takes numbers. lens: `offset_q`, the request's first
+    row in the batch, `seqlen_q` and `seqlen_k`.
+    """
+
+    def mask_mod(batch: Any, head: Any, row: Any, key: Any, lens: Any, arrays: Any) -> Any:
+        request, own, key = batch[0], row[0], key[0]
+        context = lens.seqlen_k - lens.seqlen_q
+        # the rows of a tile past the request's last are computed too, and must not be read past the batch's last
+        at = lens.offset_q + own * (own < lens.seqlen_q)
+        mask = Visibility(layer, BatchMask(**dict(zip(names, arrays or (), strict=True))))
+        seen = mask.allowed(own + context, key, request, at, context, lens.seqlen_q)
+        return to_vector(seen, type(seen))
+
+    mask_mod.__cute_hash__ = f"attn {__version__} {layer!r} {names}"  # type: ignore[attr-defined]  # the formula is not its source
+    return mask_mod
+
+
 def _fa4(module: Any, call: VarlenCall) -> State:
     plain = call.causal and call.window[0] is None
+    rules: dict[str, Any] = {"causal": plain, "window_size": (None, None) if plain else call.window}
+    if call.mask is not None:
+        arrays = {name: array for name, array in call.mask.batch._asdict().items() if array is not None}
+        mask_mod = _mask_mod(module.utils.scalar_to_ssa, call.mask.layer, tuple(arrays))
+        rules = {"mask_mod": mask_mod, "aux_tensors": list(arrays.values()) or None}
     out, lse = module.flash_attn_varlen_func(
         call.query,
         call.key,
@@ -111,10 +146,9 @@ def _fa4(module: Any, call: VarlenCall) -> State:
         seqused_k=call.lens,
         page_table=call.block_table,
         softmax_scale=call.scale,
-        causal=plain,
-        window_size=(None, None) if plain else call.window,
         softcap=call.soft_cap,
         return_lse=True,
+        **rules,
     )[:2]
     return out, lse
 
@@ -188,8 +222,8 @@ def _varlen(module: Any, call: VarlenCall) -> State:
 class Provider:
     """One package that provides FlashAttention.
 
-    capabilities, block_size: what it supports. needs: its functions, each with the arguments that it must have. attend: the
-    call. compiled: its extension module, if `module` can be imported without it.
+    capabilities, block_size: what it supports. needs: its functions, each with the arguments that it must have, and mask_needs
+    for `MASK_FEATURES`. attend: the call. compiled: its extension module, if `module` can be imported without it.
     """
 
     name: str
@@ -202,6 +236,7 @@ class Provider:
     narrow_values: Callable[[int, int], bool] = lambda keys, values: False  #: whether values need no padding
     sizes_on: tuple[tuple[str, MultipleOf], ...] = ()  #: head sizes on architectures that serve fewer than the record
     compiled: str = ""
+    mask_needs: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def present(self) -> bool:
         """Whether the module and its extension are installed, checked without importing anything."""
@@ -227,15 +262,15 @@ class Provider:
         if request.block_size is not None and not supports_size(request.block_size, (self.block_size,)):
             why.append(f"block_size={request.block_size} (supports {self.block_size})")
         try:
-            return why or ([] if assumed(self.module) else list(_lacking(self)))
+            return why or ([] if assumed(self.module) else list(_lacking(self, not MASK_FEATURES.isdisjoint(request.features))))
         except BackendLoadError as error:
             return [str(error)]
 
 
 @functools.cache
-def _lacking(provider: Provider) -> tuple[str, ...]:
-    """Return the functions and arguments that the installed version lacks."""
-    return lacking(provider.module, provider.load(), provider.needs)
+def _lacking(provider: Provider, masks: bool) -> tuple[str, ...]:
+    """Return the functions and arguments that the installed version lacks, those for masks included if `masks`."""
+    return lacking(provider.module, provider.load(), provider.needs + (provider.mask_needs if masks else ()))
 
 
 def _record(archs: tuple[str, ...], features: frozenset[Feature]) -> Capabilities:
@@ -278,9 +313,10 @@ PROVIDERS: tuple[Provider, ...] = (
     ),
     Provider(
         "FlashAttention 4", "flash_attn.cute.interface", "flash-attn-4",
-        _record(("sm_90", "sm_10*"), _FEATURES), MultipleOf(16),
+        _record(("sm_90", "sm_10*"), _FEATURES | MASK_FEATURES), MultipleOf(16),
         (("flash_attn_varlen_func", ("page_table", "seqused_k", "window_size", "softcap", "return_lse")),), _fa4,
         sizes_on=(("sm_10*", MultipleOf(8, 32, 128)),),  # its interface asserts these; 256 has a kernel of its own there
+        mask_needs=(("flash_attn_varlen_func", ("mask_mod", "aux_tensors")), ("utils.scalar_to_ssa", ())),
     ),
     Provider(
         "FlashAttention 2", "flash_attn.flash_attn_interface", "flash-attn",

@@ -3,7 +3,8 @@
 It is the fastest prefill on Ampere, Hopper and Blackwell. PyTorch alone is enough if it has its own paged `varlen_attn`.
 `_flash_providers` chooses the package once per layer request and device; if none serves, the error lists each provider's
 reasons. This backend applies sinks itself, from the log-sum-exp (docs/semantics.md §7): at the cost of one more rounding, the
-result is the same for every provider.
+result is the same for every provider. What rows see besides causality and the window only FlashAttention 4 serves, for the
+batches that have it: the others go to the provider, and with the arguments, that they would have without it.
 """
 
 from collections.abc import Callable
@@ -12,9 +13,11 @@ from typing import Any
 
 import torch
 
+from attn.arguments import batch_features
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.paged import PagedCall
 from attn.capabilities import ATTN_TYPES, MASK_FEATURES, Capabilities, Device, MultipleOf, Request
+from attn.dtypes import dtype_name
 from attn.torch.backends import _flash_providers as providers
 from attn.torch.backends._flash_providers import VarlenCall
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
@@ -51,16 +54,20 @@ class FlashAttentionBackend(PagedAttentionBackend):
         attn_types=ATTN_TYPES,
         features=frozenset().union(*(p.capabilities.features for p in providers.PROVIDERS)),
         archs=(("cuda", ("sm_80+",)),),
-        # mask_mod takes lengths and pages too, but decides causality and windows as well, and visits every key that no list of
-        # blocks excludes
-        refusals=tuple(
-            (mask, "only FlashAttention 4's mask_mod could serve it, and is not wrapped") for mask in sorted(MASK_FEATURES)
-        ),
     )
 
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
         return super().why_not(request, device) or providers.why_none(request, device)
+
+    @classmethod
+    def rules(cls, device: Device | None = None) -> tuple[str, ...]:
+        masks = ", ".join(sorted(MASK_FEATURES))
+        return tuple(
+            f"with {masks}, {provider.name} computes every tile of keys, those that no row sees too"
+            for provider in providers.present()
+            if provider.mask_needs and not (device and provider.capabilities.device_reasons(device))
+        )
 
 
 class FlashAttentionImpl(PagedAttentionImpl, backend=FlashAttentionBackend):
@@ -68,7 +75,7 @@ class FlashAttentionImpl(PagedAttentionImpl, backend=FlashAttentionBackend):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        #: By dtype, block size and device: what calls the provider that was chosen, and its module.
+        #: By dtype, block size, device and features of the batch: what calls the provider that was chosen, and its module.
         self._chosen = dict[Any, tuple[Callable[[Any, VarlenCall], Any], Any]]()
 
     @staticmethod
@@ -106,6 +113,9 @@ class FlashAttentionImpl(PagedAttentionImpl, backend=FlashAttentionBackend):
         meta, rows = call.meta, call.meta.num_actual_tokens
         if rows == 0:
             return
+        (layer, batch), longest = call.mask, keys["max_seq_len"]
+        asked = frozenset[str]() if batch.is_plain else batch_features(batch)
+        window_is_all = not asked and (layer.chunk_size is None or layer.chunk_size >= longest)
         provided = VarlenCall(
             query=call.query[:rows],
             starts=meta.query_start_loc,
@@ -114,12 +124,15 @@ class FlashAttentionImpl(PagedAttentionImpl, backend=FlashAttentionBackend):
             window=call.window,
             soft_cap=self.logits_soft_cap or 0.0,
             alibi_slopes=self.alibi_slopes,
+            mask=None if window_is_all else call.mask,
             **keys,
         )
         block_size = None if provided.block_table is None else meta.block_size
-        kind = call.query.dtype, block_size, call.query.device
+        kind = call.query.dtype, block_size, call.query.device, asked
         if kind not in self._chosen:
-            request = replace(self.request(), dtype=str(call.query.dtype).removeprefix("torch."), block_size=block_size)
+            own = self.request()
+            features = own.features | asked
+            request = replace(own, dtype=dtype_name(call.query.dtype), block_size=block_size, features=features)
             provider = self._provider(request, arch_of(call.query.device))
             self._chosen[kind] = provider.attend, provider.load()
         attend, module = self._chosen[kind]

@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 import torch
 
+from attn.backends.paged import PagedCall
 from attn.capabilities import MASK_FEATURES, Device, Feature, Request
 from attn.errors import UnsupportedError
 from attn.testing import check_conformance
 from attn.testing.subject import subject_of
 from attn.testing.suite import cases_of
 from attn.torch.backends import _flash_providers as providers
-from attn.torch.backends.flash_attn import FlashAttentionBackend
+from attn.torch.backends._flash_providers import VarlenCall
+from attn.torch.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
+from attn.torch.metadata import PagedAttentionMetadata
+from attn.visibility import BatchMask, LayerMask, Visibility
 from tests.levels import some
 from tests.testing import covering
 
@@ -119,10 +123,109 @@ def test_a_refusal_names_every_provider_with_its_reasons(standins: Callable[...,
 
 
 @pytest.mark.parametrize("feature", sorted(MASK_FEATURES))
-def test_masks_are_refused_with_the_reason(feature: Feature, standins: Callable[..., None]) -> None:
-    standins("fa2", "fa3", "fa4")
-    told = _why(replace(PLAIN, features=frozenset({feature})))
-    assert told == f"{feature} not supported: only FlashAttention 4's mask_mod could serve it, and is not wrapped"
+def test_masks_are_flash_attention_4s(feature: Feature, standins: Callable[..., None]) -> None:
+    asked = replace(PLAIN, features=frozenset({feature}))
+    standins("fa2", "fa3")
+    assert f"FlashAttention 3: {feature} not supported; FlashAttention 2: {feature} not supported" in _why(asked)
+    standins("fa4")
+    assert _why(asked) == ""
+    assert providers.chosen(asked, "sm_90").name == "FlashAttention 4"
+    assert providers.chosen(PLAIN, "sm_90").name == "FlashAttention 3"
+    assert "FlashAttention 4 computes every tile" in "; ".join(FlashAttentionBackend.rules(H200))
+    assert FlashAttentionBackend.rules(A100) == ()
+
+
+def test_a_release_without_masks_serves_everything_else(monkeypatch: pytest.MonkeyPatch, only: Callable[[str], None]) -> None:
+    only("FlashAttention 4")
+    from flash_attn.cute import interface
+
+    def old(q: Any, page_table: Any, seqused_k: Any, window_size: Any, softcap: Any, return_lse: Any) -> None: ...
+
+    monkeypatch.setattr(interface, "flash_attn_varlen_func", old)
+    monkeypatch.delattr(interface, "utils")
+    assert _why(PLAIN) == ""
+    told = _why(replace(PLAIN, features=frozenset({Feature.SPANS})))
+    assert "flash_attn_varlen_func has no mask_mod" in told and "has no utils.scalar_to_ssa" in told
+
+
+SPANS, FLAGS = torch.tensor([[-1, -1], [0, 6]]).int(), torch.tensor([True])
+
+
+@pytest.mark.parametrize(
+    ("layer", "batch", "chosen", "masked"),
+    [
+        ({}, BatchMask(), "FlashAttention 3", False),
+        ({"sliding_window": (3, None)}, BatchMask(), "FlashAttention 3", False),
+        ({"chunk_size": 7}, BatchMask(), "FlashAttention 4", False),  # no request is longer
+        ({"chunk_size": 6}, BatchMask(), "FlashAttention 4", True),
+        ({}, BatchMask(spans=SPANS), "FlashAttention 4", True),
+        ({}, BatchMask(prefix=torch.tensor([1]).int()), "FlashAttention 4", True),
+        ({}, BatchMask(is_causal=FLAGS), "FlashAttention 4", True),
+        ({}, BatchMask(tree=torch.ones(1, 2, 2).bool()), "FlashAttention 4", True),
+    ],
+)
+def test_only_batches_that_need_it_have_a_mask(
+    layer: dict[str, Any], batch: BatchMask, chosen: str, masked: bool, standins: Callable[..., None]
+) -> None:
+    standins("fa3", "fa4")
+    calls = list[tuple[str, VarlenCall]]()
+
+    class Told(FlashAttentionImpl, backend=FlashAttentionBackend):
+        def _provider(self, request: Request, arch: str) -> providers.Provider:
+            provider = super()._provider(request, arch)
+
+            def attend(module: Any, call: VarlenCall) -> Any:
+                calls.append((provider.name, call))
+                return call.query, torch.zeros(4, 2)
+
+            return replace(provider, attend=attend)
+
+    impl = Told(4, 64, 0.125, 2, **layer)
+    rows, starts = torch.zeros(2, 4, 64, dtype=torch.bfloat16), torch.tensor([0, 2]).int()
+    meta = PagedAttentionMetadata(starts, torch.tensor([7]).int(), torch.zeros(1, 1).int(), starts[:0], 1, 2, 2, 7)
+    keys = {"key": rows, "value": rows, "key_starts": starts, "max_seq_len": 7}
+    for mask in (BatchMask(), batch, batch, BatchMask()):  # a provider that was chosen for one batch is not that of another
+        impl._compute(PagedCall(rows, meta, Visibility(impl.mask, mask), output=rows), **keys)
+    assert [(name, call.mask is not None) for name, call in calls[1:3]] == [(chosen, masked)] * 2
+    if not layer:
+        assert [(name, call.mask) for name, call in calls[::3]] == [("FlashAttention 3", None)] * 2
+
+
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (5, 0), (None, 2)])
+def test_the_arguments_of_flash_attention_4(window: Any) -> None:
+    """Golden: what a mask changes, and that without one nothing but causality and the window is passed."""
+    told: dict[str, Any] = {}
+
+    class Module:
+        class utils:
+            scalar_to_ssa = staticmethod(lambda number, dtype: (number,))
+
+        @staticmethod
+        def flash_attn_varlen_func(*args: Any, **rules: Any) -> Any:
+            told.clear()
+            told.update(rules)
+            return torch.zeros(1), torch.zeros(1)
+
+    rows, cache = torch.zeros(2, 4, 64), torch.zeros(3, 256, 2, 64)
+    starts, lens = torch.tensor([0, 2]).int(), torch.tensor([7]).int()
+    call = VarlenCall(rows, cache, cache, starts, starts, 2, 7, 0.125, window, lens, torch.zeros(1, 1).int())
+    (fa4,) = (p for p in providers.PROVIDERS if p.name == "FlashAttention 4")
+    fa4.attend(Module, call)
+    plain = window == (None, 0)
+    assert told.pop("causal") == plain and told.pop("window_size") == ((None, None) if plain else window)
+    common = told.copy()
+    assert set(common) == {
+        "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_k", "page_table", "softmax_scale", "softcap",
+        "return_lse",
+    }  # fmt: skip
+    masks = []
+    for layer, batch in ((LayerMask(), SPANS), (LayerMask(), SPANS.clone()), (LayerMask(chunk_size=3), None)):
+        fa4.attend(Module, call._replace(mask=Visibility(layer, BatchMask(spans=batch))))
+        mask_mod, arrays = told.pop("mask_mod"), told.pop("aux_tensors")
+        assert told == common and (arrays is None if batch is None else len(arrays) == 1 and arrays[0] is batch)
+        masks.append(mask_mod)
+    assert masks[0] is masks[1] is not masks[2]  # a program each
+    assert masks[0].__cute_hash__ != masks[2].__cute_hash__ and "chunk_size=3" in masks[2].__cute_hash__
 
 
 def test_sizes_may_depend_on_the_architecture(standins: Callable[..., None]) -> None:

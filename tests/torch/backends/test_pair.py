@@ -310,8 +310,8 @@ def test_what_a_pair_refuses(name: str, asked: dict[str, Any], reason: str) -> N
 
 
 def test_a_pair_knows_why_a_member_refuses() -> None:
-    record = AttentionBackendEnum["TRITON_ATTN+FLASH_ATTN"].get_class().capabilities
-    assert record.not_supported("spans").startswith("spans not supported: only FlashAttention 4's mask_mod")
+    record = AttentionBackendEnum["TRITON_ATTN+FLASHINFER"].get_class().capabilities
+    assert record.not_supported("spans").startswith("spans not supported: FlashInfer's kernels for spans are FA2's")
     assert record.not_supported("alibi") == "alibi not supported"
 
 
