@@ -259,22 +259,20 @@ def snapshot(layer: Any, arguments: Arguments) -> Snapshot:
     arrays |= {"query_start_loc": start, "seq_lens": seq_lens, "block_table": table, "slot_mapping": slots}
     scales = {f"{x}_scale": np.asarray(ops.bits(getattr(layer, f"_{x}_scale"))[0]).tolist() for x in "kv"}
     case = {
-        "name": "recorded", "query_lens": np.diff(start).tolist(), "seq_lens": seq_lens.tolist(), "num_heads": impl.num_heads,
-        "num_kv_heads": impl.num_kv_heads, "head_size": impl.head_size, "block_size": page, "dtype": dtypes["query"],
-        "kv_cache_dtype": spec.kv_cache_dtype, **scales, "attn_type": impl.attn_type,
-        "causal": "mixed" if "is_causal" in arrays else bool(meta.causal),
-        "span_window": bool(impl.mask.span_window),
-        "spans": int("spans" in arrays), "prefix": int("prefix" in arrays),
-        "chunk_size": impl.mask.chunk_size or 0,
+        **{"name": "recorded", "query_lens": np.diff(start).tolist(), "seq_lens": seq_lens.tolist()},
+        **{"num_heads": impl.num_heads, "num_kv_heads": impl.num_kv_heads, "head_size": impl.head_size, "block_size": page},
+        **{"dtype": dtypes["query"], "kv_cache_dtype": spec.kv_cache_dtype, **scales, "attn_type": impl.attn_type},
+        **{"causal": "mixed" if "is_causal" in arrays else bool(meta.causal), "span_window": bool(impl.mask.span_window)},
+        **{"spans": int("spans" in arrays), "prefix": int("prefix" in arrays), "chunk_size": impl.mask.chunk_size or 0},
         "sliding_window": None if latent or impl.window == (None, None) else impl.window,
-        "logits_soft_cap": None if latent else impl.logits_soft_cap, "alibi": "alibi_slopes" in arrays,
-        "sinks": "randn" if "sinks" in arrays else "", "tree": 0 if tree is None else int(tree.shape[1]),
+        **{"logits_soft_cap": None if latent else impl.logits_soft_cap, "alibi": "alibi_slopes" in arrays},
+        **{"sinks": "randn" if "sinks" in arrays else "", "tree": 0 if tree is None else int(tree.shape[1])},
         "mla": [impl.kv_lora_rank, impl.qk_nope_head_dim, impl.qk_rope_head_dim, impl.v_head_dim] if latent else [],
         "topk": 0 if indexer is None else int(indexer.shape[1]),
-        "kv_sharing": impl.kv_sharing_target_layer_name is not None, "scale": impl.signed_scale,
-        "lse": bool(impl.need_to_return_lse_for_decode), "poison": "zero",
+        **{"kv_sharing": impl.kv_sharing_target_layer_name is not None, "scale": impl.signed_scale},
+        **{"lse": bool(impl.need_to_return_lse_for_decode), "poison": "zero"},
         "features": [Feature.BATCH_INVARIANT.value] if impl.batch_invariant else [],
-    }  # fmt: skip
+    }
     return Snapshot(case, arrays, dtypes)
 
 

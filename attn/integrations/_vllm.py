@@ -60,10 +60,10 @@ _EQUAL = (
 )
 #: Fields of a batch that are read, or do not affect which keys a row sees.
 _KNOWN = {
-    *_EQUAL, "query_start_loc_cpu", "block_table_tensor", "seq_lens_cpu_upper_bound",
-    "logits_indices_padded", "num_logits_indices", "max_logits_per_req", "encoder_seq_lens", "encoder_seq_lens_cpu",
-    "positions", "is_prefilling", "req_idx", "replayssm_decode_base_cpu", "mm_req_doc_ranges",
-}  # fmt: skip
+    *(*_EQUAL, "query_start_loc_cpu", "block_table_tensor", "seq_lens_cpu_upper_bound", "logits_indices_padded"),
+    *("num_logits_indices", "max_logits_per_req", "encoder_seq_lens", "encoder_seq_lens_cpu", "positions", "is_prefilling"),
+    *("req_idx", "replayssm_decode_base_cpu", "mm_req_doc_ranges"),
+}
 
 
 class AttnBackend(vllm_backend.AttentionBackend):

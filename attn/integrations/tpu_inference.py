@@ -27,10 +27,10 @@ _METADATA = "tpu_inference.layers.common.attention_metadata"
 #: Names of `_INTERFACE`, each with the arguments that it must take. `attention` must take no others: they could change its
 #: meaning.
 _ATTENTION = (
-    "self", "kv_cache", "q", "k", "v", "md", "shared_md", "mesh", "head_dim_original", "sm_scale", "attention_chunk_size",
-    "q_scale", "k_scale", "v_scale", "sinks", "update_kv_cache", "use_causal_mask", "attn_logits_soft_cap",
+    *("self", "kv_cache", "q", "k", "v", "md", "shared_md", "mesh", "head_dim_original", "sm_scale", "attention_chunk_size"),
+    *("q_scale", "k_scale", "v_scale", "sinks", "update_kv_cache", "use_causal_mask", "attn_logits_soft_cap"),
     "decode_query_size",
-)  # fmt: skip
+)
 _NEEDS = (
     ("register_attention_backend", ("name", "attention", "vllm_backend")),
     ("AttentionBackend.get_kv_cache_shape", ("total_num_pages", "page_size", "num_kv_heads", "head_dim", "kv_dtype")),

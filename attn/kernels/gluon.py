@@ -77,12 +77,12 @@ def layout_of(box: tuple[int, ...]) -> Any:
 
 #: The names in `gl` that the kernels use.
 NAMES = (
-    "BlockedLayout", "DotOperandLayout", "NVMMADistributedLayout", "NVMMASharedLayout", "SliceLayout",
-    "SwizzledSharedLayout", "abs", "allocate_shared_memory", "arange", "associative_scan", "atomic_add", "constexpr",
-    "convert_layout", "exp2", "float32", "full", "inline_asm_elementwise", "int32", "int64", "load", "log2", "max",
-    "maximum", "min", "minimum", "num_programs", "program_id", "static_range", "store", "sum", "warp_specialize", "where",
+    *("BlockedLayout", "DotOperandLayout", "NVMMADistributedLayout", "NVMMASharedLayout", "SliceLayout"),
+    *("SwizzledSharedLayout", "abs", "allocate_shared_memory", "arange", "associative_scan", "atomic_add", "constexpr"),
+    *("convert_layout", "exp2", "float32", "full", "inline_asm_elementwise", "int32", "int64", "load", "log2", "max"),
+    *("maximum", "min", "minimum", "num_programs", "program_id", "static_range", "store", "sum", "warp_specialize", "where"),
     "zeros",
-)  # fmt: skip
+)
 
 
 def lacking() -> str:

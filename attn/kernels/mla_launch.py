@@ -252,17 +252,13 @@ def launches_of(of: Decode) -> Launches:
     if shares is not None:
         tiles, splits = shares.span, 1
     early = of.early and (splits > 1 or shares is not None)
-    common = {
-        "H": of.heads, "L": of.rank, "BLOCK_M": rule.block_m, "BLOCK_L": power_of_two(of.rank),
-        "PLANNED": shares is not None, "FIELDS": FIELDS, "SPARSE": of.sparse, "HAS_LIMITS": of.has_limits,
-        "HAS_LSE": of.has_lse, "EARLY": early, **FUSED,
-    }  # fmt: skip
-    attend = {
-        **common, "DR": of.rope, "P": of.page, "BLOCK_N": rule.block_n, "BLOCK_R": max(16, power_of_two(of.rope)),
-        "TILES": tiles, "SEVERAL": of.max_query_len > 1, "HAS_SPLITS": splits > 1, "PACKED": of.packed,
-        "PRECISION": "tf32x3" if of.itemsize == 4 and of.arch.startswith("sm") else "ieee",
-        "BYTES": not converts_e4m3(of.arch), **of.rope_from.constants(), "num_warps": rule.num_warps,
-        "num_stages": rule.num_stages,
-    }  # fmt: skip
+    common = {"H": of.heads, "L": of.rank, "BLOCK_M": rule.block_m, "BLOCK_L": power_of_two(of.rank), "EARLY": early, **FUSED}
+    common |= {"PLANNED": shares is not None, "FIELDS": FIELDS, "SPARSE": of.sparse, "HAS_LIMITS": of.has_limits}
+    common["HAS_LSE"] = of.has_lse
+    sizes = {"DR": of.rope, "P": of.page, "BLOCK_N": rule.block_n, "BLOCK_R": max(16, power_of_two(of.rope)), "TILES": tiles}
+    attend: dict[str, Any] = {**common, **sizes, "SEVERAL": of.max_query_len > 1, "HAS_SPLITS": splits > 1, "PACKED": of.packed}
+    attend["PRECISION"] = "tf32x3" if of.itemsize == 4 and of.arch.startswith("sm") else "ieee"
+    attend |= {"BYTES": not converts_e4m3(of.arch), **of.rope_from.constants()}
+    attend |= {"num_warps": rule.num_warps, "num_stages": rule.num_stages}
     merge = {**common, "ROWS": tiles * rule.block_m, "BLOCK_S": 8, "num_warps": 4, **({"launch_pdl": True} if early else {})}
     return Launches(tiles, splits, split, shares, rule.block_m, rule.block_n, attend, merge)

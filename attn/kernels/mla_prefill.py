@@ -116,7 +116,7 @@ def constants(rule: Launch, arch: str, sizes: tuple[int, int], itemsize: int, ca
     if first == size:
         first //= 2
     return {
-        "D": size, "D1": first, "D2": max(16, power_of_two(size - first)), "DV": width, "BLOCK_V": power_of_two(width),
-        "BLOCK_M": rule.block_m, "BLOCK_N": rule.block_n, "CAUSAL": causal, "HAS_LSE": has_lse,
-        "PRECISION": "tf32x3" if itemsize == 4 and arch.startswith("sm") else "ieee", **rule.options(),
-    }  # fmt: skip
+        **{"D": size, "D1": first, "D2": max(16, power_of_two(size - first)), "DV": width, "BLOCK_V": power_of_two(width)},
+        **{"BLOCK_M": rule.block_m, "BLOCK_N": rule.block_n, "CAUSAL": causal, "HAS_LSE": has_lse},
+        **{"PRECISION": "tf32x3" if itemsize == 4 and arch.startswith("sm") else "ieee", **rule.options()},
+    }

@@ -32,10 +32,10 @@ from attn.kernels.plan import item_of, visible
 
 #: Changes of these do not recompile.
 _BATCH = (
-    "num_reqs", "states", "lse_h", "table_r", "tree_w", "split_tiles", "max_splits", "whole_from", "left", "right",
-    "tree_right", "span_right", "chunk", "min_query", "max_query", "sparse_local", "sparse_stride", "sparse_shift",
+    *("num_reqs", "states", "lse_h", "table_r", "tree_w", "split_tiles", "max_splits", "whole_from", "left", "right"),
+    *("tree_right", "span_right", "chunk", "min_query", "max_query", "sparse_local", "sparse_stride", "sparse_shift"),
     "sparse_offset",
-)  # fmt: skip
+)
 
 
 @triton.jit

@@ -20,9 +20,9 @@ from attn.kernels.launch import (
 
 #: The arrays of `attention` after `scratch`; those of `merge` come first.
 ARRAYS = (
-    "output", "lse", "query_start_loc", "sinks", "v_scale", "output_scale", "query", "key_cache", "value_cache", "seq_lens",
-    "block_table", "slopes", "tree", "spans", "prefix", "is_causal", "k_scale",
-)  # fmt: skip
+    *("output", "lse", "query_start_loc", "sinks", "v_scale", "output_scale", "query", "key_cache", "value_cache"),
+    *("seq_lens", "block_table", "slopes", "tree", "spans", "prefix", "is_causal", "k_scale"),
+)
 OF_MERGE = 6  #: arrays
 #: What `hopper_prefill` leaves to `attention`, by the array that asks for it, and by the layer's rules.
 _GENERAL = {
@@ -64,13 +64,12 @@ class Layer(NamedTuple):
         """Arguments of `attention`."""
         tree_right = bound(self.tree_right)
         sparse, local, stride, shift, offset = self.sparse or (0, 0, 1, 0, 0)
-        return {
-            "cap": self.soft_cap * LOG2E, "left": bound(self.left), "right": bound(self.right), "tree_right": tree_right,
-            "span_right": tree_right or UNBOUNDED, "chunk": self.chunk_size or UNBOUNDED, "sparse_local": local,
-            "sparse_stride": stride, "sparse_shift": shift, "sparse_offset": offset, "NEGATE": self.scale < 0,
-            "HAS_LEFT": self.left is not None, "HAS_CAP": self.soft_cap != 0, "HAS_CHUNK": self.chunk_size is not None,
-            "SPAN_LEFT": self.span_window, "SPARSE": sparse,
-        }  # fmt: skip
+        numbers = {"cap": self.soft_cap * LOG2E, "left": bound(self.left), "right": bound(self.right), "tree_right": tree_right}
+        numbers |= {"span_right": tree_right or UNBOUNDED, "chunk": self.chunk_size or UNBOUNDED, "sparse_local": local}
+        numbers |= {"sparse_stride": stride, "sparse_shift": shift, "sparse_offset": offset}
+        flags = {"NEGATE": self.scale < 0, "HAS_LEFT": self.left is not None, "HAS_CAP": self.soft_cap != 0}
+        flags |= {"HAS_CHUNK": self.chunk_size is not None, "SPAN_LEFT": self.span_window}
+        return {**numbers, **flags, "SPARSE": sparse}
 
     def of_prompts(self, min_query: int) -> dict[str, Any]:
         """`hopper_prefill.Rules` for requests of more than `min_query` tokens."""
@@ -154,11 +153,10 @@ class Launches:
     def _common(self, given: dict[str, str | None]) -> dict[str, Any]:
         """Constants of `attention` and of `merge`."""
         heads, size, v_scales = *self.kinds.shape[:2], self.kinds.scales[1]
-        return {
-            "vscale_h": 1 if v_scales else 0, "H": heads, "G": heads // self.kv_heads, "D": size,
-            "BLOCK_D": power_of_two(size), "HAS_SINKS": given["sinks"] is not None, "HAS_LSE": given["lse"] is not None,
-            "HAS_V_SCALE": v_scales is not None and len(v_scales) < 3, "TO_FP8": given["output_scale"] is not None,
-        }  # fmt: skip
+        sizes = {"H": heads, "G": heads // self.kv_heads, "D": size, "BLOCK_D": power_of_two(size)}
+        scaled = {"vscale_h": 1 if v_scales else 0, "HAS_V_SCALE": v_scales is not None and len(v_scales) < 3}
+        flags = {"HAS_SINKS": "sinks", "HAS_LSE": "lse", "TO_FP8": "output_scale"}
+        return {**sizes, **scaled, **{flag: given[name] is not None for flag, name in flags.items()}}
 
     def _constants(self, given: dict[str, str | None], in_row: bool) -> dict[str, Any]:
         """Constants of every launch of `attention`."""
@@ -167,19 +165,20 @@ class Launches:
         assert not per_token or k_scales == v_scales
         scale_block, scale_slot = k_scales[:2] if per_token and k_scales else (0, 0)
         one_byte = str(stored) not in _ITEMSIZE
+        flags = {"HAS_ALIBI": "slopes", "HAS_TREE": "tree", "HAS_SPANS": "spans", "HAS_PREFIX": "prefix", "MIXED": "is_causal"}
+        masks = {flag: given[array] is not None for flag, array in flags.items()}
+        numbers = {"kscale_h": 1 if k_scales else 0, "scale_block": scale_block, "scale_slot": scale_slot, "values_at": 0}
         return {
-            **self._common(given), **self.layer.constants(), "kscale_h": 1 if k_scales else 0, "scale_block": scale_block,
-            "scale_slot": scale_slot, "values_at": 0, "P": UNBOUNDED if in_row else self.kinds.shape[2] if self.paged else 1,
-            "PAGED": self.paged, "PER_TOKEN": per_token, "HAS_K_SCALE": k_scales is not None and not per_token,
-            "HAS_ALIBI": given["slopes"] is not None, "HAS_TREE": given["tree"] is not None,
-            "HAS_SPANS": given["spans"] is not None, "HAS_PREFIX": given["prefix"] is not None,
-            "MIXED": given["is_causal"] is not None, "MAY_BE_NONFINITE": per_token or stored != "int8",
-            "SAME": self.kinds.same, "WIDE": self.kinds.wide, "EXACT": wide_query,
+            **{**self._common(given), **self.layer.constants(), **numbers, **masks, "BESIDE": self.beside},
+            "P": UNBOUNDED if in_row else self.kinds.shape[2] if self.paged else 1,
+            **{"PAGED": self.paged, "PER_TOKEN": per_token, "HAS_K_SCALE": k_scales is not None and not per_token},
+            "MAY_BE_NONFINITE": per_token or stored != "int8",
+            **{"SAME": self.kinds.same, "WIDE": self.kinds.wide, "EXACT": wide_query},
             # three tf32 products give float32's accuracy on tensor cores; without them the tiles would not fit in registers
-            "PRECISION": "tf32x3" if wide_query and name.startswith("sm") else "ieee", "BESIDE": self.beside,
+            "PRECISION": "tf32x3" if wide_query and name.startswith("sm") else "ieee",
             "IN_HALF": query == "bfloat16" and one_byte and not per_token,
             **({"launch_pdl": True} if self.beside else {}),
-        }  # fmt: skip
+        }
 
     def _tiled(self, rule: Launch, tokens: int, block_r: int) -> dict[str, Any]:
         tile = {"BLOCK_M": rule.block_m, "BLOCK_N": rule.block_n, "BLOCK_Q": tokens, "BLOCK_R": block_r}

@@ -134,7 +134,5 @@ def share(  # type: ignore[no-untyped-def]
 
 def constants(heads: int, block_n: int, block_r: int) -> dict[str, Any]:
     """The constants and options of `shares`. block_r: `launch.block_of`."""
-    return {
-        "H": heads, "BLOCK_N": block_n, "BLOCK_R": block_r, "STARTED": STARTED, "SHORTEST": LEAST, "FIELDS": FIELDS,
-        "num_warps": max(1, min(8, block_r // 64)), **FUSED,
-    }  # fmt: skip
+    sizes = {"H": heads, "BLOCK_N": block_n, "BLOCK_R": block_r, "STARTED": STARTED, "SHORTEST": LEAST, "FIELDS": FIELDS}
+    return {**sizes, "num_warps": max(1, min(8, block_r // 64)), **FUSED}

@@ -138,9 +138,9 @@ def layer_arguments(call: Call) -> dict[str, Any]:
     if case.mla:
         rank, nope, rope, value = case.mla
         special = {
-            "q_lora_rank": None, "kv_lora_rank": rank, "qk_nope_head_dim": nope, "qk_rope_head_dim": rope,
-            "qk_head_dim": nope + rope, "v_head_dim": value, "kv_b_proj": call.weights,
-        }  # fmt: skip
+            **{"q_lora_rank": None, "kv_lora_rank": rank, "qk_nope_head_dim": nope, "qk_rope_head_dim": rope},
+            **{"qk_head_dim": nope + rope, "v_head_dim": value, "kv_b_proj": call.weights},
+        }
     if case.chunk_size:
         special["chunk_size"] = case.chunk_size
     if case.spans and case.sliding_window is not None:

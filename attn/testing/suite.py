@@ -72,12 +72,12 @@ def program_of(case: Case) -> object:
     page = case.block_size
     reach = (not case.spans, not case.prefix, not case.chunk_size, case.span_window and bool(case.spans))
     return (
-        power(sum(case.query_lens) + case.padding), power(len(case.query_lens)), power(max(case.query_lens, default=0)),
-        power(max(8, -(-max(case.seq_lens, default=0) // page))), case.num_blocks, page, case.num_heads, case.num_kv_heads,
-        case.head_size, case.dtype, "" if case.is_encoder else case.element, case.causal, case.is_encoder, left is None,
-        right is None, case.logits_soft_cap is None, case.alibi, not case.sinks, case.tree, isinstance(case.k_scale, tuple),
-        isinstance(case.v_scale, tuple), case.sparse, *reach,
-    )  # fmt: skip
+        *(power(sum(case.query_lens) + case.padding), power(len(case.query_lens)), power(max(case.query_lens, default=0))),
+        *(power(max(8, -(-max(case.seq_lens, default=0) // page))), case.num_blocks, page, case.num_heads, case.num_kv_heads),
+        *(case.head_size, case.dtype, "" if case.is_encoder else case.element, case.causal, case.is_encoder, left is None),
+        *(right is None, case.logits_soft_cap is None, case.alibi, not case.sinks, case.tree),
+        *(isinstance(case.k_scale, tuple), isinstance(case.v_scale, tuple), case.sparse, *reach),
+    )
 
 
 def properties(subject: Subject, full: bool) -> list[Case]:
@@ -164,10 +164,10 @@ def properties(subject: Subject, full: bool) -> list[Case]:
 #: Requests of every kind, as (new tokens, length): decodes, drafts, chunks, prompts, one without tokens, one without keys,
 #: two contexts that are longer than any kernel's part of a split.
 _ANY_BATCH = (
-    (1, 33), (18, 18), (1, 2305), (4, 20), (1, 1), (33, 70), (1, 16), (6, 9), (0, 5), (64, 64), (1, 17), (3, 2100), (2, 2),
-    (1, 257), (17, 40), (1, 64), (5, 131), (1, 300), (21, 90), (3, 0), (1, 40), (16, 16), (1, 15), (8, 48), (1, 513), (9, 40),
-    (1, 5), (2, 33), (1, 129), (12, 12), (7, 7), (1, 90), (40, 41),
-)  # fmt: skip
+    *((1, 33), (18, 18), (1, 2305), (4, 20), (1, 1), (33, 70), (1, 16), (6, 9), (0, 5), (64, 64), (1, 17), (3, 2100), (2, 2)),
+    *((1, 257), (17, 40), (1, 64), (5, 131), (1, 300), (21, 90), (3, 0), (1, 40), (16, 16), (1, 15), (8, 48), (1, 513)),
+    *((9, 40), (1, 5), (2, 33), (1, 129), (12, 12), (7, 7), (1, 90), (40, 41)),
+)
 
 
 def invariance(subject: Subject, full: bool) -> list[Case]:

@@ -59,9 +59,8 @@ def _part(text: str) -> tuple[int, int]:
     return int(i), int(n)
 
 
-_DEFAULTS: dict[str, Any] = {
-    "level": "quick", "only": "", "dtype": [], "kind": None, "jobs": 1, "part": (1, 1), "record": False, "seed": 0,
-}  # fmt: skip
+_DEFAULTS: Any = {"level": "quick", "only": "", "dtype": [], "kind": None, "jobs": 1, "part": (1, 1)}
+_DEFAULTS |= {"record": False, "seed": 0}
 #: The arguments above that each way to run uses: random cases, one case, or the suite of a registry.
 _USED = {
     "--fuzz": ("jobs", "seed"),

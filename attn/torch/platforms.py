@@ -20,6 +20,7 @@ from attn.selection.platforms import Platform
 
 Orders = Mapping[str, tuple[str, ...]]
 _HOPPER_PAIR = "TRITON_ATTN+FLASH_ATTN"
+_SLOWER = ("SAGE_ATTN", "TRITON_ATTN", "TORCH_SDPA", "TRITON_INT8_ATTN")  #: the rest of Hopper's lists of dense backends
 
 
 class TorchPlatform(Platform):
@@ -154,16 +155,15 @@ class CudaPlatform(TorchPlatform):
             "FLASHMLA",  # 1.04 to 1.26x
             "TORCH_MLA",
         ),
-        "sm_10*": (
-            "FLASHINFER_MLA", "CUTLASS_MLA", "FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA", "TORCH_MLA",  # vLLM's order
-        ),
-        "sm_12*": ("TRITON_MLA", "FLASHINFER_MLA", "TORCH_MLA"),  # vLLM's order: vendors have no kernel for it
+        # vLLM's orders; vendors have no kernel for sm_12*
+        "sm_10*": ("FLASHINFER_MLA", "CUTLASS_MLA", "FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA", "TORCH_MLA"),
+        "sm_12*": ("TRITON_MLA", "FLASHINFER_MLA", "TORCH_MLA"),
         "*": (
             "FLASHINFER_MLA",  # its FA2 template, measured on Hopper: 260 TFLOP/s, equal to TRITON_MLA there
             "TRITON_MLA",
             "TORCH_MLA",
         ),
-    }  # fmt: skip
+    }
     sparse_mla: ClassVar[Orders] = {
         "*": (
             "FLASHMLA_SPARSE",  # publishes 410 TFLOP/s on an H800; TRITON_MLA_SPARSE reaches 64 over packed rows
@@ -205,16 +205,10 @@ class CudaPlatform(TorchPlatform):
     #: 655-659; TRITON_ATTN 528, 355, 471, 465; int8 in Triton is not faster there. The number of rows at which FlashAttention
     #: overtakes cuDNN, between 5k and 33k, was not measured; 16k is an assumption.
     diffusion_hopper: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "up to 16k rows of heads up to 64": (
-            "FLASHINFER_ATTN", "CUDNN_ATTN", "FLASH_ATTN", "SAGE_ATTN", "TRITON_ATTN", "TORCH_SDPA", "TRITON_INT8_ATTN",
-        ),
-        "up to 16k rows": (
-            "CUDNN_ATTN", "FLASHINFER_ATTN", "FLASH_ATTN", "SAGE_ATTN", "TRITON_ATTN", "TORCH_SDPA", "TRITON_INT8_ATTN",
-        ),
-        "more": (
-            "FLASHINFER_ATTN", "FLASH_ATTN", "CUDNN_ATTN", "SAGE_ATTN", "TRITON_ATTN", "TORCH_SDPA", "TRITON_INT8_ATTN",
-        ),
-    }  # fmt: skip
+        "up to 16k rows of heads up to 64": ("FLASHINFER_ATTN", "CUDNN_ATTN", "FLASH_ATTN", *_SLOWER),
+        "up to 16k rows": ("CUDNN_ATTN", "FLASHINFER_ATTN", "FLASH_ATTN", *_SLOWER),
+        "more": ("FLASHINFER_ATTN", "FLASH_ATTN", "CUDNN_ATTN", *_SLOWER),
+    }
 
     def diffusion_priorities(self, request: Request, device: Device) -> tuple[str, ...]:
         rows_class, order = rows_that_decide(getattr(request, "rows", None) or 0), super().diffusion_priorities(request, device)
@@ -256,10 +250,9 @@ class RocmPlatform(TorchPlatform):
             "FLEX_ATTENTION",
             "TORCH_SDPA",
         ),
-        "*": (  # RDNA: AITER has no kernels for it, and its backends are rejected
-            "ROCM_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "TORCH_SDPA", "ROCM_AITER_UNIFIED_ATTN", "ROCM_AITER_FA",
-        ),
-    }  # fmt: skip
+        # RDNA: AITER has no kernels for it, and its backends are rejected
+        "*": ("ROCM_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "TORCH_SDPA", "ROCM_AITER_UNIFIED_ATTN", "ROCM_AITER_FA"),
+    }
     mla: ClassVar[Orders] = {"*": ("ROCM_AITER_MLA", "TRITON_MLA", "TORCH_MLA")}  # vLLM's order
     sparse_mla: ClassVar[Orders] = {"*": ("TRITON_MLA_SPARSE", "TORCH_MLA_SPARSE")}
 

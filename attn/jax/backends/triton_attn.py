@@ -62,7 +62,7 @@ class TritonAttentionImpl(PagedAttentionImpl, backend=TritonAttentionBackend):
     def _launch(
         self, call: PagedCall, keys: dict[str, Any], max_seq_len: int, **more: Any
     ) -> tuple[jax.Array, jax.Array | None]:
-        from attn.jax.kernels.gpu.paged_attention import Extents, Keys, paged_attention
+        from attn.jax.kernels.gpu.paged_attention import Extents, Keys, PerHead, paged_attention
 
         layer = Layer(
             scale=self.scale,
@@ -75,10 +75,9 @@ class TritonAttentionImpl(PagedAttentionImpl, backend=TritonAttentionBackend):
             fixed_split=FIXED_SPLIT if self.batch_invariant else 0,
             sparse=None,
         )
-        extents, per_head = Extents(call.meta.max_query_len, max_seq_len), {"slopes": self.alibi_slopes, "sinks": self.sinks}
-        starts, lse = call.meta.query_start_loc, self.need_to_return_lse_for_decode
-        arguments = (call.query, starts, Keys(**keys), layer, extents)
-        return paged_attention(*arguments, **per_head, **more, return_lse=lse)  # type: ignore[no-any-return]
+        extents, per_head = Extents(call.meta.max_query_len, max_seq_len), PerHead(self.alibi_slopes, self.sinks)
+        more |= {"per_head": per_head, "return_lse": self.need_to_return_lse_for_decode}
+        return paged_attention(call.query, call.meta.query_start_loc, Keys(**keys), layer, extents, **more)  # type: ignore[no-any-return]
 
 
 def _scales(kv_cache: jax.Array, *scales: Any) -> tuple[Any, ...]:

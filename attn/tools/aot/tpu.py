@@ -23,11 +23,11 @@ from attn.visibility import CAUSAL, PLAIN, BatchMask, LayerMask, Visibility, Win
 
 STEPS = ("compile", "estimate")
 COLUMNS = (
-    Column("VMEM MiB", key="vmem_mib", form=".1f"), Column("SMEM KiB", key="smem_kib", form=".0f"),
-    Column("spills", key="spills"), Column("bundles", key="bundles"), Column("cycles", key="cycles"),
-    Column("est us", key="us", form=".1f"), Column("HBM us", key="hbm_us", form=".2f"),
-    Column("MXU us", key="mxu_us", form=".2f"), Column("ratio", key="ratio", form=".1f"),
-)  # fmt: skip
+    *(Column("VMEM MiB", key="vmem_mib", form=".1f"), Column("SMEM KiB", key="smem_kib", form=".0f")),
+    *(Column("spills", key="spills"), Column("bundles", key="bundles"), Column("cycles", key="cycles")),
+    *(Column("est us", key="us", form=".1f"), Column("HBM us", key="hbm_us", form=".2f")),
+    *(Column("MXU us", key="mxu_us", form=".2f"), Column("ratio", key="ratio", form=".1f")),
+)
 
 AT_HBM = "est us is the time of the bytes at HBM's peak: the simulator does not saturate HBM, and its cycles take less"
 COMPUTE_ALONE = "estimated without its copies, which this chip's simulator does not follow: the time to compute"

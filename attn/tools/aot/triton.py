@@ -25,9 +25,9 @@ from attn.torch.backends.triton_attn import TritonAttentionBackend
 
 STEPS = ("compile",)
 COLUMNS = (
-    Column("registers", key="registers"), Column("spills", key="spills"), Column("stack B", key="stack"),
-    Column("shared B", key="shared"), Column("limit B", key="limit"), Column("code KiB", key="code_kib", form=".0f"),
-)  # fmt: skip
+    *(Column("registers", key="registers"), Column("spills", key="spills"), Column("stack B", key="stack")),
+    *(Column("shared B", key="shared"), Column("limit B", key="limit"), Column("code KiB", key="code_kib", form=".0f")),
+)
 
 
 def cases(target: str) -> list[CompileCase]:
@@ -152,9 +152,9 @@ BATCHES = {
     "prefill": ((300, 60), (800, 60)),
 }
 WINDOWS: dict[str, tuple[int | None, int | None]] = {
-    "causal": (None, 0), "bidirectional": (None, None), "window": (127, 0), "two-sided": (64, 32), "tree": (None, 0),
-    "spans": (127, 0), "reach": (None, None),
-}  # fmt: skip
+    **{"causal": (None, 0), "bidirectional": (None, None), "window": (127, 0), "two-sided": (64, 32), "tree": (None, 0)},
+    **{"spans": (127, 0), "reach": (None, None)},
+}
 
 PAGED: dict[str, Sequence[Any]] = {
     "batch": tuple(BATCHES),

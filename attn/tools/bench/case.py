@@ -105,11 +105,11 @@ class BenchCase:
 
 #: What `attn bench` measures if no batch is named: decode, long decode, speculative, prefill, mixed.
 SUITE = (
-    BenchCase("64q1s4k"), BenchCase("16q1s32k", "64/8", block_size=64), BenchCase("128q1s2k"), BenchCase("q1s32k"),
-    BenchCase("64q1s4k", "64/8", 64), BenchCase("16q4s1k"), BenchCase("4q4k"), BenchCase("4q4k", block_size=128),
-    BenchCase("2q2k_32q1s1k"), BenchCase("1q512s8k_63q1s4k"), BenchCase("64q1s4k", kv_cache_dtype="fp8"),
-    BenchCase("64q1s4k", kv_cache_dtype="int8"), BenchCase("4q4k", kv_cache_dtype="fp8"),
-)  # fmt: skip
+    *(BenchCase("64q1s4k"), BenchCase("16q1s32k", "64/8", block_size=64), BenchCase("128q1s2k"), BenchCase("q1s32k")),
+    *(BenchCase("64q1s4k", "64/8", 64), BenchCase("16q4s1k"), BenchCase("4q4k"), BenchCase("4q4k", block_size=128)),
+    *(BenchCase("2q2k_32q1s1k"), BenchCase("1q512s8k_63q1s4k"), BenchCase("64q1s4k", kv_cache_dtype="fp8")),
+    *(BenchCase("64q1s4k", kv_cache_dtype="int8"), BenchCase("4q4k", kv_cache_dtype="fp8")),
+)
 #: The same kinds at the size of a model served on a CPU: seconds per row, larger than the CPU's caches.
 CPU_SUITE = tuple(
     BenchCase(batch, "8/2", 64, dtype="float32") for batch in ("q1s4k", "16q1s1k", "16q4s512", "q1k", "q256s4k", "q512_16q1s1k")

@@ -162,10 +162,8 @@ def _bars(
         for row in own:
             ms, label = row["ms"], row["backend"]
             spread = [[ms - row["ms_p20"]], [row["ms_p80"] - ms]]
-            axis.barh(
-                at, ms, 0.85, color=colours[label], xerr=spread, error_kw={"linewidth": 0.8},
-                edgecolor="black" if row.get("chosen") else "none", linewidth=0.8,
-            )  # fmt: skip
+            bar = {"color": colours[label], "edgecolor": "black" if row.get("chosen") else "none", "linewidth": 0.8}
+            axis.barh(at, ms, 0.85, xerr=spread, error_kw={"linewidth": 0.8}, **bar)
             labelled.add(label)
             axis.annotate(f" {ms:.3g}", (row["ms_p80"], at), va="center", fontsize=7)
             at += 1

@@ -17,10 +17,10 @@ LARGE = 8 << 20
 SAME_KERNELS = frozenset({"TRITON_ATTN", "TREE_ATTN", "ROCM_ATTN"})
 #: Columns of an outcome.
 COLUMNS = (
-    Column("#", 4), Column("kind", 11, text=True, wide=True), Column("batch", 36, text=True), Column(" backend", 17, text=True),
-    Column("ms", 9), Column("floor ms", 9, wide=True), Column("% copy", 6), Column("error", 8, wide=True), Column("ratio", 6),
-    Column("best other", 0, text=True),
-)  # fmt: skip
+    *(Column("#", 4), Column("kind", 11, text=True, wide=True), Column("batch", 36, text=True)),
+    *(Column(" backend", 17, text=True), Column("ms", 9), Column("floor ms", 9, wide=True), Column("% copy", 6)),
+    *(Column("error", 8, wide=True), Column("ratio", 6), Column("best other", 0, text=True)),
+)
 
 
 @dataclass(frozen=True)

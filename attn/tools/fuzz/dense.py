@@ -61,10 +61,9 @@ def _frame(subject: DenseSubject, rng: random.Random) -> DenseCase:
     dtype = rng.choice([name for name in c.dtypes if name in BUDGETS])
     sizes = [n for n in HEAD_SIZES if supports_size(n, c.head_sizes) and (n >= SMALLEST_16_BIT or dtype not in _HALVES)]
     heads, kv_heads = rng.choice(HEADS)
-    case = DenseCase(
-        "", num_heads=heads, num_kv_heads=kv_heads, head_size=rng.choice(sizes or [64]), dtype=dtype,
-        batch=rng.choice((1, 2, 3)), causal=rng.random() < 0.25, scale=rng.choice((None, None, None, 0.31, 0.05, -0.2)),
-    )  # fmt: skip
+    case = DenseCase("", num_heads=heads, num_kv_heads=kv_heads, head_size=rng.choice(sizes or [64]), dtype=dtype)
+    case = case.replace(batch=rng.choice((1, 2, 3)), causal=rng.random() < 0.25)
+    case = case.replace(scale=rng.choice((None, None, None, 0.31, 0.05, -0.2)))
     if rng.random() < 0.3:
         case = case.replace(joint=rng.choice(_JOINT), rear=rng.random() < 0.5)
     elif Feature.MASK in c.features and rng.random() < 0.3:

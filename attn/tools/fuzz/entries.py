@@ -186,12 +186,10 @@ def _layer(rng: random.Random) -> LayerCase:
     inputs = (one(1.0),) * 4 if rng.random() < 0.3 else tuple(one(0.1) for _ in range(4))
     weights = ["", "", "scale", *(["alibi", "scales"] if kind == "attention" else [])]
     weights += ["sinks", "tensor"] if backend == "TORCH_SDPA" else []
-    return LayerCase(
-        "", kind, backend, made=one(0.6), moved=tuple(moved),
-        copied=rng.random() < 0.2, during=one(0.2), asked=one(0.4),
-        batch=rng.choice(["numpy", *(device for device in devices if device != "meta")]),
-        inputs=inputs, weights=rng.choice(weights),
-    )  # fmt: skip
+    case = LayerCase("", kind, backend, made=one(0.6), moved=tuple(moved), copied=rng.random() < 0.2, inputs=inputs)
+    case = case.replace(during=one(0.2), asked=one(0.4))
+    batch = rng.choice(["numpy", *(device for device in devices if device != "meta")])
+    return case.replace(batch=batch, weights=rng.choice(weights))
 
 
 def _smaller_layer(case: LayerCase) -> Iterator[LayerCase]:

@@ -10,6 +10,7 @@ Masked keys are not loaded, and their scores are replaced by -inf. Weights in fl
 """
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -162,12 +163,10 @@ class Decoder:
         rule, self.slots = row_launch(arch(), heads // kv_heads, size, dtype.itemsize, multiprocessors(device))
         block_d, block_g = power_of_two(size), power_of_two(heads // kv_heads)
         self.rule, self.block_n, self.width = rule, rule.block_n, block_g * block_d
-        self.constants = {
-            "K": kv_heads, "G": heads // kv_heads, "D": size, "BLOCK_M": rule.block_m, "BLOCK_N": rule.block_n,
-            "BLOCK_D": block_d, "BLOCK_G": block_g, "BLOCK_S": max(1, 4096 // (block_g * block_d)),
-            "PRECISION": "tf32x3" if dtype.itemsize == 4 and arch().startswith("sm") else "ieee",
-            "NEGATE": scale < 0, "HAS_CAP": soft_cap != 0,
-        }  # fmt: skip
+        self.constants: Any = {"K": kv_heads, "G": heads // kv_heads, "D": size, "NEGATE": scale < 0, "HAS_CAP": soft_cap != 0}
+        self.constants |= {"BLOCK_M": rule.block_m, "BLOCK_N": rule.block_n, "BLOCK_D": block_d, "BLOCK_G": block_g}
+        self.constants["BLOCK_S"] = max(1, 4096 // (block_g * block_d))
+        self.constants["PRECISION"] = "tf32x3" if dtype.itemsize == 4 and arch().startswith("sm") else "ieee"
         #: By sinks, runs, mask and parts of a call, and by strides that Triton specializes.
         self.kernels: dict[tuple[int, tuple[int, ...] | None], Prepared] = {}
 

@@ -57,9 +57,7 @@ def _library() -> Any:
     address = ctypes.c_void_p
     launch.argtypes = [address] * 4
     info.argtypes = [address, ctypes.c_size_t, address, address]
-    encode.argtypes = [
-        address, ctypes.c_int, ctypes.c_uint, address, address, address, address, address, *[ctypes.c_int] * 4,
-    ]  # fmt: skip
+    encode.argtypes = [address, ctypes.c_int, ctypes.c_uint, *[address] * 5, *[ctypes.c_int] * 4]
     return library
 
 

@@ -74,11 +74,8 @@ def _prepared(kind: Kind, heads: int, size: int, nan_is_empty: bool) -> tuple[Pr
     """The kernel for calls that agree in these, and the heads of a program."""
     block_d = power_of_two(size)
     block_h = min(power_of_two(heads), max(1, 2048 // block_d))
-    kernel = Prepared(
-        merge, D=size, BLOCK_H=block_h, BLOCK_D=block_d, STACKED=kind[1][4] is None, NAN_IS_EMPTY=nan_is_empty, num_warps=4,
-        **FUSED,
-    )  # fmt: skip
-    return kernel, block_h
+    sizes = {"D": size, "BLOCK_H": block_h, "BLOCK_D": block_d, "num_warps": 4}
+    return Prepared(merge, STACKED=kind[1][4] is None, NAN_IS_EMPTY=nan_is_empty, **sizes, **FUSED), block_h
 
 
 def _results(outputs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

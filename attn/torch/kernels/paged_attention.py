@@ -11,7 +11,11 @@ from attn.kernels.paged_attention import attention, merge
 from attn.kernels.paged_launch import OF_MERGE, Kinds, Launches, Layer, strides_of
 from attn.torch.kernels.direct import Kind, Prepared, arch, kind_of, multiprocessors, operator, temporary
 
-_UNTUNED: tuple[Launch | None, ...] = (None, None)
+Arrays = tuple[torch.Tensor | None, ...]
+Strides = tuple[int, ...]
+Factors = tuple[float, float]
+Tuned = tuple[Launch | None, ...]
+_UNTUNED: Tuned = (None, None)
 
 
 @functools.cache
@@ -34,9 +38,9 @@ class _Launches:
         self._merge = Prepared(merge, **rules.merge)
 
     def __call__(
-        self, arrays: tuple[torch.Tensor | None, ...], strides: tuple[int, ...], factors: tuple[float, float], num_reqs: int,
-        max_seq_len: int, whole: bool, prefill_programs: int,
-    ) -> None:  # fmt: skip
+        self, arrays: Arrays, strides: Strides, factors: Factors, num_reqs: int, max_seq_len: int, whole: bool, programs: int
+    ) -> None:
+        """Launch them; whole, programs: `whole` and `prefill_programs` of `paged_attention`."""
         output, lse, starts, sinks, _, _, query, key_cache, value_cache, seq_lens, table, _, tree, *mask, _ = arrays
         rules, layer, kv_heads = self._rules, self._rules.layer, self._rules.kv_heads
         factor, v_factor = layer.factor(factors[0]), factors[1]
@@ -45,8 +49,8 @@ class _Launches:
         numbers, no_plan = (factor, v_factor, num_reqs), (0, lse_h, table_r, tree_w, 0, 0, 0)
         if rules.on_hopper:
             given = output, lse, query, key_cache, value_cache, starts, seq_lens, table, sinks, *mask
-            hopper_prefill, programs = _hopper_prefill(), prefill_programs or rules.kinds.processors
-            hopper_prefill.prefill(given, hopper_prefill.Rules(**self._of_prompts), (factor, v_factor), programs)
+            hopper_prefill, processors = _hopper_prefill(), programs or rules.kinds.processors
+            hopper_prefill.prefill(given, hopper_prefill.Rules(**self._of_prompts), (factor, v_factor), processors)
         elif self._prefill is not None:
             tiles = query.shape[0] // rules.prefill_tokens + num_reqs  # type: ignore[union-attr]
             self._prefill(tiles * kv_heads, (None, *arrays), *numbers, *no_plan, *strides)
@@ -66,10 +70,10 @@ class _Launches:
 
 @functools.lru_cache(maxsize=1024)
 def _launches(
-    name: str, kind: Kind, shape: tuple[int, ...], scales: tuple[Any, Any], rules: tuple[Any, ...], queries: int,
-    flags: tuple[bool, bool, bool], tuned: tuple[Launch | None, ...],
-) -> _Launches:  # fmt: skip
-    """The launches of calls that agree in these; `flags`: `Kinds.same`, `wide` and `hopper`."""
+    name: str, kind: Kind, shape: Strides, scales: Any, rules: Any, queries: int, flags: tuple[bool, bool, bool], tuned: Tuned
+) -> _Launches:
+    """The launches of calls that agree in these. scales: two tuples or None; rules: of `Layer`; flags: `Kinds.same`, `wide` and
+    `hopper`."""
     dtypes = tuple(None if dtype is None else str(dtype).removeprefix("torch.") for dtype in kind[1])
     device = name, multiprocessors(kind[0]), can_launch_early(name)
     return _Launches(Kinds(*device, dtypes, shape, scales, queries, *flags, tuned), Layer(*rules))
@@ -134,10 +138,8 @@ def paged_attention(
         output = output.view(torch.uint8)
     if key_cache.dtype == torch.float8_e4m3fn and not converts_e4m3(name):
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
-    arrays = (
-        output, lse, query_start_loc, sinks, v_scale, output_scale, query, key_cache, value_cache, seq_lens, block_table,
-        slopes, tree, spans, prefix, is_causal, k_scale,
-    )  # fmt: skip
+    of_scores = (query, key_cache, value_cache, seq_lens, block_table, slopes, tree, spans, prefix, is_causal, k_scale)
+    arrays = (output, lse, query_start_loc, sinks, v_scale, output_scale) + of_scores
     pattern = None if sparse is None else tuple(sparse)
     rules = (scale, soft_cap, left, right, tree_right, chunk_size, span_window, fixed_split, pattern)
     of = (output.stride(), query.stride(), key_cache.stride(), value_cache.stride())

@@ -136,10 +136,8 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
         The first batch that needs a prefill backend does this too. Weights are not processed: they are arguments of `apply`.
         """
         dtype = dtype_name(act_dtype)
-        chosen = get_mla_prefill_backend(
-            self.qk_head_dim, self.v_head_dim, dtype, framework="jax", num_heads=self.num_heads,
-            backend=self.prefill_backend, features=self.prefill_features,
-        )  # fmt: skip
+        asked: Any = {"num_heads": self.num_heads, "backend": self.prefill_backend, "features": self.prefill_features}
+        chosen = get_mla_prefill_backend(self.qk_head_dim, self.v_head_dim, dtype, framework="jax", **asked)
         self._prefill = dtype, chosen
 
     def weights(self, kv_b_proj: Any = None) -> tuple[jax.Array, jax.Array]:

@@ -17,11 +17,10 @@ from attn.kernels import hopper, kv_write
 from attn.kernels.launch import SplitKV, converts_e4m3
 from attn.kernels.paged_attention import attention, merge
 from attn.kernels.paged_launch import ARRAYS, OF_MERGE, Kinds, Launches, Layer, bound, strides_of
-from attn.visibility import BatchMask
+from attn.visibility import PLAIN, BatchMask
 
 #: Tokens of a request, beyond which all are alike to the launch rules.
 _FEW = 16
-_NO_MASK = BatchMask()
 
 
 class Keys(NamedTuple):
@@ -41,11 +40,21 @@ class Keys(NamedTuple):
     v_scale: jax.Array | None = None
 
 
+class PerHead(NamedTuple):
+    """Numbers of query heads, [H] float32 or None: ALiBi's slopes, and sinks."""
+
+    slopes: Any = None
+    sinks: Any = None
+
+
 class Extents(NamedTuple):
     """Bounds of a batch: the most new tokens of a request, and the most keys."""
 
     max_query_len: int
     max_seq_len: int
+
+
+_NO_HEADS = PerHead()
 
 
 @functools.partial(jax.jit, static_argnames=("layer", "extents", "return_lse"))
@@ -55,16 +64,14 @@ def paged_attention(
     keys: Keys,
     layer: Layer,
     extents: Extents,
-    mask: BatchMask = _NO_MASK,
-    *,
-    slopes: Any = None,
-    sinks: Any = None,
+    mask: BatchMask = PLAIN,
+    per_head: PerHead = _NO_HEADS,
     return_lse: bool = True,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return (output [T, H, D], lse [H, T] float32, natural log, sinks excluded, or None unless `return_lse`).
 
     query: [T, H, D], float32, bfloat16 or float16; starts: [R + 1] int32, where requests begin; layer: the rules, whose
-    `fixed_split` and `sparse` are as `attn.torch.kernels.paged_attention` has them; slopes, sinks: [H] float32.
+    `fixed_split` and `sparse` are as `attn.torch.kernels.paged_attention` has them.
     """
     (tokens, heads, size), num_reqs, (arch, processors) = query.shape, starts.shape[0] - 1, target()
     if num_reqs < 1 or tokens == 0:
@@ -76,14 +83,13 @@ def paged_attention(
         "output": jnp.empty(query.shape, query.dtype),
         "lse": jnp.empty((heads, tokens), jnp.float32) if return_lse else None,
         "query_start_loc": starts,
-        "sinks": sinks,
         "v_scale": keys.v_scale,
         "query": query,
         "key_cache": stored,
         "value_cache": keys.values,
         "seq_lens": keys.lens,
         "block_table": keys.table,
-        "slopes": slopes,
+        **per_head._asdict(),
         **mask._asdict(),
         "k_scale": keys.k_scale,
     }
@@ -110,7 +116,7 @@ def paged_attention(
     try:
         return call.run(num_reqs, extents.max_seq_len)
     except hopper.CannotCompile:
-        return paged_attention(query, starts, keys, layer, extents, mask, slopes=slopes, sinks=sinks, return_lse=return_lse)
+        return paged_attention(query, starts, keys, layer, extents, mask, per_head, return_lse)
 
 
 def _prompts(given: dict[str, Any]) -> Any:

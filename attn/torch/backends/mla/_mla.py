@@ -223,11 +223,9 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         found = static(tensors)
         if found is None:
             return None
-        found += (
-            type(self), self.num_heads, self.kv_lora_rank, self.qk_nope_head_dim, self.v_head_dim,
-            self.qk_rope_head_dim, self.signed_scale, self.kv_cache_dtype, self.batch_invariant,
-            self.need_to_return_lse_for_decode, getattr(self, "fixed_split_size", 0),
-        )  # fmt: skip
+        found += (type(self), self.num_heads, self.kv_lora_rank, self.qk_nope_head_dim, self.v_head_dim, self.qk_rope_head_dim)
+        found += (self.signed_scale, self.kv_cache_dtype, self.batch_invariant, self.need_to_return_lse_for_decode)
+        found.append(getattr(self, "fixed_split_size", 0))
         if self._has_scale:
             found.append(caches.of_scale(layer._k_scale))
         return tuple(found)

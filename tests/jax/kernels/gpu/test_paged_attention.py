@@ -113,7 +113,7 @@ def both(lens, tokens, dtype="bfloat16", stored=None, heads=(8, 2), size=64, pag
     layer = Layer(scale, cap, left, right, right, chunk, False, fixed, None)
     out, log = ours.paged_attention(
         jnp.zeros(query.shape, dtype), starts, keys, layer, ours.Extents(max(tokens), max(lens)), BatchMask(**mask),
-        slopes=flat if slopes else None, sinks=flat if sinks else None, return_lse=lse)
+        ours.PerHead(flat if slopes else None, flat if sinks else None), return_lse=lse)
     assert (log is None) == (not lse) and out.shape == query.shape
     return compare()
 
