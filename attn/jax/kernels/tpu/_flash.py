@@ -6,7 +6,7 @@ units of a grid step, of successive positions. Keys are processed in *chunks*; a
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,8 @@ from attn.visibility import LayerMask
 
 #: Rows of `rules`: terms added in units of log2.
 SINK, SLOPE = range(2)
+#: Keys of a tile backward: as many as fill a matrix unit, and few, so that products overlap the next exponentials.
+TILE = 256
 
 
 class BlockSizes(NamedTuple):
@@ -102,6 +104,14 @@ class Tile:
     masked: bool = False
     limit: Any = None  # if masked: keys from this index on are not seen
     diagonal: bool = False  # the unit's last: its last Q keys have the rows' own positions, and all before are seen
+
+    def parts(self, most: int) -> Iterator["Tile"]:
+        """Tiles of at most `most` keys, a multiple of 128 and of Q."""
+        for begin in range(0, self.count, most):
+            count = min(most, self.count - begin)
+            last = begin + count == self.count
+            first = pl.multiple_of(self.first + begin, LANES)
+            yield dataclasses.replace(self, first=first, count=count, diagonal=self.diagonal and last)
 
 
 Stretch = Callable[[list[Tile]], None]

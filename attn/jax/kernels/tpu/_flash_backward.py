@@ -2,7 +2,8 @@
 
 Probabilities are computed from the scores and the log-sum-exp, so no maximum is needed. The gradients of a kv head's keys
 and values stay in VMEM, where all groups of all its query heads add to them; those of the queries stay for one group's
-step.
+step. All gradients are transposed: probabilities are then the matrix unit's stationary operand, and the 128 rows of a
+gradient pass by, where 128 columns of it would fill half of a unit of 256.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from attn.jax.kernels.tpu._flash import Config, Masks, Place, Tile, each_chunk, place, scores
+from attn.jax.kernels.tpu._flash import TILE, Config, Masks, Place, Tile, each_chunk, place, scores
 from attn.jax.kernels.tpu._refs import Ref, dot
 
 
@@ -24,17 +25,16 @@ class Refs:
 
     masks: Masks
     query: Ref  # [1, 1, units, D, rows]
-    query_rows: Ref  # [1, 1, units, rows, D]
     d_out: Ref  # [1, 1, units, Dv, rows]
-    d_out_rows: Ref  # [1, 1, units, rows, Dv]
     lse: Ref  # [1, 1, units, 1, rows] float32 in units of log2, inf where a row sees no key
     delta: Ref  # [1, 1, units, 1, rows] float32
     keys: Ref  # [1, 1, keys, D]
     key_columns: Ref  # [1, 1, D, keys]
     values: Ref  # [1, 1, keys, Dv]
     dq: Ref  # [1, 1, units, D, rows]
-    dk: Ref  # [1, 1, keys, D] float32, before multiplying by `scale`
-    dv: Ref  # [1, 1, keys, Dv] float32
+    dk: Ref  # [1, 1, D, keys] float32, before multiplying by `scale`
+    dv: Ref  # [1, 1, Dv, keys] float32
+    kept: Ref  # [2, 2, TILE, rows]: of two tiles in turn, the probabilities and the gradients of the scores
     acc: Ref  # [units, D, rows] float32
 
 
@@ -63,12 +63,12 @@ def _finish(cfg: Config, refs: Refs, unit: Any) -> None:
 def _attend(cfg: Config, refs: Refs, at: Place, tiles: list[Tile]) -> None:
     """Process all tiles in one stretch; sums come one tile late, so that the matrix unit has work meanwhile."""
     late = None
-    for tile in tiles:
-        p, ds = _probabilities(cfg, refs, at, tile)
+    for i, tile in enumerate([part for whole in tiles for part in whole.parts(TILE)]):
+        kept = refs.kept.at[i % 2, :, : tile.count]
+        kept[0], kept[1] = _probabilities(cfg, refs, at, tile)
         if late is not None:
             late()
-        dtype = refs.query.dtype
-        late = functools.partial(_add, cfg, refs, tile, p.astype(dtype), ds.astype(dtype))
+        late = functools.partial(_add, cfg, refs, tile, kept)
     if late is not None:
         late()
 
@@ -82,15 +82,17 @@ def _probabilities(cfg: Config, refs: Refs, at: Place, tile: Tile) -> tuple[jax.
     ds = p * (dp - refs.delta[0, 0, tile.unit])
     if slope is not None:
         ds *= slope
-    if tile.masked or tile.diagonal:  # 0 * NaN, where a row's cotangent is NaN
-        ds = jnp.where(s == -jnp.inf, 0.0, ds)
-    return p, ds
+    free = 0 if tile.masked or cfg.segments else tile.count - cfg.positions * tile.diagonal  # keys that all rows see
+    if free < tile.count:  # 0 * NaN, where a row's cotangent is NaN
+        edge = jnp.where(s[free:] == -jnp.inf, 0.0, ds[free:])
+        ds = jnp.concatenate([ds[:free], edge]) if free else edge
+    return p.astype(refs.kept.dtype), ds.astype(refs.kept.dtype)
 
 
-def _add(cfg: Config, refs: Refs, tile: Tile, p: jax.Array, ds: jax.Array) -> None:
-    keys = pl.ds(tile.first, tile.count)
-    refs.dv[0, 0, keys, :] += dot(p, refs.d_out_rows[0, 0, tile.unit], 1, 0)
-    refs.dk[0, 0, keys, :] += dot(ds, refs.query_rows[0, 0, tile.unit], 1, 0)
+def _add(cfg: Config, refs: Refs, tile: Tile, kept: Ref) -> None:
+    keys, p, ds = pl.ds(tile.first, tile.count), kept[0], kept[1]
+    refs.dv[0, 0, :, keys] += dot(refs.d_out[0, 0, tile.unit], p, 1, 1)
+    refs.dk[0, 0, :, keys] += dot(refs.query[0, 0, tile.unit], ds, 1, 1)
     refs.acc[tile.unit] += dot(refs.key_columns[0, 0, :, keys], ds, 1, 0)
     if tile.diagonal:
         _finish(cfg, refs, tile.unit)

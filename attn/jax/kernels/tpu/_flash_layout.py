@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from attn.jax.kernels.tpu._chips import MIB, chip_of
-from attn.jax.kernels.tpu._flash import BlockSizes, Config, Static
+from attn.jax.kernels.tpu._flash import TILE, BlockSizes, Config, Static
 from attn.jax.kernels.tpu._refs import LANES, LOG2_E
 
 
@@ -78,11 +78,6 @@ class Layout:
         parts = x.reshape(self.batch, self.unit_heads, self.units, size, self.cfg.heads, self.cfg.positions)
         rows = parts.transpose(0, 2, 5, 1, 4, 3).reshape(self.batch, -1, self.unit_heads * self.cfg.heads, size)
         return rows[:, self.cfg.first_row : self.cfg.first_row + self.rows]
-
-    def natural(self, x: jax.Array) -> jax.Array:
-        """[B, S, H, E] -> [B, K1, units, rows, E]."""
-        parts = self._cut(x)
-        return parts.transpose(0, 3, 1, 4, 2, 5).reshape(self.batch, self.unit_heads, self.units, self.cfg.rows, -1)
 
     def of_keys(self, x: jax.Array) -> jax.Array:
         """[B, M, K, E] -> [launches, B, K, keys, E]."""
@@ -163,8 +158,8 @@ def vmem_bytes(sizes: BlockSizes, extents: Extents) -> int:
     rows, itemsize = sizes.units * extents.heads * sizes.positions, extents.itemsize
     if extents.backward:
         of_keys = (2 * size + value) * itemsize + (size + value) * 4
-        of_rows = (3 * size + 2 * value) * itemsize
-        scratch = size * 4
+        of_rows = (2 * size + value) * itemsize
+        scratch = size * 4 + 4 * TILE * itemsize // sizes.units
     else:
         of_keys, of_rows, scratch = (size + value) * itemsize, (size + value) * itemsize, value * 4
     segments = LANES * 4

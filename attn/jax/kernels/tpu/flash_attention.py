@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from attn.jax.kernels.tpu import _flash_backward, _flash_forward, _launch
 from attn.jax.kernels.tpu._chips import chip_of
-from attn.jax.kernels.tpu._flash import BlockSizes, Masks, Static
+from attn.jax.kernels.tpu._flash import TILE, BlockSizes, Masks, Static
 from attn.jax.kernels.tpu._flash_layout import Extras, Layout, layout_of, masks_of
 from attn.jax.kernels.tpu._refs import LOG2_E
 from attn.visibility import LayerMask, Visibility
@@ -245,19 +245,17 @@ def _launch_forward(layout: Layout, arrays: dict[str, jax.Array], out_dtype: Any
 def _backward(static: Static, qkv: Arrays, extras: Extras, lse: jax.Array, d_out: jax.Array, delta: jax.Array) -> Arrays:
     """(dq, dk, dv); lse, delta: [B, H, S] float32.
 
-    Non-finite values take effect through lse and delta, and are zero in the products that masks do not guard.
+    Non-finite values take effect through lse and delta, and are zero in the products, which masks do not guard.
     """
     q, k, v = qkv
     layout = layout_of(static, q, v, extras, backward=True)
     cfg = layout.cfg
     own, shared = _split(masks_of(layout, extras))
-    k, v = _finite(k), _finite(v)
+    q, k, v, d_out = (_finite(x) for x in (q, k, v, d_out))
     exponent = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
     shared |= {
         "query": layout.columns(q),
-        "query_rows": layout.natural(_finite(q)),
         "d_out": layout.columns(d_out),
-        "d_out_rows": layout.natural(_finite(d_out)),
         "lse": layout.columns(exponent.swapaxes(1, 2)[..., None], constant_values=jnp.inf),
         "delta": layout.columns(delta.swapaxes(1, 2)[..., None]),
     }
@@ -268,10 +266,13 @@ def _backward(static: Static, qkv: Arrays, extras: Extras, lse: jax.Array, d_out
         arrays = {**masks, **shared, "keys": keys, "key_columns": keys.swapaxes(2, 3), "values": values}
         made = {
             "dq": jax.ShapeDtypeStruct(arrays["query"].shape, dq_dtype),
-            "dk": jax.ShapeDtypeStruct(keys.shape, jnp.float32),
-            "dv": jax.ShapeDtypeStruct(values.shape, jnp.float32),
+            "dk": jax.ShapeDtypeStruct(keys.swapaxes(2, 3).shape, jnp.float32),
+            "dv": jax.ShapeDtypeStruct(values.swapaxes(2, 3).shape, jnp.float32),
         }
-        scratch = {"acc": pltpu.VMEM((cfg.units, q.shape[3], cfg.rows), jnp.float32)}
+        scratch = {
+            "kept": pltpu.VMEM((2, 2, TILE, cfg.rows), q.dtype),
+            "acc": pltpu.VMEM((cfg.units, q.shape[3], cfg.rows), jnp.float32),
+        }
 
         def run(refs: dict[str, Any]) -> None:
             _flash_backward.run(cfg, layout.split, _flash_backward.Refs(**refs))
@@ -280,7 +281,7 @@ def _backward(static: Static, qkv: Arrays, extras: Extras, lse: jax.Array, d_out
 
     made = _each_launch(layout, step, (layout.of_keys(k), layout.of_keys(v), own))
     dq = made["dq"][0] if layout.launches == 1 else jnp.sum(made["dq"], axis=0).astype(q.dtype)
-    dk, dv = (layout.from_keys(made[name]) for name in ("dk", "dv"))
+    dk, dv = (layout.from_keys(made[name].swapaxes(3, 4)) for name in ("dk", "dv"))
     return layout.of_columns(dq), (dk * static.scale).astype(k.dtype), dv.astype(v.dtype)
 
 

@@ -207,6 +207,22 @@ def test_gradients_ignore_masked_keys() -> None:
     assert not np.asarray(poisoned[1])[:, 170:].any()
 
 
+def test_gradients_of_keys_ignore_rows_that_do_not_see_them() -> None:
+    """NaN in a query or a cotangent: keys behind that row have the gradients that they have without the row."""
+    q, k, v = tensors(160, 160, (2, 1), dtype="float32")
+    ones, row = jnp.ones(q.shape, q.dtype), 40
+
+    @jax.jit
+    def gradients(q: jax.Array, d_out: jax.Array) -> Any:
+        return jax.vjp(lambda k, v: interpreted(q, k, v, True)[0], k, v)[1](d_out)
+
+    want_k, want_v = (x[:, row + 1 :] for x in gradients(q, ones.at[:, row].set(0)))
+    of_query, _ = gradients(q.at[:, row, 0, 3].set(jnp.nan), ones.at[:, row].set(0))
+    of_keys, of_values = gradients(q, ones.at[:, row].set(jnp.nan))
+    for got, want in ((of_query, want_k), (of_keys, want_k), (of_values, want_v)):
+        assert relative(got[:, row + 1 :], want) < GRADIENT_ERROR["float32"]  # the row's unit is computed another way
+
+
 def finite_differences() -> None:
     q, k, v = tensors(20, 24, (2, 1), dtype="float32")
     direction = tensors(20, 24, (2, 1), dtype="float32", gain=0.5)
