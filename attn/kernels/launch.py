@@ -119,12 +119,37 @@ def decode_launch(
 def rows_of_speculation(arch: str, group: int, max_query_len: int, itemsize: int) -> int:
     """Rows of a decode's tile that holds up to 16 tokens of a request, or 0 if tiles of one token's rows are better.
 
-    A few tokens read as many bytes as one, so their keys are split as a decode's are. Not for float32, whose registers
-    hold no larger tile, and on NVIDIA only: it was measured on Hopper.
+    A few tokens read as many bytes as one, so their keys are split as a decode's are.
     """
     rows = group * max_query_len
     few = 1 < max_query_len <= 16 and max(16, group) < rows <= 64
-    return rows if few and itemsize == 2 and arch.startswith(("sm_", "interpreter")) else 0
+    return rows if few and packs_rows(arch, itemsize) else 0
+
+
+def packs_rows(arch: str, itemsize: int) -> bool:
+    """Whether a decode's tile may hold more rows than one token's.
+
+    Not for float32, whose registers hold no larger tile, and on NVIDIA only: it was measured on Hopper.
+    """
+    return itemsize == 2 and arch.startswith(("sm_", "interpreter"))
+
+
+TOGETHER = 64  #: tokens of a request, and rows of a tile, of a batch that is one launch
+
+
+def run_together(q_lens: Any, keys: Any, blocks: Any, kv_heads: int, multiprocessors: int) -> bool:
+    """Whether a batch with prompts of few rows is better one launch.
+
+    q_lens, keys, blocks: the tokens, visible keys and tiles of rows of each request (NumPy, [R]).
+
+    By a count of work: all tiles of 64 rows and 64 keys, prompts' and decodes', spread over the multiprocessors, against the
+    longest program of the launch that prompts have otherwise, which the decodes' launch follows or runs beside. That one takes
+    tiles of 128 keys, each about as long (1.7 us on an H100), and five more for its beginning and end.
+    """
+    if not 1 < q_lens.max(initial=0) <= TOGETHER:
+        return False
+    longest = -(-int(keys[q_lens > 1].max()) // 128)
+    return int(-(-keys // 64) @ blocks) * kv_heads <= (longest + 5) * multiprocessors
 
 
 @functools.lru_cache(maxsize=1024)

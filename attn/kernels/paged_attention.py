@@ -2,15 +2,17 @@
 
 A program computes one tile: up to BLOCK_Q query tokens of one request times the G query heads of one kv head, packed as
 rows, over that request's keys, BLOCK_N at a time, with an online softmax in base 2 (Dao et al., FlashAttention-2, 2023).
-Tokens and heads share rows, so one pass over the keys serves the whole group. It is launched in two ways:
+Tokens and heads share rows, so one pass over the keys serves the whole group. It is launched in three ways:
 
     prefill  1-D grid, tiles x K, found by bisection in query_start_loc; longest rows of a request first.
     decode   1-D grid, items x K, one tile of rows per request. Requests are cut into parts of their keys (split-KV) so that
              all multiprocessors end together; each program computes this plan from the lengths on the device (`plan.item_of`)
              and takes one item. Partial results are merged by `merge` (Flash-Decoding); a request in one part is finished
              at once.
+    together as a decode, but a request has several tiles, and parts of each: few rows of any number of tokens, in one launch.
 
-A mixed batch uses both launches, each skipping the other's requests, so that a decode never runs on a prefill's large tile.
+A mixed batch uses the first two, each skipping the other's requests, so that a decode never runs on a prefill's large tile, or
+the last if that takes less time than its prompts alone would (`launch.run_together`).
 They run one after the other, except on Hopper where `hopper_prefill` handles 16-bit caches: there they run concurrently,
 the decode launched early onto the multiprocessors that the prefill leaves free. No lengths are fetched from the device and
 grids depend only on extents, max_query_len and max_seq_len: a captured launch serves any batch within those bounds.
@@ -203,7 +205,7 @@ def attention(  # type: ignore[no-untyped-def]
     sparse_offset, kscale_h, vscale_h, scale_block, scale_slot, values_at,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, PER_TOKEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
-    DECODE: tl.constexpr, BLOCK_R: tl.constexpr, PAGED: tl.constexpr, NEGATE: tl.constexpr,
+    DECODE: tl.constexpr, TILED: tl.constexpr, BLOCK_R: tl.constexpr, PAGED: tl.constexpr, NEGATE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_TREE: tl.constexpr, HAS_SPANS: tl.constexpr, HAS_PREFIX: tl.constexpr, MIXED: tl.constexpr, HAS_CHUNK: tl.constexpr,
     SPAN_LEFT: tl.constexpr, HAS_LSE: tl.constexpr, HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr,
@@ -227,17 +229,18 @@ def attention(  # type: ignore[no-untyped-def]
                 tl.extra.cuda.gdc_wait()
             return
     kv_head = pid % K
-    if DECODE:
+    if DECODE and (BLOCK_R > 0 or not TILED):
+        tile = 0
         if BLOCK_R > 0:
-            r, begin_tile, end_tile, s, count = item_of(
+            r, tile, begin_tile, end_tile, s, count = item_of(
                 pid // K, query_start_loc, seq_lens, num_reqs, min_query, max_query, 1 << 30 if FREE else left,
                 1 << 30 if FREE else right, 1 << 30 if FREE else tree_right, tree_w, chunk, split_tiles, max_splits, whole_from,
                 BLOCK_N,
-                BLOCK_R, HAS_TREE, HAS_CHUNK,
+                BLOCK_R, BLOCK_Q if TILED else 0, HAS_TREE, HAS_CHUNK,
             )  # fmt: skip
             if r >= num_reqs:
                 return
-            if (s == 0) & (kv_head == 0):
+            if (s == 0) & (tile == 0) & (kv_head == 0):
                 plan = (scratch + states.to(tl.int64) * (D + 1)).to(tl.pointer_type(tl.int32)) + 2 * r
                 tl.store(plan, pid // K)
                 tl.store(plan + 1, count)
@@ -245,7 +248,6 @@ def attention(  # type: ignore[no-untyped-def]
             r = pid // K
         begin = tl.load(query_start_loc + r)
         q_len = tl.load(query_start_loc + r + 1) - begin
-        tile = 0
     else:
         r = request_of(query_start_loc, pid // K, num_reqs, BLOCK_Q)
         begin = tl.load(query_start_loc + r)
@@ -405,7 +407,7 @@ def attention(  # type: ignore[no-untyped-def]
     result = tl.where(norm[:, None] == 0, 0.0, acc / norm[:, None])
     if BLOCK_R > 0:  # noqa: SIM102
         if count > 1:
-            state = (pid // K * BLOCK_Q + token).to(tl.int64) * H + head
+            state = (pid // K * BLOCK_Q + row // G).to(tl.int64) * H + head
             tl.store(scratch + state[:, None] * D + d[None, :], result, mask=lanes)
             tl.store(scratch + states.to(tl.int64) * D + state, log, mask=live)
             return
@@ -455,14 +457,16 @@ def merge(  # type: ignore[no-untyped-def]
     BLOCK_S: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, HAS_V_SCALE: tl.constexpr, EARLY: tl.constexpr,
     TO_FP8: tl.constexpr,
 ):  # fmt: skip
-    """The second stage: grid R x BLOCK_Q x H, one program merges the parts of one row."""
+    """The second stage: grid (R x BLOCK_Q x H, most tiles of a request), one program merges the parts of one row."""
     r = tl.program_id(0) // (BLOCK_Q * H)
-    token = tl.program_id(0) // H % BLOCK_Q
+    of_tile = tl.program_id(0) // H % BLOCK_Q
+    tile = tl.program_id(1)
+    token = tile * BLOCK_Q + of_tile
     h = tl.program_id(0) % H
     head = h + tl.zeros((1,), tl.int32)
     begin = tl.load(query_start_loc + r)
     q_len = tl.load(query_start_loc + r + 1) - begin
-    if (token >= q_len) | (q_len > BLOCK_Q):
+    if (token >= q_len) | (q_len > BLOCK_Q * tl.num_programs(1)):
         return
     if EARLY:
         tl.extra.cuda.gdc_wait()
@@ -474,7 +478,7 @@ def merge(  # type: ignore[no-untyped-def]
         return
     d = tl.arange(0, BLOCK_D)
     part = tl.arange(0, BLOCK_S)
-    state = (item * BLOCK_Q + token).to(tl.int64) * H + h
+    state = ((item + tile * count) * BLOCK_Q + of_tile).to(tl.int64) * H + h
     # in one pass, so that no load waits for another; every part has a result, and one without keys has weight 0
     top = -float("inf")
     acc = tl.zeros((BLOCK_D,), tl.float32)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from attn.kernels.launch import (
     FUSED,
     LOG2E,
+    TOGETHER,
     UNBOUNDED,
     Launch,
     SplitKV,
@@ -84,8 +85,8 @@ class Kinds(NamedTuple):
     arch: as in `attn.kernels.memory`. processors: its multiprocessors. early: whether launches may overlap
     (`launch.can_launch_early`). dtypes: names in the order of `ARRAYS`, None for absent arrays. shape: (H, D, *the cache's
     without its first dimension). scales: the strides of k_scale and v_scale. queries: the most tokens of a request, or more
-    than a decode's tile holds. same, wide: see `strides_of`. hopper: whether `hopper_prefill` supports the arrays. tuned:
-    measured launches of decodes and prefills.
+    than a decode's tile holds. same, wide: see `strides_of`. hopper: whether `hopper_prefill` supports the arrays. together:
+    whether all requests are in one launch (`launch.run_together`). tuned: measured launches of decodes and prefills.
     """
 
     arch: str
@@ -98,6 +99,7 @@ class Kinds(NamedTuple):
     same: bool
     wide: bool
     hopper: bool = False
+    together: bool = False
     tuned: tuple[Launch | None, ...] = (None, None)
 
 
@@ -108,9 +110,10 @@ class Launches:
     change when another batch is timed, and the Hopper kernel serves a limited number of requests, so neither is used then. The
     number of requests selects BLOCK_R, which changes integers of the plan only.
 
-    tokens: of a request that fit in one decode tile, 0 without a block table. prefill: the constants and options of
-    `attention` for requests of more tokens, or None; its tile holds `prefill_tokens`. merge: those of `merge`. beside: whether
-    decodes run beside `hopper_prefill`, which `on_hopper` says takes the prompts, where launches may overlap.
+    tokens: of a request that fit in one decode tile, 0 without a block table; of all requests together, in one of a request's
+    tiles. prefill: the constants and options of `attention` for requests of more tokens, or None; its tile holds
+    `prefill_tokens`. merge: those of `merge`. beside: whether decodes run beside `hopper_prefill`, which `on_hopper` says takes
+    the prompts, where launches may overlap.
     """
 
     def __init__(self, kinds: Kinds, layer: Layer) -> None:
@@ -122,16 +125,19 @@ class Launches:
         self.free = given["spans"] is not None or given["prefix"] is not None
         sizes = (size, itemsize, _ITEMSIZE.get(str(stored), 1))
         packed = 0 if fixed or not self.paged else rows_of_speculation(name, group, kinds.queries, itemsize)
+        if kinds.together:
+            packed = max(group, min(TOGETHER, group * kinds.queries))
         decode = decode_launch(name, packed, *sizes) if packed else tuned[0] or decode_launch(name, group, *sizes)
         # one token alone needs no mask between rows
         most = decode.block_m // group if self.paged else 0
-        if self.paged and not fixed and not 1 < kinds.queries <= most:
+        if self.paged and not (fixed or kinds.together) and not 1 < kinds.queries <= most:
             most = 1
         in_row = self.paged and len(cache) == 2
         plain = not any(given[x] for x in _GENERAL) and not (fixed or in_row or layer.sparse)
         # a row's keys are a range that a prefix extends, and its span; under a window the prefix would be a range of its own
         plain = plain and not (given["prefix"] and layer.left is not None)
-        self.on_hopper = kinds.hopper and plain and kinds.queries > most
+        self._prompts = kinds.queries > most and not kinds.together
+        self.on_hopper = kinds.hopper and plain and self._prompts
         self.beside = self.on_hopper and self.paged and kinds.early
         if self.beside and tuned[0] is None:
             decode = decode_launch(name, group, *sizes, beside=True)
@@ -144,7 +150,7 @@ class Launches:
         prefill = tuned[1] or prefill_launch(name, group, *sizes)
         self.prefill_tokens, self.prefill = prefill.block_m // group, None
         self._attention = self._constants(given, in_row)
-        if kinds.queries > most and not self.on_hopper:
+        if self._prompts and not self.on_hopper:
             rows = {"DECODE": False, "min_query": most, "max_query": UNBOUNDED}
             self.prefill = self._tiled(prefill, self.prefill_tokens, 0) | rows
         launch = {"num_warps": 4, **({"launch_pdl": True} if kinds.early else {}), **FUSED}
@@ -176,6 +182,7 @@ class Launches:
             **{"SAME": self.kinds.same, "WIDE": self.kinds.wide, "EXACT": wide_query},
             # three tf32 products give float32's accuracy on tensor cores; without them the tiles would not fit in registers
             "PRECISION": "tf32x3" if wide_query and name.startswith("sm") else "ieee",
+            "TILED": self.kinds.together,
             "IN_HALF": query == "bfloat16" and one_byte and not per_token,
             **({"launch_pdl": True} if self.beside else {}),
         }
@@ -186,11 +193,16 @@ class Launches:
 
     def decode(self, block_r: int) -> dict[str, Any]:
         """Constants and options of `attention` for decodes. block_r: of `SplitKV`, 0 for decodes that stay whole."""
-        rows = {"DECODE": True, "min_query": 0, "max_query": self.tokens}
+        rows = {"DECODE": True, "min_query": 0, "max_query": UNBOUNDED if self.kinds.together else self.tokens}
         return self._tiled(self._split if block_r else self._whole, self.tokens, block_r) | rows
 
+    def tiles(self, num_reqs: int, tokens: int) -> int:
+        """The most tiles of rows per kv head in a decode's launch: one for each request, or more if all are together."""
+        return num_reqs + (tokens // self.tokens if self.kinds.together else 0)
+
     def parts(self, num_reqs: int, max_seq_len: int, whole: bool) -> SplitKV | None:
-        """How the keys of decodes are cut; None if they stay whole. whole: whether they are known to be better so."""
+        """How the keys of decodes are cut; None if they stay whole. num_reqs: or `tiles` of rows. whole: whether they are known
+        to be better so."""
         if whole and not self.layer.fixed_split:
             return None
         tiles, fixed = self._tiles(max_seq_len), self.layer.fixed_split // self.keys_per_tile

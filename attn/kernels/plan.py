@@ -29,12 +29,15 @@ def visible(  # type: ignore[no-untyped-def]
 @triton.jit
 def item_of(  # type: ignore[no-untyped-def]
     item, query_start_loc, seq_lens, num_reqs, min_query, max_query, left, right, tree_right, tree_w, chunk, split_tiles,
-    max_splits, whole_from, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, HAS_TREE: tl.constexpr, HAS_CHUNK: tl.constexpr,
+    max_splits, whole_from, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr, HAS_TREE: tl.constexpr,
+    HAS_CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The plan of a decode, computed by each of its programs: (request, first and last tile, part, parts) of an item.
+    """The plan of a decode, computed by each of its programs: (request, block of its rows, first and last tile, part, parts) of
+    an item.
 
-    A request's visible tiles are cut into parts of equal size, of at most so many tiles that all requests have at most
-    max_splits + num_reqs items, and not below `split_tiles`; `whole_from` requests of about equal length stay whole.
+    The visible tiles of a request, one block of rows, are cut into parts of equal size, of at most so many tiles that all
+    requests have at most max_splits + num_reqs items, and not below `split_tiles`; `whole_from` requests of about equal length
+    stay whole. BLOCK_Q: 0, or the tokens of a block where requests have several, which are cut alike and count as requests do.
     max_splits = 0: into parts of exactly `split_tiles`, from the first visible tile on. Requests in several parts come first,
     since theirs are the longest. Beyond the last item, request is BLOCK_R.
     """
@@ -46,35 +49,44 @@ def item_of(  # type: ignore[no-untyped-def]
     reach = tl.where(q_len <= tree_w, tree_right, right) if HAS_TREE else right
     aligned, _, end = visible(seq_len - q_len, seq_len - 1, seq_len, left, reach, chunk, BLOCK_N, HAS_CHUNK)
     tiles = tl.where(chosen, tl.cdiv(end - aligned, BLOCK_N), 0)
-    # the smallest number that makes few enough items, by four halvings (`split_tiles_of` is the counterpart on the host)
+    blocks = chosen.to(tl.int32)
     room = max_splits + num_reqs
-    total = tl.sum(tiles.to(tl.int64), 0)
+    if BLOCK_Q > 0:
+        blocks = tl.where(chosen, tl.cdiv(q_len, BLOCK_Q), 0)
+        room = max_splits + tl.sum(blocks, 0)
+    # the smallest number that makes few enough items, by four halvings (`split_tiles_of` is the counterpart on the host)
+    total = tl.sum(tiles.to(tl.int64) * blocks, 0)
     low = tl.maximum(split_tiles, tl.cdiv(total, room).to(tl.int32))
     high = tl.maximum(low, tl.cdiv(total, tl.maximum(max_splits, 1)).to(tl.int32))
     for _ in tl.static_range(4):
         middle = (low + high) // 2
-        fits = tl.sum(tl.where(chosen, tl.maximum(tl.cdiv(tiles, middle), 1), 0), 0) <= room
+        fits = tl.sum(blocks * tl.maximum(tl.cdiv(tiles, middle), 1), 0) <= room
         low = tl.where(fits, low, tl.minimum(middle + 1, high))
         high = tl.where(fits, middle, high)
     longest = tl.max(tiles, 0)
-    live = tl.sum(chosen.to(tl.int32), 0)
+    live = tl.sum(blocks, 0)
     even = (live >= whole_from) & (4 * longest.to(tl.int64) * live <= 5 * total)
     split_tiles = tl.where(max_splits > 0, tl.where(even, tl.maximum(high, longest), high), split_tiles)
-    counts = tl.where(chosen, tl.maximum(tl.cdiv(tiles, split_tiles), 1), 0)
-    long = tl.where(counts > 1, counts, 0)
+    parts = tl.maximum(tl.cdiv(tiles, split_tiles), 1)
+    counts = blocks * parts
+    long = tl.where(parts > 1, counts, 0)
     before = tl.sum(long, 0)
     counts = tl.where(item < before, long, counts - long)
     target = tl.where(item < before, item, item - before)
     ends = tl.cumsum(counts, 0)
     r = tl.sum((ends <= target).to(tl.int32), 0)
     own = n == r
-    count = tl.sum(tl.where(own, counts, 0), 0)
+    count = tl.sum(tl.where(own & (counts > 0), parts, 0), 0)
     part = target - tl.sum(tl.where(own, ends - counts, 0), 0)
+    block = 0
+    if BLOCK_Q > 0:
+        block = part // tl.maximum(count, 1)
+        part -= block * count
     whole = tl.sum(tl.where(own, tiles, 0), 0)
     of = tl.maximum(count, 1)
     first = tl.where(max_splits > 0, part * whole // of, part * split_tiles)
     last = tl.where(max_splits > 0, (part + 1) * whole // of, tl.minimum((part + 1) * split_tiles, whole))
-    return r, first, last, part, count
+    return r, block, first, last, part, count
 
 
 @triton.jit(do_not_specialize=("num_reqs", "groups", "rows"))

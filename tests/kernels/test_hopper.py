@@ -160,12 +160,14 @@ def test_explain_says_which_prompts_the_general_kernel_takes_on_hopper(monkeypat
     monkeypatch.setattr(hopper, "has_triton", lambda: True)
     monkeypatch.setattr(hopper, "why_off", lambda kernel: "")
     rules = AttentionBackendEnum.TRITON_ATTN.get_class().rules
-    (rule,) = rules(H200)
+    rule, packed = rules(H200)
+    assert packed.startswith("prompts of up to 64 tokens and little work are in one launch with decodes")
     assert rule.startswith("prompts of 16-bit caches take the Hopper prefill kernel, except for ALiBi, a draft tree, ")
     assert "a prefix under a window" in rule and "span" not in rule and "chunk" not in rule
-    assert rules(A100) == rules(MI300) == rules(None) == BlocksparseFlashAttentionBackend.rules(H200) == ()
+    assert rules(MI300) == rules(None) == BlocksparseFlashAttentionBackend.rules(H200) == ()
+    assert rules(A100) == (packed,)
     monkeypatch.setattr(hopper, "why_off", lambda kernel: "triton 3.5.1 has no x")
-    assert rules(H200) == ()  # no prompt takes it: `off_paths` says why
+    assert rules(H200) == (packed,)  # no prompt takes it: `off_paths` says why
 
 
 def test_a_reason_is_logged_once(monkeypatch, caplog):

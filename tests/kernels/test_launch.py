@@ -15,6 +15,7 @@ from attn.kernels.launch import (
     row_launch,
     row_parts,
     rows_of_speculation,
+    run_together,
     split_kv_for,
     split_tiles_of,
 )
@@ -102,6 +103,21 @@ def test_rows_of_speculation_share_a_tile() -> None:
     for args in (("sm_90", 4, 1, 2), ("sm_90", 4, 4, 2), ("sm_90", 8, 9, 2), ("sm_90", 1, 17, 2), ("sm_90", 4, 5, 4),
                  ("gfx942", 4, 5, 2)):  # fmt: skip
         assert rows_of_speculation(*args) == 0
+
+
+def test_little_work_is_one_launch() -> None:
+    """By the tiles of all requests, spread over 132 multiprocessors, and the prompts' longest program."""
+
+    def together(requests: list[tuple[int, int]], heads: int, kv_heads: int) -> bool:
+        q_lens, keys = np.array(requests, int).reshape(-1, 2).T
+        return run_together(q_lens, keys, -(-q_lens * (heads // kv_heads) // 64), kv_heads, 132)
+
+    assert together([(57, 57), (1, 22), (1, 1338)], 16, 16)  # 368 tiles, 3 for each; a prompt's program takes 6
+    assert together([(57, 57)] * 4 + [(1, 100)] * 10, 32, 8)  # 288 tiles
+    assert together([(40, 9000)], 32, 8) and together([(64, 64), (0, 5000), (1, 0)], 8, 1)
+    assert not together([(57, 57)] * 4 + [(1, 1000)] * 40, 32, 8)  # decodes that fill the device: 43 for each
+    assert not together([(60, 60)] * 200, 32, 8) and not together([(60, 9000)] * 3, 32, 8)  # and so do prompts
+    assert not together([(65, 65), (1, 20)], 16, 16) and not together([(1, 20)], 16, 16) and not together([], 16, 16)
 
 
 def test_a_mixed_batch_shares_the_device_where_that_is_shorter() -> None:

@@ -20,7 +20,7 @@ from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.paged import PagedCall
 from attn.capabilities import ATTN_TYPES, PAGED_FEATURES, Capabilities, Device, Feature, MultipleOf, Request
 from attn.dtypes import PER_TOKEN_HEAD
-from attn.kernels.launch import CUT, FIXED_SPLIT, TUNED
+from attn.kernels.launch import CUT, FIXED_SPLIT, TOGETHER, TUNED
 from attn.kernels.memory import group_reason
 from attn.kernels.paged_launch import GENERAL
 from attn.torch import kv_cache as caches
@@ -31,6 +31,7 @@ from attn.torch.kernels.runs import Runs
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
 
 if TYPE_CHECKING:  # loaded with Triton
+    from attn.backends.metadata import IntArray
     from attn.torch.kernels.kept import Kept
 
 FEATURES = PAGED_FEATURES | {Feature.PER_HEAD_SCALES, Feature.OUTPUT_SCALE, Feature.NAN_SAFE, Feature.BATCH_INVARIANT}
@@ -77,7 +78,9 @@ class TritonPagedBackend(PagedAttentionBackend):
     def rules(cls, device: Device | None = None) -> tuple[str, ...]:
         on_hopper = device is not None and (device.platform, device.arch) == ("cuda", "sm_90") and not cls.off_paths(device)
         which = f"prompts of 16-bit caches take the Hopper prefill kernel, except for {', '.join(GENERAL)}, and heads above 256"
-        return (which,) if on_hopper else ()
+        packed = f"prompts of up to {TOGETHER} tokens and little work are in one launch with decodes (heads of up to 128)"
+        on_nvidia = device is not None and device.platform == "cuda"
+        return ((which,) if on_hopper else ()) + ((packed,) if on_nvidia else ())
 
     @staticmethod
     def is_interpreted() -> bool:
@@ -94,11 +97,12 @@ class TritonPagedBackend(PagedAttentionBackend):
 
 
 class _Plan(NamedTuple):
-    """The launches of a batch: multiprocessors reserved for the prefill while it overlaps decodes (0: all), and whether decodes
-    skip split-KV."""
+    """The launches of a batch: multiprocessors reserved for the prefill while it overlaps decodes (0: all), whether decodes
+    skip split-KV, and whether prompts are in the decodes' launch."""
 
     prefill_programs: int = 0
     whole: bool = False
+    together: bool = False
 
 
 _UNKNOWN = _Plan()
@@ -167,7 +171,7 @@ class TritonPagedImpl(PagedAttentionImpl):
 
             kind = "decode" if meta.max_query_len == 1 else "prefill"
             sizes = (call.query.element_size(), key_cache.element_size())
-            launch = functools.partial(paged_attention, **arguments)
+            launch = functools.partial(paged_attention, **{**arguments, "together": False})
             with unkept():
                 autotune.tune(kind, (self.num_heads // self.num_kv_heads, self.head_size, *sizes), launch, call.query.device)
         paged_attention(**arguments)
@@ -185,21 +189,33 @@ class TritonPagedImpl(PagedAttentionImpl):
         plans = attn_metadata.__dict__.setdefault("_plans", {})
         shape = (self.num_heads, self.num_kv_heads, self.head_size, self.window, key_cache.element_size())
         if shape not in plans:
-            from attn.kernels.launch import are_whole, prefill_programs
-            from attn.torch.kernels.direct import multiprocessors
+            from attn.torch.kernels.direct import arch, multiprocessors
 
-            processors, left = multiprocessors(key_cache.device), self.window[0]
-            q_lens, most = start[1:] - start[:-1], attn_metadata.max_query_len
-            keys = seq_lens if left is None else np.minimum(seq_lens, left + q_lens)
-            decodes = keys[(q_lens > 0) & (q_lens <= (most if most <= 16 else 1))]
-            programs, whole = 0, are_whole(decodes, self.num_kv_heads, processors)
-            if most > 1:
-                rows, of_rows = q_lens[q_lens > 1].astype(np.float64), keys[q_lens > 1]
-                pairs = float(rows @ (of_rows - (rows - 1) / 2))
-                nbytes = 2 * self.num_kv_heads * self.head_size * key_cache.element_size() * int(keys[q_lens == 1].sum())
-                programs = prefill_programs(4 * self.num_heads * self.head_size * pairs, nbytes, processors)
-            plans[shape] = _Plan(programs, whole)
+            lens, processors = (start[1:] - start[:-1], seq_lens), multiprocessors(key_cache.device)
+            plans[shape] = self._planned(*lens, attn_metadata.max_query_len, key_cache.element_size(), arch(), processors)
         return plans[shape]  # type: ignore[no-any-return]
+
+    def _planned(
+        self, q_lens: "IntArray", seq_lens: "IntArray", most: int, itemsize: int, arch: str, processors: int
+    ) -> "_Plan":
+        """Return `_plan` of requests of these lengths. most: the bound of `q_lens`; itemsize: of the cache."""
+        from attn.kernels.launch import TOGETHER, are_whole, packs_rows, prefill_programs, run_together
+
+        group, left = self.num_heads // self.num_kv_heads, self.window[0]
+        keys = seq_lens if left is None else np.minimum(seq_lens, left + q_lens)
+        packs = self.head_size <= 128 and packs_rows(arch, max(itemsize, 2)) and not self._sparse()
+        if packs and most <= TOGETHER and (most > 16 or most * group > TOGETHER):  # else a decode's tile holds each request
+            blocks = -(-q_lens * group // TOGETHER)
+            if run_together(q_lens, keys, blocks, self.num_kv_heads, processors):
+                return _Plan(0, are_whole(np.repeat(keys, blocks), self.num_kv_heads, processors), True)
+        decodes = keys[(q_lens > 0) & (q_lens <= (most if most <= 16 else 1))]
+        programs, whole = 0, are_whole(decodes, self.num_kv_heads, processors)
+        if most > 1:
+            rows, of_rows = q_lens[q_lens > 1].astype(np.float64), keys[q_lens > 1]
+            pairs = float(rows @ (of_rows - (rows - 1) / 2))
+            nbytes = 2 * self.num_kv_heads * self.head_size * itemsize * int(keys[q_lens == 1].sum())
+            programs = prefill_programs(4 * self.num_heads * self.head_size * pairs, nbytes, processors)
+        return _Plan(programs, whole)
 
     def _attend_ragged(self, call: PagedCall) -> None:
         from attn.torch.kernels.paged_attention import paged_attention

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from attn.kernels import hopper
-from attn.kernels.launch import TUNED, Launch, can_launch_early, converts_e4m3
+from attn.kernels.launch import TOGETHER, TUNED, Launch, can_launch_early, converts_e4m3, packs_rows
 from attn.kernels.paged_attention import attention, merge
 from attn.kernels.paged_launch import OF_MERGE, Kinds, Launches, Layer, strides_of
 from attn.torch.kernels.direct import Kind, Prepared, arch, kind_of, multiprocessors, operator, temporary
@@ -15,6 +15,7 @@ Arrays = tuple[torch.Tensor | None, ...]
 Strides = tuple[int, ...]
 Factors = tuple[float, float]
 Tuned = tuple[Launch | None, ...]
+Flags = tuple[bool, bool, bool, bool]
 _UNTUNED: Tuned = (None, None)
 
 
@@ -38,11 +39,13 @@ class _Launches:
         self._merge = Prepared(merge, **rules.merge)
 
     def __call__(
-        self, arrays: Arrays, strides: Strides, factors: Factors, num_reqs: int, max_seq_len: int, whole: bool, programs: int
+        self, arrays: Arrays, strides: Strides, factors: Factors, bounds: tuple[int, int, int], whole: bool, programs: int
     ) -> None:
-        """Launch them; whole, programs: `whole` and `prefill_programs` of `paged_attention`."""
+        """Launch them. bounds: requests, tokens and keys of each at most; whole, programs: `whole` and `prefill_programs` of
+        `paged_attention`."""
         output, lse, starts, sinks, _, _, query, key_cache, value_cache, seq_lens, table, _, tree, *mask, _ = arrays
         rules, layer, kv_heads = self._rules, self._rules.layer, self._rules.kv_heads
+        num_reqs, max_query_len, max_seq_len = bounds
         factor, v_factor = layer.factor(factors[0]), factors[1]
         lse_h, table_r = 0 if lse is None else lse.stride(0), 0 if table is None else table.stride(0)
         tree_w = 0 if tree is None else tree.shape[1]
@@ -56,24 +59,27 @@ class _Launches:
             self._prefill(tiles * kv_heads, (None, *arrays), *numbers, *no_plan, *strides)
         if not rules.paged:
             return
-        split_kv = rules.parts(num_reqs, max_seq_len, whole)
+        tiles = rules.tiles(num_reqs, query.shape[0])  # type: ignore[union-attr]
+        split_kv = rules.parts(tiles, max_seq_len, whole)
         if split_kv is None:
-            self._decode(0)(num_reqs * kv_heads + rules.beside, (None, *arrays), *numbers, *no_plan, *strides)
+            self._decode(0)(tiles * kv_heads + rules.beside, (None, *arrays), *numbers, *no_plan, *strides)
             return
         states, floats = rules.states(num_reqs, split_kv)
         scratch = temporary(query.new_empty(floats, dtype=torch.float32))  # type: ignore[union-attr]
         plan = states, lse_h, table_r, tree_w, split_kv.split_tiles, split_kv.max_splits, split_kv.whole_from
         programs = split_kv.items * kv_heads + rules.beside
         self._decode(split_kv.block_r)(programs, (scratch, *arrays), *numbers, *plan, *strides)
-        self._merge(num_reqs * rules.rows, (scratch, *arrays[:OF_MERGE]), v_factor, states, lse_h, *strides[:2])
+        most = -(-max_query_len // rules.tokens) if rules.kinds.together else 1
+        of_merge = (scratch, *arrays[:OF_MERGE])
+        self._merge(num_reqs * rules.rows, of_merge, v_factor, states, lse_h, *strides[:2], columns=most)
 
 
 @functools.lru_cache(maxsize=1024)
 def _launches(
-    name: str, kind: Kind, shape: Strides, scales: Any, rules: Any, queries: int, flags: tuple[bool, bool, bool], tuned: Tuned
+    name: str, kind: Kind, shape: Strides, scales: Any, rules: Any, queries: int, flags: Flags, tuned: Tuned
 ) -> _Launches:
-    """The launches of calls that agree in these. scales: two tuples or None; rules: of `Layer`; flags: `Kinds.same`, `wide` and
-    `hopper`."""
+    """The launches of calls that agree in these. scales: two tuples or None; rules: of `Layer`; flags: `Kinds.same`, `wide`,
+    `hopper` and `together`."""
     dtypes = tuple(None if dtype is None else str(dtype).removeprefix("torch.") for dtype in kind[1])
     device = name, multiprocessors(kind[0]), can_launch_early(name)
     return _Launches(Kinds(*device, dtypes, shape, scales, queries, *flags, tuned), Layer(*rules))
@@ -113,6 +119,7 @@ def paged_attention(
     output_scale: torch.Tensor | None = None,
     prefill_programs: int = 0,
     whole: bool = False,
+    together: bool = False,
 ) -> None:
     """Compute output [T, H, D] and, unless None, lse [H, T] for every token of every request.
 
@@ -128,7 +135,8 @@ def paged_attention(
     local_blocks, vert_stride, shift per head, first head] (docs/semantics.md §13). output_scale: 0-d float32 on the device;
     output is then float8_e4m3fn and holds result / output_scale, saturated and rounded to nearest even. prefill_programs:
     number of multiprocessors for the prefill of a mixed batch that runs concurrently with the decode (Hopper); 0 for all.
-    whole: do not cut the keys of decodes into parts (`launch.are_whole`).
+    whole: do not cut the keys of decodes into parts (`launch.are_whole`). together: prompts, of at most `launch.TOGETHER`
+    rows, are in the launch of the decodes (`launch.run_together`).
     """
     num_reqs, (tokens, heads, size) = query_start_loc.shape[0] - 1, query.shape
     if num_reqs < 1 or tokens == 0 or max_query_len == 0:
@@ -152,7 +160,9 @@ def paged_attention(
     if TUNED and not fixed_split:
         tuned = tuple([TUNED.get((step, name, group, size, query.itemsize, stored)) for step in ("decode", "prefill")])
     scales = (None if k_scale is None else k_scale.stride(), None if v_scale is None else v_scale.stride())
-    queries = min(max_query_len, (256 if TUNED else 16) + 1)
+    together = together and not fixed_split and packs_rows(name, query.itemsize)
+    queries = min(max_query_len, TOGETHER if together else (256 if TUNED else 16) + 1)
     kind = kind_of(arrays, strides)
-    launches = _launches(name, kind, shape, scales, rules, queries, (same, wide, serves), tuned)
-    launches(arrays, strides, (k_factor, v_factor), num_reqs, max_seq_len, whole, prefill_programs)
+    launches = _launches(name, kind, shape, scales, rules, queries, (same, wide, serves, together), tuned)
+    bounds = num_reqs, max_query_len, max_seq_len
+    launches(arrays, strides, (k_factor, v_factor), bounds, whole, prefill_programs)

@@ -51,6 +51,30 @@ if not ON_GPU:
 quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
 
 
+def test_the_plan_of_a_batch() -> None:
+    """What the lengths say about launches: (processors of prompts, whether decodes are whole, whether both are one)."""
+    pytest.importorskip("triton")
+
+    def plan(batch: list[tuple[int, int]], heads: int, kv_heads: int, size: int = 128, itemsize: int = 2, **more: Any) -> Any:
+        q_lens, seq_lens = np.array(batch).T
+        arch, cls = more.pop("arch", "sm_90"), more.pop("cls", TritonAttentionBackend).get_impl_cls()
+        impl = cls(heads, size, 0.1, kv_heads, **more)
+        return tuple(impl._planned(q_lens, seq_lens, int(q_lens.max()), itemsize, arch, 132))
+
+    small = [(57, 57), (1, 22), (1, 1338)]
+    assert plan(small, 16, 16) == plan(small, 16, 16, itemsize=1) == (0, False, True)
+    assert plan(small, 16, 16, arch="sm_80") == (0, False, True)
+    assert plan(small[:2], 16, 16) == (0, True, True)  # too few keys to be cut: one launch in all
+    assert plan(small, 16, 16, sliding_window=100) == (0, True, True)
+    apart = {"arch": "gfx942"}, {"size": 256}, {"itemsize": 4}, {"cls": BlocksparseFlashAttentionBackend}
+    assert [plan(small, 16, 16, **options)[2] for options in apart] == [False] * len(apart)
+    # one token more, speculation, decodes alone, and prompts that fill the device
+    assert [plan(b, 32, 8)[2] for b in ([(65, 65), (1, 9)], [(4, 900)] * 3, [(1, 900)], [(60, 60)] * 200)] == [False] * 4
+    assert plan([(512, 8192)] + [(1, 4096)] * 63, 32, 8) == (70, True, False)
+    assert plan([(2048, 2048)] * 2 + [(1, 1024)] * 32, 32, 8) == (132, True, False)
+    assert plan([(2039, 2039), (691, 691)], 28, 4) == (132, True, False)
+
+
 @pytest.mark.triton_kernels
 @quiet
 def test_fixed_split_is_batch_invariant() -> None:

@@ -15,6 +15,7 @@ from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.registry import AttentionBackendEnum
 from attn.errors import DTypeError, UnsupportedError
 from attn.torch import kv_cache as caches
+from attn.torch.backends._triton import _Plan
 from attn.torch.kernels import kept
 from attn.torch.metadata import of_kind
 
@@ -47,12 +48,15 @@ def batch_of(lens, causal=True, spans=False, prefix=False, tree=False):
 
 class Layer:
     # one layer, and the tensors of its calls over a batch
-    def __init__(self, lens, cache="auto", arrangement="", lse=False, sinks=False, backend="TRITON_ATTN", batch={}, **options):
+    def __init__(self, lens, cache="auto", arrangement="", lse=False, sinks=False, backend="TRITON_ATTN", batch={},
+                 together=False, **options):
         self.cls = AttentionBackendEnum[backend].get_class()
         self.cls.is_interpreted = staticmethod(lambda: True)  # else tensors on the CPU are an error
         extras = {"sinks": torch.rand(H), "alibi_slopes": torch.rand(H)} if sinks else {}
         self.impl = self.cls.get_impl_cls()(H, D, 0.1, K, kv_cache_dtype=cache, **extras, **options)
         self.impl.need_to_return_lse_for_decode = lse
+        if together:
+            self.impl._plan = lambda *_: _Plan(together=True)
         self.scales = SimpleNamespace(_k_scale=torch.ones(K), _v_scale=torch.ones(K))
         self.spec = KVCacheSpec(P, K, D, "bfloat16", cache, 512)
         self.batch, tokens = batch_of(lens, **batch), sum(lens[0])
@@ -126,6 +130,7 @@ calls = [
     (dict(lens=MIXED), "write prefill attention merge"),
     (dict(lens=MIXED, lse=True, arrangement="slices"), "write prefill attention merge"),
     (dict(lens=MIXED, cache="fp8"), "write attention attention merge"),
+    (dict(lens=MIXED, together=True), "write attention merge"),
     (dict(lens=FEW, batch=dict(tree=True)), "write attention merge"),
     (dict(lens=FEW, batch=dict(prefix=True)), "write attention merge"),
 ]

@@ -1,6 +1,7 @@
 """Paged attention called as a kernel, where magnitudes leave what the product's dtype holds. 10 s on one core, interpreted."""
 
 import inspect
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -130,27 +131,83 @@ def test_parts_of_a_decode_have_the_scales_of_their_kv_head() -> None:
     torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-4)
 
 
+_TOGETHER: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "window": {"left": 40},
+    "not causal": {"right": None},
+    "some causal": {"right": None, "is_causal": [True, False, True, True, False]},
+    "spans": {"spans": (6, 12)},
+    "prefixes": {"prefix": [0, 50, 3, 0, 100]},
+    "chunks": {"chunk_size": 48},
+    "trees": {"tree": 4},
+    "cap and sinks": {"soft_cap": 3.0, "sinks": [0.5, -1.0]},
+    "a quantized cache": {"stored": torch.float8_e4m3fn, "k_scale": 0.5, "v_scale": 2.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "whole"), sampled([pytest.param(*x) for x in itertools.product(_TOGETHER, (False, True))], 3, "batches together")
+)
+def test_a_batch_in_one_launch(case: str, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of several tiles of rows, a request without tokens and decodes, as in launches of their own; nothing else is
+    launched but the merge of parts."""
+    q_lens, seq_lens, page, size = [45, 1, 0, 3, 33], [45, 150, 9, 35, 200], 16, 32
+    tokens, columns, choice = sum(q_lens), -(-max(seq_lens) // page), dict(_TOGETHER[case])
+    generator = torch.Generator().manual_seed(7)
+    noise = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    stored, dtype = choice.pop("stored", torch.float16), torch.float16
+    query = noise(tokens, 2, size).to(DEVICE, dtype)
+    caches = [noise(5 * columns, page, 1, size).to(stored).to(DEVICE) for _ in "kv"]
+    starts = torch.tensor([0, *np.cumsum(q_lens)], dtype=torch.int32, device=DEVICE)
+    lens = torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE)
+    table = torch.randperm(5 * columns, generator=generator).int().view(5, columns).to(DEVICE)
+    kinds = {"prefix": torch.int32, "is_causal": torch.bool, "sinks": torch.float32, "k_scale": None, "v_scale": None}
+    choice |= {name: torch.tensor(choice[name], dtype=kind, device=DEVICE) for name, kind in kinds.items() if name in choice}
+    if "spans" in choice:
+        at, spans = choice["spans"], torch.full((tokens, 2), -1, dtype=torch.int32)
+        spans[at[0] : at[1] + 1] = torch.tensor(at)
+        choice["spans"] = spans.to(DEVICE)
+    if "tree" in choice:
+        choice["tree"] = torch.eye(4, dtype=torch.bool, device=DEVICE).tril().expand(5, 4, 4).contiguous()
+        choice["tree"][..., 0] = True
+    found, launched, call = [], list[dict[str, Any]](), module.Prepared.__call__
+    monkeypatch.setattr(module.Prepared, "__call__", lambda *a, **k: launched.append(a[0]._constants) or call(*a, **k))
+    for together in (False, True):
+        launched.clear()
+        output, lse = torch.full_like(query, torch.nan), torch.full((2, tokens), torch.nan, device=DEVICE)
+        of = (output, lse, query, *caches, starts, lens, table, max(q_lens), max(seq_lens), size**-0.5)
+        paged_attention(*of, **{"right": 0, **choice}, whole=whole, together=together)
+        found.append((output, lse))
+        assert [c.get("DECODE") for c in launched] == ([True] if together else [False, True]) + [None] * (not whole)
+        assert "BLOCK_N" not in launched[-1] or whole
+    assert not any(bool(x.isnan().any()) for pair in found for x in pair)
+    for ours, apart in zip(*found, strict=True):
+        torch.testing.assert_close(ours, apart, rtol=2e-3, atol=2e-3)
+
+
 @triton.jit
 def _items(
     found,
     query_start_loc,
     seq_lens,
     num_reqs,
+    max_query,
     left,
     split_tiles,
     max_splits,
     whole_from,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
 ):  # type: ignore[no-untyped-def]
     item = tl.program_id(0)
-    r, first, last, part, count = item_of(
+    r, block, first, last, part, count = item_of(
         item,
         query_start_loc,
         seq_lens,
         num_reqs,
         0,
-        4,
+        max_query,
         left,
         0,
         0,
@@ -161,52 +218,57 @@ def _items(
         whole_from,
         BLOCK_N,
         BLOCK_R,
+        BLOCK_Q,
         False,
         False,
     )
-    tl.store(found + 5 * item, r)
-    tl.store(found + 5 * item + 1, first)
-    tl.store(found + 5 * item + 2, last)
-    tl.store(found + 5 * item + 3, part)
-    tl.store(found + 5 * item + 4, count)
+    tl.store(found + 6 * item, r)
+    tl.store(found + 6 * item + 1, first)
+    tl.store(found + 6 * item + 2, last)
+    tl.store(found + 6 * item + 3, part)
+    tl.store(found + 6 * item + 4, count)
+    tl.store(found + 6 * item + 5, block)
 
 
-@pytest.mark.parametrize("fixed", [0, 12])
+@pytest.mark.parametrize(("fixed", "rows"), [(0, 0), (12, 0), (0, 3)])
 @pytest.mark.parametrize("left", [UNBOUNDED, 700])
 @pytest.mark.parametrize("seed", sampled(range(3), 1, "batches of items"))
-def test_items_are_every_tile_of_every_decode_once(seed: int, left: int, fixed: int) -> None:
-    """Requests without rows or with too many have none; a decode without keys has one item, which writes its zeros."""
+def test_items_are_every_tile_of_every_decode_once(seed: int, left: int, fixed: int, rows: int) -> None:
+    """Requests without rows or with too many have none; a decode without keys has one item, which writes its zeros. rows: of a
+    block, where requests may have several."""
     rng = np.random.default_rng(seed)
     num_reqs, block_n = (1, 17, 7)[seed], 32
     q_lens, seq_lens = rng.integers(0, 6, num_reqs), (2 ** rng.uniform(0, 11, num_reqs)).astype(int)
     q_lens[0], seq_lens[-1] = 1, 0
-    chosen = (q_lens > 0) & (q_lens <= 4)
+    chosen = (q_lens > 0) & (q_lens <= (UNBOUNDED if rows else 4))
+    blocks = -(-q_lens // rows) if rows else chosen.astype(int)
     lows = np.maximum(seq_lens - q_lens - left, 0) // block_n
     tiles = np.where(chosen & (seq_lens > 0), -(-seq_lens // block_n) - lows, 0)
-    split_kv = split_kv_for(num_reqs, 2, max(3, int(tiles.max())), fixed, 16)
+    split_kv = split_kv_for(max(num_reqs, int(blocks.sum())), 2, max(3, int(tiles.max())), fixed, 16)
     assert split_kv is not None
-    found = torch.full((split_kv.items + 3, 5), -1, dtype=torch.int32, device=DEVICE)
+    found = torch.full((split_kv.items + 3, 6), -1, dtype=torch.int32, device=DEVICE)
     start, lens = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, *np.cumsum(q_lens)], seq_lens))
     _items[(split_kv.items + 3,)](
         found,
         start,
         lens,
         num_reqs,
+        UNBOUNDED if rows else 4,
         left,
         split_kv.split_tiles,
         split_kv.max_splits,
         split_kv.whole_from,
         block_n,
         split_kv.block_r,
+        rows,
     )
     items = [item for item in found.tolist() if item[0] < num_reqs]
     assert items == found.tolist()[: len(items)], "the rest of the grid has none"
-    split_tiles = fixed or split_tiles_of(tiles[chosen], split_kv)
-    for r in range(num_reqs):
-        own = [item[1:] for item in items if item[0] == r]
-        if not chosen[r]:
-            assert own == []
-            continue
+    split_tiles = fixed or split_tiles_of(np.repeat(tiles[chosen], blocks[chosen]), split_kv)
+    wanted = [(r, block) for r in range(num_reqs) for block in range(blocks[r])]
+    assert sorted({(item[0], item[5]) for item in items}) == wanted
+    for r, block in wanted:
+        own = [item[1:5] for item in items if item[0] == r and item[5] == block]
         assert [part for _, _, part, _ in own] == list(range(len(own))) and {count for *_, count in own} == {len(own)}
         assert [tile for first, last, _, _ in own for tile in range(first, last)] == list(range(tiles[r]))
         if num_reqs == chosen.sum():  # else the device has room for more items than the host assumes
