@@ -15,7 +15,7 @@ log-sum-exp of rows without a key as +inf or -inf, and define sinks differently 
 log-sum-exp, in bfloat16). So sinks are never passed to a provider: the backend applies them, from the log-sum-exp.
 Other masks (`MASK_FEATURES`) are FlashAttention 4's `mask_mod`, which it calls for each row and key in place of causality and
 the window. It then computes every tile of keys: its lists of tiles to skip (`block_sparse_tensors`) are not for pages on sm_90,
-where their loads take the numbers of tiles for those of pages.
+where their loads take the numbers of tiles for those of pages, and it refuses them on sm_100.
 Signatures are those of FlashAttention 4.0.0b36, of the Dao-AILab/flash-attention repository at 0251105a, of vLLM 0.24 to 0.33
 and of torch 2.13.
 Loading a vLLM build imports the package `vllm`, which sets environment variables for its own workers, as `import vllm`
@@ -42,7 +42,6 @@ from attn.capabilities import (
     MultipleOf,
     Request,
     arch_matches,
-    supports_size,
 )
 from attn.errors import BackendLoadError, UnsupportedError
 from attn.imports import assumed, installed, loading
@@ -235,6 +234,7 @@ class Provider:
     attend: Callable[[Any, VarlenCall], State]
     narrow_values: Callable[[int, int], bool] = lambda keys, values: False  #: whether values need no padding
     sizes_on: tuple[tuple[str, MultipleOf], ...] = ()  #: head sizes on architectures that serve fewer than the record
+    sizes_over_pages: MultipleOf = MultipleOf(1)
     compiled: str = ""
     mask_needs: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
@@ -259,8 +259,10 @@ class Provider:
         for rule, sizes in self.sizes_on:
             if device is not None and arch_matches(device.arch, rule) and request.head_size not in sizes:
                 why.append(f"head_size={request.head_size} on {device.arch} (supports {sizes})")
-        if request.block_size is not None and not supports_size(request.block_size, (self.block_size,)):
+        if request.block_size is not None and request.block_size not in self.block_size:
             why.append(f"block_size={request.block_size} (supports {self.block_size})")
+        if request.block_size is not None and request.head_size not in self.sizes_over_pages:
+            why.append(f"head_size={request.head_size} over pages (supports {self.sizes_over_pages})")
         try:
             return why or ([] if assumed(self.module) else list(_lacking(self, not MASK_FEATURES.isdisjoint(request.features))))
         except BackendLoadError as error:
@@ -316,6 +318,7 @@ PROVIDERS: tuple[Provider, ...] = (
         _record(("sm_90", "sm_10*"), _FEATURES | MASK_FEATURES), MultipleOf(16),
         (("flash_attn_varlen_func", ("page_table", "seqused_k", "window_size", "softcap", "return_lse")),), _fa4,
         sizes_on=(("sm_10*", MultipleOf(8, 32, 128)),),  # its interface asserts these; 256 has a kernel of its own there
+        sizes_over_pages=MultipleOf(16),  # it asserts this too, unless a page is a tile of keys
         mask_needs=(("flash_attn_varlen_func", ("mask_mod", "aux_tensors")), ("utils.scalar_to_ssa", ())),
     ),
     Provider(

@@ -237,6 +237,17 @@ def test_sizes_may_depend_on_the_architecture(standins: Callable[..., None]) -> 
     )
 
 
+def test_sizes_may_depend_on_pages(standins: Callable[..., None]) -> None:
+    standins("fa3", "fa4")
+    odd = replace(PLAIN, head_size=72)
+    assert providers.chosen(odd, "sm_90").name == "FlashAttention 3"
+    assert (
+        providers.chosen(replace(odd, block_size=None, features=frozenset({Feature.SPANS})), "sm_90").name == "FlashAttention 4"
+    )
+    told = _why(replace(odd, features=frozenset({Feature.SPANS})))
+    assert "FlashAttention 4: head_size=72 over pages (supports multiples of 16)" in told
+
+
 def test_without_a_provider_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(providers.Provider, "present", lambda self: False)
     assert "pip install 'flash-attn-3'" in _why(PLAIN)

@@ -65,6 +65,7 @@ def flash_attn_varlen_func(
         lens = cu_seqlens_k.diff()
     else:
         assert cu_seqlens_k is None, "page_table goes with seqused_k"
+        assert q.shape[2] % 16 == 0, "Paged KV does not support irregular head dim"
         vendor.check("k", k, (None, None, None, q.shape[2]), q.dtype)
         vendor.check("page_table", page_table, (len(cu_seqlens_q) - 1, None), torch.int32)
         vendor.check("seqused_k", seqused_k, (len(cu_seqlens_q) - 1,), torch.int32)
