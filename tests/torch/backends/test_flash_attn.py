@@ -5,11 +5,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from attn import reference
 from attn.backends.paged import PagedCall
 from attn.capabilities import MASK_FEATURES, Device, Feature, Request
 from attn.errors import UnsupportedError
@@ -189,6 +192,80 @@ def test_only_batches_that_need_it_have_a_mask(
     assert [(name, call.mask is not None) for name, call in calls[1:3]] == [(chosen, masked)] * 2
     if not layer:
         assert [(name, call.mask) for name, call in calls[::3]] == [("FlashAttention 3", None)] * 2
+
+
+LAYERS = (
+    LayerMask(),
+    LayerMask(causal=False),
+    LayerMask(chunk_size=3),
+    LayerMask(window=(2, None)),
+    LayerMask(False, (2, 1)),
+    LayerMask(False, (2, 1), 4, True),
+    LayerMask(True, (1, 0), None, False),
+)
+
+
+def _requests(layer: LayerMask) -> Iterator[tuple[tuple[str, ...], Any, tuple[int, int, int, int], Any]]:
+    """Names of arrays, these, (request, first row, rows, keys) and what these rows see by the oracle, of small batches."""
+    starts, lens, rng = [0, 4, 9, 16], [9, 5, 12], np.random.default_rng(0)
+    first = rng.integers(0, 3, 16)
+    spans = np.stack([first, first + rng.integers(0, 3, 16)], 1)
+    spans[::3] = -1
+    tree = np.tril(rng.random((3, 7, 7)) < 0.5) | np.eye(7, dtype=bool)
+    arrays = {"tree": tree, "spans": spans.astype(np.int32), "prefix": np.array([0, 3, 2], np.int32)}
+    arrays["is_causal"] = np.array([layer.causal, False, layer.causal])
+    for names in ((), ("spans",), ("prefix",), ("is_causal",), ("tree",), ("spans", "prefix", "is_causal"), ("tree", "spans")):
+        given = [torch.from_numpy(arrays[name]) for name in names] or None
+        for r, keys in enumerate(lens):
+            count = starts[r + 1] - starts[r]
+            there = {"causal": layer.causal, "window": layer.window, "chunk_size": layer.chunk_size}
+            if "spans" in names:
+                there["spans"] = arrays["spans"][starts[r] : starts[r + 1]]
+            if "tree" in names and layer.causal:
+                there["tree"] = tree[r, :count, :count]
+            if "is_causal" in names:
+                there["causal"] = bool(arrays["is_causal"][r])
+            prefix = int(arrays["prefix"][r]) if "prefix" in names else 0
+            want = reference.visible_mask(count, keys, prefix=prefix, span_window=bool(layer.span_window), **there)
+            yield names, given, (r, starts[r], count, keys), want
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_the_mask_of_flash_attention_4_is_the_oracles(layer: LayerMask, standins: Callable[..., None]) -> None:
+    """Also for rows past a request's last, which the kernel computes and must not read past the batch's last."""
+    standins("fa4")
+    from flash_attn.cute import interface
+
+    for names, given, request, want in _requests(layer):
+        mask_mod = providers._mask_mod(interface.utils.scalar_to_ssa, layer, names)
+        assert (interface.seen_by(mask_mod, *request, 2, given).numpy() == want).all(), (names, request)
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_the_mask_compiled_by_the_cute_dsl_is_the_oracles(layer: LayerMask) -> None:
+    """The compiler of FlashAttention 4 compiles the mask for the host, which runs it."""
+    cutlass, cute = pytest.importorskip("cutlass"), pytest.importorskip("cutlass.cute")
+    from cutlass.cute.runtime import from_dlpack
+
+    def to_vector(number: Any, dtype: Any) -> Any:
+        vector = cute.make_rmem_tensor(1, dtype)
+        vector[0] = number
+        return vector.load()
+
+    for names, given, (request, start, rows, keys), want in _requests(layer):
+        mask_mod = providers._mask_mod(to_vector, layer, names)
+
+        @cute.jit
+        def run(begin: cutlass.Int32, count: cutlass.Int32, length: cutlass.Int32, seen: Any, *arrays: Any) -> None:
+            lens = SimpleNamespace(offset_q=begin, seqlen_q=count, seqlen_k=length)
+            for row in range(count):
+                for key in range(length):
+                    at = [to_vector(cutlass.Int32(x), cutlass.Int32) for x in (request, 0, row, key)]  # noqa: B023
+                    seen[row, key] = cutlass.Int32(cutlass.Boolean(mask_mod(*at, lens, arrays)[0]))  # noqa: B023
+
+        seen = torch.full((rows, keys), -1, dtype=torch.int32)
+        run(*map(cutlass.Int32, (start, rows, keys)), *map(from_dlpack, (seen, *(given or ()))))
+        assert (seen.numpy() == want).all(), (names, request)
 
 
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (5, 0), (None, 2)])
