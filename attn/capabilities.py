@@ -294,11 +294,7 @@ class Capabilities:
             why += self.device_reasons(device)
         if not supports_size(request.head_size, self.head_sizes):
             why.append(f"head_size={request.head_size} (supports {_listed(self.head_sizes)})")
-        for name, allowed in (
-            ("dtype", self.dtypes),
-            ("kv_cache_dtype", self.kv_cache_dtypes),
-            ("attn_type", self.attn_types),
-        ):
+        for name, allowed in (("dtype", self.dtypes), ("kv_cache_dtype", self.kv_cache_dtypes), ("attn_type", self.attn_types)):
             if getattr(request, name) not in allowed:
                 why.append(f"{name}={getattr(request, name)} (supports {_listed(allowed)})")
         why += [self.not_supported(f) for f in sorted(request.features - (self.features if features is None else features))]

@@ -290,8 +290,7 @@ class BaseAttention(BaseLayer):
         if missing and spec.attn_type not in ENCODER_TYPES and needs_scales(spec.kv_cache_dtype):
             names = " and ".join(missing)
             warnings.warn(
-                f"{self.selection.name}: kv_cache_dtype={spec.kv_cache_dtype!r} without {names}: {UNSCALED}",
-                stacklevel=3,
+                f"{self.selection.name}: kv_cache_dtype={spec.kv_cache_dtype!r} without {names}: {UNSCALED}", stacklevel=3
             )
 
     def _row_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -17,14 +17,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from attn import arrays
 from attn.backends.facts import Implementation, LayerBackend, returns
 from attn.backends.metadata import AttentionMetadata, CommonAttentionMetadata
-from attn.capabilities import (
-    ENCODER_TYPES,
-    AttentionType,
-    Device,
-    MultipleOf,
-    Request,
-    supports_size,
-)
+from attn.capabilities import ENCODER_TYPES, AttentionType, Device, MultipleOf, Request, supports_size
 from attn.distributed import get_dcp_group
 from attn.dtypes import QuantKey
 from attn.visibility import LayerMask, Visibility
@@ -122,11 +115,7 @@ class AttentionBackend(LayerBackend):
     @staticmethod
     @abstractmethod
     def get_kv_cache_shape(
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        cache_dtype_str: str = "auto",
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
         raise NotImplementedError
 

@@ -32,7 +32,7 @@ class Picture:
         """Write the figure in the format of the file's extension (.svg, .png, .pdf). Raises ValueError for any other."""
         check_file(file)
         with _deterministic():
-            self.figure.savefig(file, bbox_inches="tight", metadata=_undated(str(file)))
+            self.figure.savefig(file, bbox_inches="tight", metadata={"Date": None} if str(file).endswith(".svg") else None)
 
     def _repr_svg_(self) -> str:
         text = io.StringIO()
@@ -58,10 +58,6 @@ def _deterministic() -> Any:
     import matplotlib
 
     return matplotlib.rc_context({"svg.hashsalt": "attn", "svg.fonttype": "none"})
-
-
-def _undated(file: str) -> dict[str, None] | None:
-    return {"Date": None} if file.endswith(".svg") else None
 
 
 def check_file(file: str | Path) -> None:

@@ -55,18 +55,12 @@ def cascade_attention(
         f"common_prefix_len={prefix} is more than the shortest context ({context.min(initial=prefix)} keys)",
     )
     tables = table[active, :shared]
-    require(
-        bool((tables == tables[:1]).all()),
-        f"the first {shared} columns of block_table differ between requests",
-    )
+    require(bool((tables == tables[:1]).all()), f"the first {shared} columns of block_table differ between requests")
     total = int(starts[-1])
     scores: dict[str, Any] = {"scale": scale, "logits_soft_cap": logits_soft_cap, "k_scale": k_scale, "v_scale": v_scale}
     attend = functools.partial(paged_attention, q, key_cache, value_cache, **scores)
     prefix_state = attend(
-        query_start_loc=[0, total] if total else [0],
-        seq_lens=[prefix] if total else [],
-        block_table=tables[:1],
-        causal=False,
+        query_start_loc=[0, total] if total else [0], seq_lens=[prefix] if total else [], block_table=tables[:1], causal=False
     )
     suffix_state = attend(
         query_start_loc=starts, seq_lens=np.maximum(lengths - prefix, 0), block_table=table[:, shared:], causal=True

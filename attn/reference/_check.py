@@ -85,10 +85,7 @@ def whole(name: str, value: SupportsIndex, least: int = 0, most: int | None = No
 def heads_per_group(num_heads: int, num_kv_heads: int) -> int:
     """Return the number of query heads per kv head; head h reads kv head h // group."""
     require(num_kv_heads >= 1, f"num_kv_heads={num_kv_heads} (>= 1)")
-    require(
-        num_heads % num_kv_heads == 0,
-        f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}",
-    )
+    require(num_heads % num_kv_heads == 0, f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
     return num_heads // num_kv_heads
 
 
@@ -96,7 +93,6 @@ def finite(name: str, value: float) -> float:
     """Return `value` as a finite Python float."""
     number = np.asarray(value)
     require(
-        number.ndim == 0 and number.dtype.kind in "fi" and bool(np.isfinite(number)),
-        f"{name}={value!r} (one finite number)",
+        number.ndim == 0 and number.dtype.kind in "fi" and bool(np.isfinite(number)), f"{name}={value!r} (one finite number)"
     )
     return float(number)

@@ -14,19 +14,7 @@ from typing import SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from attn.reference._check import (
-    F64,
-    I64,
-    Bool,
-    bools,
-    broadcast,
-    check_shape,
-    finite,
-    floats,
-    heads_per_group,
-    ints,
-    require,
-)
+from attn.reference._check import F64, I64, Bool, bools, broadcast, check_shape, finite, floats, heads_per_group, ints, require
 from attn.reference._masks import check_window, row_positions
 from attn.reference._states import apply_sinks
 

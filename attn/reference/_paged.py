@@ -166,11 +166,7 @@ class _Seen(NamedTuple):
 
 
 def write_kv(
-    key: npt.ArrayLike,
-    value: npt.ArrayLike,
-    key_cache: npt.ArrayLike,
-    value_cache: npt.ArrayLike,
-    slot_mapping: npt.ArrayLike,
+    key: npt.ArrayLike, value: npt.ArrayLike, key_cache: npt.ArrayLike, value_cache: npt.ArrayLike, slot_mapping: npt.ArrayLike
 ) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.generic]]:
     """Store token t's key and value at slot_mapping[t] = block * P + offset; -1 stores nothing.
 
@@ -219,10 +215,7 @@ def check_batch(
     starts, lengths = ints("query_start_loc", query_start_loc, 1), ints("seq_lens", seq_lens, 1)
     table = ints("block_table", block_table, 2)
     check_shape("query_start_loc", starts, (len(lengths) + 1,))
-    require(
-        len(table) == len(lengths),
-        f"block_table has {len(table)} rows (expected {len(lengths)}, as seq_lens)",
-    )
+    require(len(table) == len(lengths), f"block_table has {len(table)} rows (expected {len(lengths)}, as seq_lens)")
     require(
         starts[0] == 0 and bool((np.diff(starts) >= 0).all()) and starts[-1] <= len(query),
         f"query_start_loc={starts.tolist()} (from 0, never falling, at most T={len(query)})",
@@ -243,20 +236,14 @@ def _check_tree(tree_mask: npt.ArrayLike | None, is_causal: Bool) -> Bool | None
 def _head_scale(name: str, scale: npt.ArrayLike, num_kv_heads: int) -> F64:
     """Reshape a scalar or [K] scale to multiply [m, K, D]."""
     array = floats(name, scale)
-    require(
-        array.ndim == 0 or array.shape == (num_kv_heads,),
-        f"{name} has shape={array.shape} (scalar or ({num_kv_heads},))",
-    )
+    require(array.ndim == 0 or array.shape == (num_kv_heads,), f"{name} has shape={array.shape} (scalar or ({num_kv_heads},))")
     return array.reshape(-1, 1)
 
 
 def _used_pages(r: int, length: int, table: I64, cache_shape: tuple[int, ...]) -> I64:
     """Return the physical pages of request r, which must exist."""
     used = -(-length // cache_shape[1])
-    require(
-        used <= table.shape[1],
-        f"seq_lens[{r}]={length} needs {used} blocks, block_table has {table.shape[1]} columns",
-    )
+    require(used <= table.shape[1], f"seq_lens[{r}]={length} needs {used} blocks, block_table has {table.shape[1]} columns")
     pages = table[r, :used]
     wrong = (pages < 0) | (pages >= cache_shape[0])
     require(not wrong.any(), f"block_table[{r}] contains {pages[wrong][:3].tolist()} (0..{cache_shape[0] - 1})")

@@ -55,10 +55,7 @@ def quantize(x: npt.ArrayLike, dtype: str, scale: npt.ArrayLike = 1.0) -> npt.ND
     """
     values = floats("x", x)
     factor = _aligned_scale(scale, values.shape)
-    require(
-        bool(np.isfinite(factor).all() and (factor >= 0).all()),
-        "scale contains a value that is not finite and >= 0",
-    )
+    require(bool(np.isfinite(factor).all() and (factor >= 0).all()), "scale contains a value that is not finite and >= 0")
     with np.errstate(all="ignore"):
         scaled = np.where(values == 0, values, values / factor)
     if dtype == "int8":

@@ -374,16 +374,12 @@ def _gemma(reader: _Reader, kind: LayerKind) -> LayerKind:
     return replace(kind, scale=scalar and scalar**-0.5)
 
 
+def _having(**changes: Any) -> Callable[[_Reader, LayerKind], LayerKind]:
+    return lambda reader, kind: replace(kind, **changes)
+
+
 def _granite(reader: _Reader, kind: LayerKind) -> LayerKind:
     return replace(kind, scale=reader.number("attention_multiplier"))
-
-
-def _gpt_oss(reader: _Reader, kind: LayerKind) -> LayerKind:
-    return replace(kind, sinks=True)
-
-
-def _bloom(reader: _Reader, kind: LayerKind) -> LayerKind:
-    return replace(kind, alibi=True)
 
 
 def _falcon(reader: _Reader, kind: LayerKind) -> LayerKind:
@@ -486,7 +482,7 @@ _MODELS: dict[str, _Model] = {
         defaults={"head_dim": 256, "sliding_window_pattern": 6, "sliding_window": 4096, "query_pre_attn_scalar": 256},
     ),
     "gpt_oss": _Model(
-        layers=_SLIDING, change=_gpt_oss,
+        layers=_SLIDING, change=_having(sinks=True),
         defaults={"head_dim": 64, "sliding_window_pattern": 2, "sliding_window": 128},
     ),
     "cohere2": _Model(layers=_SLIDING, defaults={"sliding_window_pattern": 4, "sliding_window": 4096}),
@@ -506,7 +502,7 @@ _MODELS: dict[str, _Model] = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), _Model(read=_no_attention("mamba"))),
     "gpt2": _Model(_GPT2, change=_gpt2),
     "falcon": _Model(_FALCON, {"multi_query": True}, change=_falcon),
-    "bloom": _Model(_BLOOM, change=_bloom),
+    "bloom": _Model(_BLOOM, change=_having(alibi=True)),
     "mpt": _Model(_MPT, change=_mpt),
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra"), _Model(change=_bert)),
     **dict.fromkeys(("t5", "mt5", "umt5"), _Model(read=_t5)),

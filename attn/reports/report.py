@@ -9,7 +9,7 @@ import contextlib
 import os
 import platform as host
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import attn
 from attn import envs, imports, selector
 from attn.arguments import list_of_names
-from attn.backend_enum import BackendEnum, load_candidate, registries
+from attn.backend_enum import load_candidate, registries
 from attn.backends.registry import AttentionBackendEnum, blocksparse_candidate
 from attn.capabilities import FRAMEWORKS, AttentionType, Candidate, Capabilities, Device, Feature
 from attn.dtypes import framework_of_dtype
@@ -75,7 +75,7 @@ class BackendRow:
         can = self.capabilities
         if can is None:
             return ""
-        parts = [" ".join(can.dtypes), f"head_size {_sizes(can.head_sizes)}"]
+        parts = [" ".join(can.dtypes), f"head_size {', '.join(map(str, can.head_sizes))}"]
         parts += [f"block_size {', '.join(self.block_sizes)}"] if self.block_sizes else []
         parts += [
             f"kv cache {' '.join(can.kv_cache_dtypes)}",
@@ -174,7 +174,8 @@ def backends(registry: str | None = None) -> BackendTable:
         if registry in (None, name):
             rows += [_row(name, registered[n], reports, devices) for n in registered.names()]
             rows += [_described(name, candidate, "built-in", devices) for candidate in _beside(name)]
-            rows += [_plugin_row(name, report) for report in reports.values() if name == "attention" and report.problem]
+            failed = [report for report in reports.values() if name == "attention" and report.problem]
+            rows += [BackendRow(name, p.name, p.value, "plugin", "", (f"plugin not loaded: {p.problem}",)) for p in failed]
     return BackendTable(tuple(rows), {framework: str(device) for framework, device in devices.items()})
 
 
@@ -245,15 +246,12 @@ def assumed_machine(
     target = machines.device_named(device, framework) if isinstance(device, str) else device
     named = list_of_names("assume", () if assume is None else assume)
     here = platform_for(target.framework, target.platform).device() if target else None
-    elsewhere = target is not None and here is not None and _by_product(target) != _by_product(here)
+    by_product = [one and replace(one, name=machines.product_of(one.name)) for one in (target, here)]
+    elsewhere = by_product[0] != by_product[1]
     brought = machines.BROUGHT.get((target.framework, target.platform), ()) if target and elsewhere else ()
     taken = list(dict.fromkeys([*brought, *named]))
     with imports.assuming(machines.modules_of(taken), beside=not elsewhere):
         yield target, elsewhere, taken
-
-
-def _by_product(device: Device) -> Device:
-    return replace(device, name=machines.product_of(device.name))
 
 
 #: Suffix of the note on the default assumption.
@@ -300,8 +298,8 @@ def backend_tables() -> str:
     sections = []
     for name, registered in REGISTRIES.items():
         title = f"{registered.kind[0].upper()}{registered.kind[1:]}s"
-        rows = [_table_row(name, member) for member in registered]
-        rows += [_table_cells(name, candidate) for candidate in _beside(name)]
+        members = [load_candidate(m.name, m.value) if m.value else Candidate(m.name) for m in registered]
+        rows = [_table_cells(name, candidate) for candidate in (*members, *_beside(name))]
         table = map(markdown, [_COLUMNS, ["---"] * len(_COLUMNS), *rows])
         sections.append("\n".join([f"**{title}** (`attn backends --registry {name}`)", "", *table]))
     return "\n\n".join(sections) + "\n"
@@ -315,10 +313,6 @@ def replace_tables(page: str) -> str:
     if not opened or not closed:
         raise ValueError(f"the page must contain {begin} followed by {end}")
     return f"{before}{begin}\n\n{backend_tables()}\n{end}{after}"
-
-
-def _sizes(allowed: Sequence[object]) -> str:
-    return ", ".join(map(str, allowed))
 
 
 def _device(framework: str) -> Device | str:
@@ -350,7 +344,8 @@ def _described(
         if capabilities is not None:
             framework = capabilities.framework
             limits = tuple(backend.limits()) if hasattr(backend, "limits") else ()
-            served = {"block_sizes": _block_sizes(backend), "features": _features(backend), "limits": limits}
+            sizes: Any = getattr(backend, "get_supported_kernel_block_size", tuple)()  # of paged families only
+            served = {"block_sizes": tuple(map(str, sizes)), "features": _features(backend), "limits": limits}
             if judge:
                 device = devices[framework]
                 reasons += [device] if isinstance(device, str) else capabilities.device_reasons(device)
@@ -375,12 +370,6 @@ def _beside(registry: str) -> list[Candidate]:
     return [blocksparse_candidate()] if registry == "attention" else []
 
 
-def _block_sizes(backend: Any) -> tuple[str, ...]:
-    """Only paged families have block sizes."""
-    sizes = getattr(backend, "get_supported_kernel_block_size", None)
-    return () if sizes is None else tuple(map(str, sizes()))
-
-
 def _features(backend: Any) -> tuple[str, ...]:
     """The features a backend serves, in the order of `Feature`."""
     has = backend.served_features() if hasattr(backend, "served_features") else backend.capabilities.features
@@ -392,30 +381,17 @@ def _framework_of_path(path: str) -> str:
     return parts[1] if parts[0] == "attn" and len(parts) > 1 and parts[1] in FRAMEWORKS else ""
 
 
-def _plugin_row(registry: str, report: plugins.PluginReport) -> BackendRow:
-    return BackendRow(registry, report.name, report.value, "plugin", "", (f"plugin not loaded: {report.problem}",))
-
-
-def _table_row(registry: str, member: BackendEnum) -> list[str]:
-    if not member.value:
-        return _cells(member.name, ["a slot for a class of yours"])
-    return _table_cells(registry, load_candidate(member.name, member.value))
-
-
 def _table_cells(registry: str, candidate: Candidate) -> list[str]:
+    if not candidate.path:
+        return [f"`{candidate.name}`", "a slot for a class of yours", *[""] * (len(_COLUMNS) - 2)]
     row = _described(registry, candidate, "built-in", {}, judge=False)
     can = row.capabilities
     on, sizes = [row.framework, *([] if row.built else [NOT_BUILT])], []
     if can is not None:
         on += [", ".join(can.platforms)]
         on += [f"needs {needs}"] if (needs := can.install or ", ".join(can.packages)) else []
-        sizes += [", ".join(can.dtypes), f"head_size {_sizes(can.head_sizes)}"]
+        sizes += [", ".join(can.dtypes), f"head_size {', '.join(map(str, can.head_sizes))}"]
         sizes += [f"block_size {', '.join(row.block_sizes)}"] if row.block_sizes else []
         sizes += [f"kv cache {', '.join(can.kv_cache_dtypes)}"]
     lines = [on, sizes, [", ".join([*row.features, *row.limits])], row.evidence.split("; ")]
-    return _cells(row.name, ["<br>".join(filter(None, line)) for line in lines])
-
-
-def _cells(name: str, rest: Sequence[str]) -> list[str]:
-    """A table row, padded with empty cells."""
-    return [f"`{name}`", *rest, *[""] * (len(_COLUMNS) - 1 - len(rest))]
+    return [f"`{row.name}`", *("<br>".join(filter(None, line)) for line in lines)]

@@ -7,9 +7,8 @@ features are removed while some rule is still broken. A backend that cannot run 
 import datetime
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from importlib.metadata import packages_distributions
 from typing import Any, Protocol
 
@@ -27,7 +26,7 @@ from attn.selection.verdicts import choose, not_loadable
 from attn.tables import counted
 from attn.testing.case import Case
 from attn.testing.draw import Call, Result, draw
-from attn.testing.processes import spread
+from attn.testing.processes import each
 from attn.testing.properties import run_check
 from attn.testing.rules import BUDGETS, Score, Violation, lse_budget
 from attn.testing.shrink import minimised
@@ -258,15 +257,11 @@ def run_conformance(
     Raises ValueError for an unknown name, level, kind or dtype, if `record` is passed with `only` or `part`, and for kind `ran`
     where kernels are interpreted.
     """
-    if jobs < 1:
-        raise ValueError(f"jobs={jobs} must be at least 1")
+    check_run(kind, record, only, jobs)
     if not 1 <= part[0] <= part[1]:
         raise ValueError(f"part={part[0]}/{part[1]} must be one of 1/{part[1]} to {part[1]}/{part[1]}")
-    if record and (only or part[1] > 1):
-        which = f"the cases that contain {only!r}" if only else f"part {part[0]} of {part[1]}"
-        raise ValueError(f"record=True needs the whole suite, not {which}")
-    if kind is not None and kind not in EXECUTED:
-        raise ValueError(f"kind={kind!r} (supports {', '.join(EXECUTED)}: the suite executes the backends)")
+    if record and part[1] > 1:
+        raise ValueError(f"record=True needs the whole suite, not part {part[0]} of {part[1]}")
     dtypes = [dtype_name(dtype) for dtype in dtypes]
     plugins.load()
     shown = shown or Display()
@@ -298,6 +293,16 @@ def run_conformance(
     if record:
         evidence.record(evidence_of(report, backend) for backend, _, _, report in runs)
     return Report(reports)
+
+
+def check_run(kind: str | None, record: bool, only: str, jobs: int) -> None:
+    """Raise ValueError for arguments of a run as `run_conformance` documents."""
+    if jobs < 1:
+        raise ValueError(f"jobs={jobs} must be at least 1")
+    if kind is not None and kind not in EXECUTED:
+        raise ValueError(f"kind={kind!r} (supports {', '.join(EXECUTED)}: the suite executes the backends)")
+    if record and only:
+        raise ValueError(f"record=True needs the whole suite, not the cases that contain {only!r}")
 
 
 def candidate_of(name: str) -> Candidate:
@@ -378,7 +383,8 @@ def _examine(
     begin, device = time.perf_counter(), device_for(backend)
     report.device, report.platform = device.name or device.platform, device.platform
     report.tame = not subject.has(Feature.NAN_SAFE)
-    for case, outcome in zip(cases, _outcomes(backend, cases, jobs), strict=True):
+    outcomes = each(_outcome, backend, cases, jobs, lambda why: _Outcome([why]), program_of)
+    for case, outcome in zip(cases, outcomes, strict=True):
         report.cases += 1
         violations, score = outcome.violations, outcome.score
         if violations:
@@ -393,17 +399,6 @@ def _examine(
             report.smallest = smallest.repro(report.backend)
         report.seconds = time.perf_counter() - begin
         yield
-
-
-def _outcomes(backend: Any, cases: Sequence[Case], jobs: int) -> Iterable[_Outcome]:
-    if jobs == 1:
-        return (_outcome(backend, case) for case in cases)
-    return spread(partial(_outcome_elsewhere, path_of(backend)), cases, jobs, lambda why: _Outcome([why]), program_of)
-
-
-def _outcome_elsewhere(path: str, case: Case) -> _Outcome:
-    """`_outcome` in a new process, which imports the backend by its path."""
-    return _outcome(resolve_obj_by_qualname(path), case)
 
 
 def _outcome(backend: Any, case: Case) -> _Outcome:

@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 from attn.backends.abstract import KVCacheSpec
-from attn.backends.metadata import CommonAttentionMetadata, slots_of
+from attn.backends.metadata import CommonAttentionMetadata, next_power_of_two, slots_of
 from attn.capabilities import AttentionType
 from attn.dtypes import kv_cache_row
 from attn.reference import alibi_slopes
@@ -262,7 +262,9 @@ def _tables(case: Case, rng: np.random.Generator) -> tuple[Array, int]:
     """Return (block_table [R, B], N): random pages, a shared prefix, and stale entries after each row's last page."""
     used = [-(-m // case.block_size) for m in case.seq_lens]
     shared = case.shared_prefix // case.block_size
-    num_blocks = case.num_blocks or _power_of_two(2 * sum(used) + 2)
+    num_blocks = case.num_blocks or max(
+        8, next_power_of_two(2 * sum(used) + 2)
+    )  # few sizes: a compiled backend compiles for each
     if num_blocks < shared + sum(used):
         raise ValueError(f"num_blocks={num_blocks} must be at least {shared + sum(used)}, the pages in use")
     free = rng.permutation(num_blocks).astype(np.int32)
@@ -279,11 +281,6 @@ def _tables(case: Case, rng: np.random.Generator) -> tuple[Array, int]:
         for row, count in zip(table, used, strict=True):
             row[:count] = longest[:count]
     return table, num_blocks
-
-
-def _power_of_two(n: int) -> int:
-    """Round up to a power of two: a compiled backend recompiles for every cache size, so few sizes are used."""
-    return 1 << max(3, (n - 1).bit_length())
 
 
 def _trees(case: Case) -> Array | None:

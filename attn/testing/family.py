@@ -5,17 +5,16 @@ reason; a case that fails or raises does not stop the others.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from attn.backend_enum import BackendEnum, path_of
+from attn.backend_enum import BackendEnum
 from attn.capabilities import Device
-from attn.imports import resolve_obj_by_qualname
 from attn.progress import Display
 from attn.reports import evidence
-from attn.testing.conformance import EXECUTED, BackendReport, Failure, Report, device_for, evidence_of, kind_here, unable
-from attn.testing.processes import spread
+from attn.testing.conformance import BackendReport, Failure, Report, check_run, device_for, evidence_of, kind_here, unable
+from attn.testing.processes import each
 
 
 class Family(NamedTuple):
@@ -50,12 +49,7 @@ def run_family(
     Raises ValueError for an unknown name or kind, if `record` is passed with `only`, for `jobs` below 1, and for kind `ran`
     where kernels are interpreted.
     """
-    if jobs < 1:
-        raise ValueError(f"jobs={jobs} must be at least 1")
-    if kind is not None and kind not in EXECUTED:
-        raise ValueError(f"kind={kind!r} (supports {', '.join(EXECUTED)})")
-    if record and only:
-        raise ValueError(f"record=True needs the whole suite, not the cases that contain {only!r}")
+    check_run(kind, record, only, jobs)
     shown = shown or Display()
     reports, rows = [], []
     for name in family.registry.names() if names is None else names:
@@ -69,7 +63,8 @@ def run_family(
         begin = time.perf_counter()
         selected = [case for case in family.cases(backend, device) if only in case.name]
         shown.begin(name, len(selected))
-        for case, problem in zip(selected, _problems(family.check, backend, selected, jobs), strict=True):
+        problems = each(partial(_problem, family.check), backend, selected, jobs, str)
+        for case, problem in zip(selected, problems, strict=True):
             report.cases += 1
             if problem:
                 report.failures.append(Failure(case.name, [problem], ""))
@@ -83,18 +78,6 @@ def run_family(
     if record:
         evidence.record(rows)
     return Report(reports)
-
-
-def _problems(check: Callable[[Any, Any], None], backend: Any, cases: Sequence[Any], jobs: int) -> Iterable[str]:
-    """Return why each case fails, or "", in order."""
-    if jobs == 1:
-        return (_problem(check, backend, case) for case in cases)
-    return spread(partial(_problem_elsewhere, check, path_of(backend)), cases, jobs, lambda why: why)
-
-
-def _problem_elsewhere(check: Callable[[Any, Any], None], path: str, case: Any) -> str:
-    """`_problem` in a new process, which imports the backend by its path."""
-    return _problem(check, resolve_obj_by_qualname(path), case)
 
 
 def _problem(check: Callable[[Any, Any], None], backend: Any, case: Any) -> str:

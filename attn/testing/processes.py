@@ -5,6 +5,7 @@ are data and the function that runs them is defined at module level.
 """
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import re
@@ -12,11 +13,14 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self, TypeVar
+
+from attn.backend_enum import path_of
+from attn.imports import resolve_obj_by_qualname
 
 Task = TypeVar("Task")
 Outcome = TypeVar("Outcome")
@@ -70,6 +74,25 @@ def spread(
         pool.shutdown()
         for worker in workers:
             worker.close()
+
+
+def each(
+    function: Callable[[Any, Task], Outcome],
+    backend: Any,
+    tasks: Sequence[Task],
+    jobs: int,
+    lost: Callable[[str], Outcome],
+    program_of: Callable[[Task], Any] = lambda task: None,
+) -> Iterable[Outcome]:
+    """Return `function(backend, task)` of every task, in order: here, or by `spread` in several processes, which import the
+    backend class by its path."""
+    if jobs == 1:
+        return (function(backend, task) for task in tasks)
+    return spread(functools.partial(_imported, function, path_of(backend)), tasks, jobs, lost, program_of)
+
+
+def _imported(function: Callable[[Any, Task], Outcome], path: str, task: Task) -> Outcome:
+    return function(resolve_obj_by_qualname(path), task)
 
 
 class Lost(RuntimeError):

@@ -44,19 +44,10 @@ def minimised(
 
 def _simpler(case: Case) -> Iterator[Case]:
     """Yield the cases that are one step simpler."""
-    yield from _fewer_requests(case)
-    yield from _fewer_tokens(case)
-    yield from _fewer_features(case)
-
-
-def _fewer_requests(case: Case) -> Iterator[Case]:
     count = len(case.query_lens)
     for r in range(count if count > 1 else 0):
         keep = [i for i in range(count) if i != r]
         yield case.replace(query_lens=tuple(case.query_lens[i] for i in keep), seq_lens=tuple(case.seq_lens[i] for i in keep))
-
-
-def _fewer_tokens(case: Case) -> Iterator[Case]:
     for r, (n, m) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
         steps = [(n // 2, m), (n, (n + m) // 2), (n, m // 2), (n - 1, m), (n, m - 1)]
         for q, s in [(n // 2, n // 2), (n - 1, n - 1)] if case.is_encoder else steps:
@@ -64,6 +55,7 @@ def _fewer_tokens(case: Case) -> Iterator[Case]:
                 lens = [list(case.query_lens), list(case.seq_lens)]
                 lens[0][r], lens[1][r] = q, s
                 yield case.replace(query_lens=tuple(lens[0]), seq_lens=tuple(lens[1]))
+    yield from _fewer_features(case)
 
 
 def _fewer_features(case: Case) -> Iterator[Case]:

@@ -9,6 +9,7 @@ offsets need more than 16 and 32 bits; `smoke` has the fixtures only, for interp
 from collections.abc import Sequence
 from typing import Any
 
+from attn.backends.metadata import next_power_of_two
 from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, AttentionType, Feature, supports_size
 from attn.dtypes import DTYPES, KV_CACHE_DTYPES
 from attn.testing.bits import SCALED
@@ -64,11 +65,7 @@ def program_of(case: Case) -> object:
 
     A property counts as its base case; properties whose variants have other shapes come early in the list.
     """
-
-    def power(n: int) -> int:
-        return 1 << max(n - 1, 0).bit_length()
-
-    left, right = case.window
+    left, right, power = *case.window, next_power_of_two
     page = case.block_size
     reach = (not case.spans, not case.prefix, not case.chunk_size, case.span_window and bool(case.spans))
     return (

@@ -66,10 +66,6 @@ _MORE: dict[str, dict[str, Any]] = {
 }
 
 
-def _longer(array: Any, fill: int = 0) -> Any:
-    return np.concatenate([array, np.full((1, *array.shape[1:]), fill, array.dtype)])
-
-
 def _set(array: Any, index: Any, value: Any) -> Any:
     changed = np.array(array)
     changed[index] = value
@@ -81,7 +77,7 @@ _BATCHES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "starts that fall": lambda b: _lens(query_start_loc=_set(b.query_start_loc, 1, 99)),
     "starts from 1": lambda b: _lens(query_start_loc=_set(b.query_start_loc, 0, 1)),
     "a request too many": lambda b: {"num_reqs": b.num_reqs + 1},
-    "a length too many": lambda b: _lens(seq_lens=_longer(b.seq_lens)),
+    "a length too many": lambda b: _lens(seq_lens=np.append(b.seq_lens, b.seq_lens.dtype.type(0))),
     "a negative length": lambda b: _lens(seq_lens=_set(b.seq_lens, 0, -1)),
     "a length beyond the table": lambda b: {**_lens(seq_lens=_set(b.seq_lens, 0, 10**6)), "max_seq_len": 10**6},
     "lengths of int64": lambda b: _lens(seq_lens=b.seq_lens.astype(np.int64)),
@@ -115,10 +111,6 @@ def _lens(**arrays: Any) -> dict[str, Any]:
     return arrays | {f"{name}_cpu": array for name, array in arrays.items()}
 
 
-def _other_dtype(case: Case) -> str:
-    return "bfloat16" if case.dtype == "float32" else "float32"
-
-
 #: Calls that are meant for another layer.
 _CALLS: dict[str, Callable[[Call], Call]] = {
     "query of fewer heads": lambda call: (
@@ -127,7 +119,7 @@ _CALLS: dict[str, Callable[[Call], Call]] = {
     "query of another size": lambda call: call.but(query=np.concatenate([call.query, call.query], 2)),
     "query of too few rows": lambda call: call.but(query=call.query[:-1]),
     "key of too few rows": lambda call: call.but(key=np.array(call.key)[:-1], value=np.array(call.value)[:-1]),
-    "rows of another dtype": lambda call: call.but(dtype=_other_dtype(call.case)),
+    "rows of another dtype": lambda call: call.but(dtype="bfloat16" if call.case.dtype == "float32" else "float32"),
 }
 
 

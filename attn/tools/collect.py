@@ -169,6 +169,7 @@ def _listed(names: Sequence[str]) -> dict[str, Any]:
     from attn.backend_enum import registries
     from attn.reports.report import environment
     from attn.selection import plugins
+    from attn.selection.platforms import platform_for
     from attn.testing.conformance import device_for, unable
 
     plugins.load()
@@ -183,7 +184,10 @@ def _listed(names: Sequence[str]) -> dict[str, Any]:
             why = unable(candidate, named=False)
             if not why and capabilities is None:
                 why = "it declares no capabilities"
-            elif not why and device_for(candidate.backend).platform == "cpu" and _has_other_device(capabilities.framework):
+            elif (
+                not why
+                and device_for(candidate.backend).platform == "cpu" != platform_for(capabilities.framework).device().platform
+            ):
                 why = f"it runs on the CPU only; {capabilities.framework} has another device here"
             if why:
                 left_out[name] = why
@@ -192,12 +196,6 @@ def _listed(names: Sequence[str]) -> dict[str, Any]:
     if unknown := set(names) - known:
         return {"error": f"backend {sorted(unknown)[0]!r} is unknown; known: {', '.join(sorted(known))}"}
     return {"environment": environment(), "backends": backends, "left_out": left_out}
-
-
-def _has_other_device(framework: str) -> bool:
-    from attn.selection.platforms import platform_for
-
-    return bool(platform_for(framework).device().platform != "cpu")
 
 
 def _examined(words: Sequence[str]) -> dict[str, Any]:

@@ -54,9 +54,10 @@ def run(args: argparse.Namespace) -> int:
     ran = any(row.status == "ok" for row in rows)
     ok = ran and failed is None and not (args.backend and any(row.status != "ok" for row in rows))
     if args.json:
-        print(
-            json.dumps({"recorded": about_call(about), "rows": [vars(row) for row in rows], "notes": notes, "ok": ok}, indent=2)
-        )
+        recorded = {name: about[name] for name in ("reason", "error", "backend", "device")} | {
+            "case": json.loads(about["case"])
+        }
+        print(json.dumps({"recorded": recorded, "rows": [vars(row) for row in rows], "notes": notes, "ok": ok}, indent=2))
         return int(not ok)
     print(f"{about['reason']} call of {about['backend']} on {about['device']}: {sizes(call)}")
     if about["error"]:
@@ -66,11 +67,6 @@ def run(args: argparse.Namespace) -> int:
     cells = [(row.backend, row.framework, row.status, error, row.text) for row, error in zip(rows, errors, strict=True)]
     print(folded("\n".join([*block(cells, "  "), *notes])))
     return int(not ok)
-
-
-def about_call(about: dict[str, str]) -> dict[str, Any]:
-    """Return what a file says about its call, the layer and batch as data."""
-    return {name: about[name] for name in ("reason", "error", "backend", "device")} | {"case": json.loads(about["case"])}
 
 
 def replay(call: RecordedCall, names: Sequence[str] | None = None) -> list[ReplayRow]:

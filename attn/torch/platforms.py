@@ -32,7 +32,7 @@ class TorchPlatform(Platform):
     sparse_mla: ClassVar[Orders] = {"*": ("TORCH_MLA_SPARSE",)}
     mla_prefill: ClassVar[Orders] = {"*": ("TRITON", "TORCH_SDPA")}
     diffusion: ClassVar[Orders] = {
-        "*": ("TRITON_ATTN", "TORCH_SDPA", "TRITON_INT8_ATTN"),  # the last only by name: never measured to be faster
+        "*": ("TRITON_ATTN", "TORCH_SDPA", "TRITON_INT8_ATTN")  # the last only by name: never measured to be faster
     }
 
     def priorities(self, request: Request, device: Device) -> tuple[str, ...]:

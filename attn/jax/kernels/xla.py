@@ -276,11 +276,7 @@ def _scores(rules: Rules, heads: _Heads, tiles: _Tiles, q: jax.Array, k: jax.Arr
 
 
 def _attend(
-    query: jax.Array,
-    fetch: Fetch,
-    extent: tuple[int, ...],
-    requests: Requests,
-    **terms: Any,
+    query: jax.Array, fetch: Fetch, extent: tuple[int, ...], requests: Requests, **terms: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Run the loop over the keys, of ABREAST tiles at a time. `extent` is (N, P, K); `terms` are `Rules`."""
     rules, (query_start_loc, seq_lens, block_table) = Rules(**terms), requests

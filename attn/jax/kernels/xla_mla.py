@@ -224,12 +224,7 @@ def unpack_fp8_ds_mla(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @functools.partial(jax.jit, static_argnames="topk")
 def lightning_indexer(
-    query: jax.Array,
-    weights: jax.Array,
-    key_cache: jax.Array,
-    requests: xla.Requests,
-    *,
-    topk: int,
+    query: jax.Array, weights: jax.Array, key_cache: jax.Array, requests: xla.Requests, *, topk: int
 ) -> tuple[jax.Array, jax.Array]:
     """Select the keys of DeepSeek's sparse attention. Returns (indices [T, topk] int32, scores [T, B * P] float32).
 

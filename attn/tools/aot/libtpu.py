@@ -13,6 +13,7 @@ libtpu and jax read their environment once: `environment` is for the process tha
 """
 
 import contextlib
+import copy
 import functools
 import inspect
 import math
@@ -121,15 +122,12 @@ def _mesh(chip: str) -> Any:
     return Mesh(np.array(topology.devices[:1]), ("x",))
 
 
-def _on(chip: str, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    sharding = jax.sharding.NamedSharding(_mesh(chip), jax.sharding.PartitionSpec())
-    return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in arrays]
-
-
 def _compile(chip: str, call: Callable[..., Any], arrays: Sequence[Any], donated: tuple[int, ...]) -> tuple[str, Any]:
     """(StableHLO, compiled program). Raises CompileError with the compiler's message."""
+    sharding = jax.sharding.NamedSharding(_mesh(chip), jax.sharding.PartitionSpec())
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in arrays]
     with jax.sharding.use_abstract_mesh(_mesh(chip).abstract_mesh):
-        lowered = jax.jit(call, donate_argnums=donated).lower(*_on(chip, arrays))
+        lowered = jax.jit(call, donate_argnums=donated).lower(*shapes)
         try:
             return lowered.as_text(), lowered.compile()
         except jax.errors.JaxRuntimeError as error:
@@ -231,6 +229,9 @@ def _unsigned_division() -> Iterator[None]:
     def scalar(x: Any) -> bool:
         return getattr(x, "shape", None) == () and getattr(x, "dtype", None) == jnp.int32
 
+    def as_unsigned(operation: Any, x: Any, y: Any) -> Any:
+        return operation(jnp.asarray(x).astype(jnp.uint32), jnp.asarray(y).astype(jnp.uint32)).astype(jnp.int32)
+
     def replacement(name: str, operation: Any) -> tuple[Any, Any]:
         original = vars(core.ShapedArray)[name]
 
@@ -238,16 +239,14 @@ def _unsigned_division() -> Iterator[None]:
             if scalar(x) and isinstance(y, int) and y.bit_count() == 1:
                 return lax.shift_right_arithmetic(x, y.bit_length() - 1) if name == "_floordiv" else lax.bitwise_and(x, y - 1)
             if scalar(x) and (isinstance(y, int) or scalar(y)):
-                return operation(jnp.asarray(x).astype(jnp.uint32), jnp.asarray(y).astype(jnp.uint32)).astype(jnp.int32)
+                return as_unsigned(operation, x, y)
             return original.__func__(x, y)
 
         return original, staticmethod(divide)
 
     def unsigned(operation: Any) -> Any:
         def divide(x: Any, y: Any) -> Any:
-            if scalar(x) or scalar(y):
-                return operation(jnp.asarray(x).astype(jnp.uint32), jnp.asarray(y).astype(jnp.uint32)).astype(jnp.int32)
-            return operation(x, y)
+            return as_unsigned(operation, x, y) if scalar(x) or scalar(y) else operation(x, y)
 
         return divide
 
@@ -295,7 +294,8 @@ def _record(real: Callable[..., Any], bound: dict[str, Any], operands: Sequence[
     grid = grid_spec.grid if grid_spec is not None else bound.get("grid", ())
     grid = (grid,) if isinstance(grid, int) else tuple(int(n) for n in grid)  # a bound that is an array has a known value
     if grid_spec is not None:
-        rest["grid_spec"] = _replaced(grid_spec, grid)
+        rest["grid_spec"] = copy.copy(grid_spec)
+        object.__setattr__(rest["grid_spec"], "grid", grid)
 
     def with_scalars(*refs: Any) -> Any:
         def store() -> None:
@@ -324,14 +324,6 @@ def _record(real: Callable[..., Any], bound: dict[str, Any], operands: Sequence[
         launches.append(Launch(name, alone, shapes, donated))
     some = next(x for x in flat if isinstance(x, jax.core.Tracer)).ravel()[0]  # so that results are tracers as well
     return jax.tree.map(lambda out: jnp.broadcast_to(some.astype(out.dtype), out.shape), bound["out_shape"])
-
-
-def _replaced(grid_spec: Any, grid: tuple[int, ...]) -> Any:
-    import copy
-
-    made = copy.copy(grid_spec)
-    object.__setattr__(made, "grid", grid)
-    return made
 
 
 # --- dumps ----------------------------------------------------------------------------------------------------------

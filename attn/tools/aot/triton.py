@@ -266,10 +266,6 @@ ROW: dict[str, Sequence[Any]] = {
 }
 
 
-def _refuse_row(choice: Choice, arch: str) -> str:
-    return group_reason(arch, Request(choice["head_size"], choice["dtype"]))
-
-
 def _launch_row(choice: Choice) -> None:
     from attn.torch.kernels.dense_decode import Decoder
     from attn.torch.kernels.runs import Runs
@@ -544,7 +540,9 @@ def _launch_int8(choice: Choice) -> None:
 KERNELS = {
     "paged_attention": Kernel(PAGED, _launch_paged, _normalise_paged, _refuse_paged),
     "hopper_prefill": Kernel(HOPPER, _launch_hopper, only_on=("sm_90",)),
-    "dense_decode": Kernel(ROW, _launch_row, refusal=_refuse_row),
+    "dense_decode": Kernel(
+        ROW, _launch_row, refusal=lambda row, arch: group_reason(arch, Request(row["head_size"], row["dtype"]))
+    ),
     "kv_write": Kernel(WRITE, _launch_write, _normalise_paged),
     "merge_states": Kernel(MERGE, _launch_merge),
     "fill": Kernel(FILL, _launch_fill),

@@ -12,7 +12,7 @@ import datetime
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from attn.backend_enum import off_paths
 from attn.diffusion.backends.abstract import DiffusionRequest
@@ -149,18 +149,11 @@ class DenseReport(BenchReport):
         return {**self.about, "rows": [row.to_dict() for row in self.rows], "problems": self.problems()}
 
 
-class Stopwatch(Protocol):
-    """A framework's timer: times every backend of a shape on the same tensors of one device."""
+def rows(shape: Shape, dtype: str, names: Sequence[str], framework: str, bench: Any) -> Iterator[DenseRow]:
+    """Time a shape on the given backends (default: all of the framework) and on the choice, the slowest last.
 
-    def about(self) -> dict[str, Any]:
-        """Return the device and the versions of the software that runs on it."""
-
-    def measure(self, shape: Shape, dtype: str, backends: Sequence[Any]) -> list[Timing | Exception]:
-        """Return each backend's time, or the exception it raised."""
-
-
-def rows(shape: Shape, dtype: str, names: Sequence[str], framework: str, bench: Stopwatch) -> Iterator[DenseRow]:
-    """Time a shape on the given backends (default: all of the framework) and on the choice, the slowest last."""
+    bench: a `attn.tools.bench.dense_on_torch.DenseBench`.
+    """
     device = platform_for(framework).device()
     chosen = select_diffusion(shape.request(dtype), framework=framework).name
     refused, classes = [], {}
@@ -203,7 +196,7 @@ def run(args: argparse.Namespace) -> int:
     framework = args.framework or default_framework()
     if framework != "torch":
         raise ValueError(f"framework={framework!r} has no benchmark of dense backends (supports torch)")
-    bench: Stopwatch = resolve_obj_by_qualname("attn.tools.bench.dense_on_torch.DenseBench")()
+    bench = resolve_obj_by_qualname("attn.tools.bench.dense_on_torch.DenseBench")()
     dtype = args.dtype or "bfloat16"
     report = DenseReport({**bench.about(), "dtype": dtype, "date": datetime.date.today().isoformat()})
     print(folded(", ".join(f"{name} {value}" for name, value in report.about.items())))

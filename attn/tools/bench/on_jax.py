@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn.backends.abstract import KVCacheSpec
+from attn.backends.metadata import next_power_of_two
 from attn.errors import UnsupportedError
 from attn.imports import version_of
 from attn.jax import kv_cache as caches
@@ -87,7 +88,7 @@ class Workload(BaseWorkload):
 
     def blocks(self, r: int, tokens: int) -> Any:
         """Request r's pages, then others up to a power of two, with at least `tokens` tokens: few shapes to compile."""
-        count = _power_of_two(-(-tokens // self.case.block_size))
+        count = next_power_of_two(-(-tokens // self.case.block_size))
         return np.pad(self.tables[r], (0, max(0, count - len(self.tables[r]))))
 
     def dense(self, r: int) -> tuple[jax.Array, ...]:
@@ -96,7 +97,7 @@ class Workload(BaseWorkload):
     def _wrong(self, rows: slice, stored: tuple[jax.Array, ...], first: int) -> tuple[float, float]:
         count = rows.stop - rows.start
         query = np.asarray(self.query)[rows]  # NumPy slices without compiling
-        padded = np.pad(query, ((0, _power_of_two(count) - count), (0, 0), (0, 0)))
+        padded = np.pad(query, ((0, next_power_of_two(count) - count), (0, 0), (0, 0)))
         want = np.asarray(self.exact(padded, stored, first))[:count]
         difference = np.asarray(self.output)[rows].astype(np.float32) - want
         return float(np.square(difference).sum()), float(np.square(want).sum())
@@ -137,7 +138,7 @@ class MLAWorkload(Workload):
         """Earlier rows are from the cache, the batch's from its inputs."""
         n, m = self.lens[r]
         begin = sum(count for count, _ in self.lens[:r])
-        new = np.pad(self.fresh[begin : begin + n], ((0, _power_of_two(n) - n), (0, 0)))
+        new = np.pad(self.fresh[begin : begin + n], ((0, next_power_of_two(n) - n), (0, 0)))
         blocks = self.blocks(r, m - n + len(new))  # an update that exceeds the array would be shifted
         return (_latents(self.case.head_size, self.arguments[1], blocks, new, m - n, self.scale),)
 
@@ -156,11 +157,6 @@ def _filled(view: Any, shape: tuple[int, ...], element: Any, head_size: int) -> 
         x = jnp.round(x * 30).clip(-127, 127) if element == jnp.int8 else x
         drawn.append(jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, part.shape[-1] - head_size)]))
     return back(tuple(drawn))[0].astype(element)  # type: ignore[no-any-return]
-
-
-def _power_of_two(count: int) -> int:
-    """Return the smallest power of two that is at least `count`."""
-    return 1 << (count - 1).bit_length()
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

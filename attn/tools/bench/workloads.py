@@ -18,6 +18,7 @@ from typing import Any
 from attn.tools.bench.case import BenchCase, grammar
 
 KINDS = ("gqa_paged", "gqa_ragged")
+_CODES = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2", "int8": "int8"}  #: dtype of keys -> of the cache
 _BLOCK_SIZE = 16  #: of the pages that ragged keys are put into
 
 
@@ -49,22 +50,12 @@ def _case(entry: dict[str, Any], path: Path, block_size: int | None) -> BenchCas
     const = {name: axis["value"] for name, axis in definition["axes"].items() if axis["type"] == "const"}
     inputs, dtypes = entry["workload"]["inputs"], {name: spec["dtype"] for name, spec in definition["inputs"].items()}
     stored = dtypes.get("k_cache", dtypes.get("k", dtypes["q"]))
-    page = const.get("page_size", _BLOCK_SIZE)
-    return BenchCase(
-        grammar(_lens(inputs, const.get("page_size", 1), root)),
-        f"{const['num_qo_heads']}/{const['num_kv_heads']}",
-        const["head_dim"],
-        block_size or page,
-        dtypes["q"],
-        "auto" if stored == dtypes["q"] else _cache_dtype(stored),
-    )
-
-
-def _cache_dtype(stored: str) -> str:
-    known = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2", "int8": "int8"}
-    if stored not in known:
-        raise ValueError(f"keys of dtype {stored} with queries of another dtype (supports {', '.join(known)})")
-    return known[stored]
+    if stored not in (dtypes["q"], *_CODES):
+        raise ValueError(f"keys of dtype {stored} with queries of another dtype (supports {', '.join(_CODES)})")
+    batch = grammar(_lens(inputs, const.get("page_size", 1), root))
+    layer = (f"{const['num_qo_heads']}/{const['num_kv_heads']}", const["head_dim"])
+    page = block_size or const.get("page_size", _BLOCK_SIZE)
+    return BenchCase(batch, *layer, page, dtypes["q"], "auto" if stored == dtypes["q"] else _CODES[stored])
 
 
 def _definition(name: str, path: Path) -> tuple[Path, dict[str, Any]]:

@@ -77,14 +77,12 @@ class Source(NamedTuple):
     simpler: Callable[[Any], Iterator[Any]] | None = None
 
 
-PAGED = Source(fuzz_cases.program, shrink.PLAIN)
-DENSE = Source(fuzz_dense.program, fuzz_dense.PLAIN, fuzz_dense.simpler)
-
-
 def _family_of(subject: Any) -> Source:
     if isinstance(subject, EntrySubject):
         return Source(fuzz_entries.program, subject.plain, subject.simpler)
-    return DENSE if isinstance(subject, DenseSubject) else PAGED
+    if isinstance(subject, DenseSubject):
+        return Source(fuzz_dense.program, fuzz_dense.PLAIN, fuzz_dense.simpler)
+    return Source(fuzz_cases.program, shrink.PLAIN)
 
 
 @dataclass
@@ -112,19 +110,12 @@ class FuzzReport:
         if self.skipped:
             return f"{self.backend}: skipped, {self.skipped}"
         times = sum(find.times for find in self.finds)
-        outcome = (
-            f"{len(self.finds)} FINDS (seen {times} times)" if self.finds else "no find" if self.cases else "NOTHING TESTED"
-        )
-        head = (
-            f"{self.backend}: seed {self.seed}, {self.cases} cases of {self.programs} programs, {outcome}, {self.seconds:.0f} s"
-        )
-        return "\n".join(
-            [
-                head,
-                *(f"  {find.kind} (seen {find.times} times): {find.text}\n    {find.repro}" for find in self.finds),
-                *(f"  error of the run: {error}" for error in self.errors),
-            ]
-        )
+        outcome = "no find" if self.cases else "NOTHING TESTED"
+        outcome = f"{len(self.finds)} FINDS (seen {times} times)" if self.finds else outcome
+        ran = f"{self.cases} cases of {self.programs} programs"
+        lines = [f"{self.backend}: seed {self.seed}, {ran}, {outcome}, {self.seconds:.0f} s"]
+        lines += [f"  {find.kind} (seen {find.times} times): {find.text}\n    {find.repro}" for find in self.finds]
+        return "\n".join(lines + [f"  error of the run: {error}" for error in self.errors])
 
 
 Examine = Callable[[Any, float], CaseOutcome]  #: (case, time limit in seconds) -> outcome; raises `Lost` or `Ended`
@@ -245,11 +236,9 @@ def _alike(needs: dict[str, Any]) -> set[tuple[str, object]]:
     """Return a failure's needs without their numbers: the sign of a number, the type of a tuple, other values unchanged."""
 
     def word(value: Any) -> object:
-        if isinstance(value, tuple):
-            return "tuple"
-        return (
-            value if isinstance(value, str | bool) else (value > 0) - (value < 0) if isinstance(value, int | float) else value
-        )
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return (value > 0) - (value < 0)
+        return "tuple" if isinstance(value, tuple) else value
 
     return {(name, word(value)) for name, value in needs.items()}
 

@@ -104,12 +104,10 @@ def simpler(case: DenseCase) -> Iterator[DenseCase]:
 
     if case.batch > 1:
         yield sized(batch=1)
-    for rows, keys in ((case.rows // 2, case.keys // 2), (case.rows // 2, case.keys), (case.rows, case.keys // 2)):
-        if rows and keys:
-            yield sized(rows=rows, keys=keys)
-    for rows, keys in ((case.rows - 1, case.keys - 1), (case.rows - 1, case.keys), (case.rows, case.keys - 1)):
-        if rows and keys:
-            yield sized(rows=rows, keys=keys)
+    for fewer_rows, fewer_keys in ((case.rows // 2, case.keys // 2), (case.rows - 1, case.keys - 1)):
+        for rows, keys in ((fewer_rows, fewer_keys), (fewer_rows, case.keys), (case.rows, fewer_keys)):
+            if rows and keys:
+                yield sized(rows=rows, keys=keys)
     if case.num_heads != case.num_kv_heads:
         yield case.replace(num_heads=case.num_kv_heads)
     if case.num_kv_heads > 1:

@@ -247,12 +247,7 @@ class TritonPagedImpl(PagedAttentionImpl):
         )
 
     def attend_keys(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        causal: bool,
-        valid: Runs | None = None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, valid: Runs | None = None
     ) -> torch.Tensor:
         """Attend requests of equal lengths over keys that are in no cache, where they are.
 

@@ -26,16 +26,7 @@ import torch
 
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.paged import PagedCall
-from attn.capabilities import (
-    ATTN_TYPES,
-    MASK_FEATURES,
-    PAGED_FEATURES,
-    Capabilities,
-    Device,
-    Feature,
-    Request,
-    arch_matches,
-)
+from attn.capabilities import ATTN_TYPES, MASK_FEATURES, PAGED_FEATURES, Capabilities, Device, Feature, Request, arch_matches
 from attn.errors import MetadataError, UnsupportedError
 from attn.torch import kv_cache as caches
 from attn.torch.backends import _flashinfer_trtllm as trtllm

@@ -22,11 +22,7 @@ def merge_states(outputs: torch.Tensor, lses: torch.Tensor, nan_is_empty: bool =
 
 @library.custom_op("attn::triton_merge_two_states", mutates_args=())
 def merge_two_states(
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    other: torch.Tensor,
-    other_lse: torch.Tensor,
-    nan_is_empty: bool = True,
+    output: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor, nan_is_empty: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`merge_states` of two separate states, such as a shared prefix and the rest: outputs [T, H, D], lses [H, T]."""
     state = output[None], lse[None]

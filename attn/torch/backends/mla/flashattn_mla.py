@@ -34,57 +34,31 @@ class _Halves(NamedTuple):
     meta: MLADecodeMetadata
     scale: float
 
+    @property
+    def common(self) -> dict[str, Any]:
+        """The arguments that are named alike by all of them."""
+        lens = {"cu_seqlens_q": self.meta.query_start_loc, "max_seqlen_q": self.meta.max_query_len}
+        return {**lens, "softmax_scale": self.scale, "causal": True}
+
 
 def _fa3(module: Any, call: _Halves) -> State:
-    out, lse = module.flash_attn_with_kvcache(
-        call.q,
-        call.k,
-        call.v,
-        qv=call.qv,
-        cache_seqlens=call.meta.seq_lens,
-        page_table=call.meta.block_table,
-        cu_seqlens_q=call.meta.query_start_loc,
-        max_seqlen_q=call.meta.max_query_len,
-        softmax_scale=call.scale,
-        causal=True,
-        return_softmax_lse=True,
-    )[:2]
+    pages = {"cache_seqlens": call.meta.seq_lens, "page_table": call.meta.block_table}
+    attend = module.flash_attn_with_kvcache
+    out, lse = attend(call.q, call.k, call.v, qv=call.qv, **call.common, **pages, return_softmax_lse=True)[:2]
     return out, lse
 
 
 def _vllm(module: Any, call: _Halves) -> State:
-    return module.flash_attn_varlen_func(  # type: ignore[no-any-return]
-        call.q,
-        call.k,
-        call.v,
-        max_seqlen_q=call.meta.max_query_len,
-        cu_seqlens_q=call.meta.query_start_loc,
-        max_seqlen_k=call.meta.max_seq_len,
-        seqused_k=call.meta.seq_lens,
-        q_v=call.qv,
-        block_table=call.meta.block_table,
-        softmax_scale=call.scale,
-        causal=True,
-        return_softmax_lse=True,
-        fa_version=3,
-    )
+    version = {"return_softmax_lse": True, "fa_version": 3}
+    pages = {"max_seqlen_k": call.meta.max_seq_len, "seqused_k": call.meta.seq_lens, "block_table": call.meta.block_table}
+    attend = module.flash_attn_varlen_func
+    return attend(call.q, call.k, call.v, q_v=call.qv, **call.common, **pages, **version)  # type: ignore[no-any-return]
 
 
 def _fa4(module: Any, call: _Halves) -> State:
-    out, lse = module.flash_attn_varlen_func(
-        call.q,
-        call.k,
-        call.v,
-        qv=call.qv,
-        cu_seqlens_q=call.meta.query_start_loc,
-        max_seqlen_q=call.meta.max_query_len,
-        max_seqlen_k=call.meta.max_seq_len,
-        seqused_k=call.meta.seq_lens,
-        page_table=call.meta.block_table,
-        softmax_scale=call.scale,
-        causal=True,
-        return_lse=True,
-    )[:2]
+    pages = {"max_seqlen_k": call.meta.max_seq_len, "seqused_k": call.meta.seq_lens, "page_table": call.meta.block_table}
+    attend = module.flash_attn_varlen_func
+    out, lse = attend(call.q, call.k, call.v, qv=call.qv, **call.common, **pages, return_lse=True)[:2]
     return out, lse.T
 
 
