@@ -61,10 +61,10 @@ def can_launch_early(arch: str) -> bool:
     return arch.startswith("sm_") and int(arch[3:]) >= 90
 
 
-def _fitting(wanted: list[Launch], arch: str, block_d: int, itemsize: int, stored: int) -> Launch:
-    """The first of `wanted` whose tiles fit: queries once, keys and values per stage, one stage of them converted."""
+def _fitting(choices: list[Launch], arch: str, block_d: int, itemsize: int, stored: int) -> Launch:
+    """The first of `choices` whose tiles fit: queries once, keys and values per stage, one stage of them converted."""
     limit = SHARED_MEMORY.get(arch, UNKNOWN)
-    for launch in wanted:
+    for launch in choices:
         stages = max(1, launch.num_stages - 1)  # the last stage computes from what the others hold
         tile = 2 * launch.block_n * block_d
         need = launch.block_m * block_d * itemsize + tile * stages * stored + launch.block_m * launch.block_n * itemsize
@@ -72,7 +72,7 @@ def _fitting(wanted: list[Launch], arch: str, block_d: int, itemsize: int, store
             need += tile * itemsize
         if need <= limit:
             return launch
-    return wanted[-1]
+    return choices[-1]
 
 
 #: Measured launches, by ("decode" or "prefill", *the rule's arguments). These take precedence over the rules.
@@ -93,9 +93,9 @@ def decode_launch(
     if arch.startswith("gfx1"):
         # Waves of 32, whose matrix instructions need operands in both halves: by the compiler's reports (gfx1100) tiles of
         # 64 keys spill hundreds of registers, these none up to 128 columns.
-        wanted = [Launch(block_m, 16, 4 if block_d <= 128 else 8, 2)]
+        choices = [Launch(block_m, 16, 4 if block_d <= 128 else 8, 2)]
     elif arch.startswith("gfx"):
-        wanted = [Launch(block_m, n, 4, 2) for n in (64, 32, 16)]
+        choices = [Launch(block_m, n, 4, 2) for n in (64, 32, 16)]
     else:
         # About 8 KiB of keys per stage (in the dtype of the product: one-byte codes are converted in registers), and enough
         # stages that four programs fill shared memory: more of them share a multiprocessor unevenly, and the last one
@@ -104,16 +104,16 @@ def decode_launch(
         warps, stages = (2, 8 if block_d > 64 else 6) if block_d <= 128 else (4, 6)
         if stored == 1 and itemsize == 2 and block_d == 128 and block_m == 16:
             warps = 1  # caches of bytes are bound by instructions, and one warp needs the fewest
-        wanted = [Launch(block_m, k, warps, s) for k, s in ((n, stages), (32, 3), (16, 3), (16, 1))]
+        choices = [Launch(block_m, k, warps, s) for k, s in ((n, stages), (32, 3), (16, 3), (16, 1))]
         if arch == "sm_90" and not beside and (block_d, stored) in ((128, 2), (256, 2), (128, 1)):
             # Measured (H200). Parts of equal size, two to a multiprocessor, end together: deep pipelines and few warps;
             # requests of any length: one program more on each, and warps that hold 64 rows or wide heads in registers.
             # Beside a prefill the launch that was measured there stays (1q512s8k_63q1s4k 0.321 ms).
             few = (split_kv or block_m == 32 or stored == 1) and block_d == 128 and block_m <= 32
-            wanted.insert(0, Launch(block_m, 64, 2, 5) if few else Launch(block_m, 64, 4, 4))
+            choices.insert(0, Launch(block_m, 64, 2, 5) if few else Launch(block_m, 64, 4, 4))
     if itemsize == 4:
-        wanted = [Launch(block_m, 16, 4, s) for s in (3, 1)]
-    return _fitting(wanted, arch, block_d, itemsize, stored)
+        choices = [Launch(block_m, 16, 4, s) for s in (3, 1)]
+    return _fitting(choices, arch, block_d, itemsize, stored)
 
 
 def rows_of_speculation(arch: str, group: int, max_query_len: int, itemsize: int) -> int:
@@ -163,26 +163,26 @@ def prefill_launch(arch: str, group: int, head_size: int, itemsize: int, stored:
         # (by the compiler's reports): 16 rows where 32 rows and the tiles would not fit.
         room = SHARED_MEMORY.get(arch, UNKNOWN) if arch.startswith("sm") else 1 << 30
         rows, warps = (32, 8 if block_d > 128 else 4) if 4 * 32 * block_d * itemsize <= room else (16, 4)
-        wanted = [Launch(max(rows, least), 16, warps, s) for s in (2, 1)]
+        choices = [Launch(max(rows, least), 16, warps, s) for s in (2, 1)]
     elif arch.startswith("gfx1"):
         # as in `decode_launch`: 64 rows and 32 keys on four waves spilled a thousand registers
-        wanted = [Launch(max(64 if block_d <= 128 else 32, least), 16, 8, s) for s in (2, 1)]
+        choices = [Launch(max(64 if block_d <= 128 else 32, least), 16, 8, s) for s in (2, 1)]
     elif arch.startswith("gfx"):
         # by the compiler's reports alone: larger tiles spill although LDS would hold them (gfx950), and 32 keys of wide
         # heads in two stages do not compile with a tree's mask on gfx950
         rows, keys = (64, 32) if block_d <= 128 else (32, 16)
-        wanted = [Launch(max(rows, least), n, 4, s) for n, s in ((keys, 2), (16, 1))]
+        choices = [Launch(max(rows, least), n, 4, s) for n, s in ((keys, 2), (16, 1))]
     elif arch.startswith("sm_9"):
         wide = [Launch(max(128, least), 128, 8, 3), Launch(max(128, least), 64, 8, 3)] if block_d <= 128 else []
-        wanted = [*wide, Launch(max(128, least), 64, 8, 2), Launch(max(64, least), 32, 8, 2)]
+        choices = [*wide, Launch(max(128, least), 64, 8, 2), Launch(max(64, least), 32, 8, 2)]
     elif arch.startswith("sm_10"):
         # Accumulators are in tensor memory, which has 512 columns: several of block_d and one of block_n. Below 64 rows
         # they are in registers.
-        wanted = [Launch(max(128, least), 64, 8, 3) if block_d <= 128 else Launch(max(32, least), 32, 4, 2)]
+        choices = [Launch(max(128, least), 64, 8, 3) if block_d <= 128 else Launch(max(32, least), 32, 4, 2)]
     else:
         # by the compiler's reports alone (spills); not measured on a device
-        wanted = [Launch(max(64, least), n, 4, s) for n, s in ((32, 2), (16, 2), (16, 1))]
-    return _fitting(wanted, arch, block_d, itemsize, stored)
+        choices = [Launch(max(64, least), n, 4, s) for n, s in ((32, 2), (16, 2), (16, 1))]
+    return _fitting(choices, arch, block_d, itemsize, stored)
 
 
 @functools.lru_cache(maxsize=64)
@@ -193,16 +193,16 @@ def int8_launch(arch: str, head_size: int) -> Launch:
         return Launch(32, 32, 4, 1)
     warps = 8 if block_d > 64 else 4
     if arch.startswith("gfx1"):  # waves of 32
-        wanted = [Launch(64, 32, 8 if block_d > 64 else 4, s) for s in (2, 1)]
+        choices = [Launch(64, 32, 8 if block_d > 64 else 4, s) for s in (2, 1)]
     elif arch.startswith("gfx"):
-        wanted = [Launch(128 if block_d <= 128 else 64, 64 if block_d <= 128 else 32, 4, s) for s in (2, 1)]
+        choices = [Launch(128 if block_d <= 128 else 64, 64 if block_d <= 128 else 32, 4, s) for s in (2, 1)]
     elif arch.startswith("sm_9"):
-        wanted = [Launch(128, 128, 8, 3), Launch(128, 64, 8, 3)] if block_d <= 128 else [Launch(128, 64, 8, 2)]
+        choices = [Launch(128, 128, 8, 3), Launch(128, 64, 8, 3)] if block_d <= 128 else [Launch(128, 64, 8, 2)]
     elif arch.startswith("sm_10"):
-        wanted = [Launch(128, 64, warps, 3), Launch(128, 64, warps, 2)]
+        choices = [Launch(128, 64, warps, 3), Launch(128, 64, warps, 2)]
     else:
-        wanted = [Launch(128 if block_d <= 128 else 64, n, warps, s) for n, s in ((64, 3), (64, 2), (32, 2))]
-    return _fitting(wanted, arch, block_d, 2, 2)
+        choices = [Launch(128 if block_d <= 128 else 64, n, warps, s) for n, s in ((64, 3), (64, 2), (32, 2))]
+    return _fitting(choices, arch, block_d, 2, 2)
 
 
 @dataclass(frozen=True)

@@ -21,25 +21,25 @@ def mla_launch(
     if arch == "interpreter":
         return Launch(block_m, 16, 4, 1)
     if itemsize == 4:
-        wanted = [Launch(16, 16, 4, 2), Launch(16, 16, 4, 1)]
+        choices = [Launch(16, 16, 4, 2), Launch(16, 16, 4, 1)]
     elif arch.startswith("gfx"):
         block_m = min(block_m, 32)
-        wanted = [Launch(block_m, n, 4, s) for n, s in ((32, 2), (16, 2), (16, 1))]
+        choices = [Launch(block_m, n, 4, s) for n, s in ((32, 2), (16, 2), (16, 1))]
     elif block_m == 64 and arch.startswith("sm_9"):
-        wanted = [Launch(64, n, 8, s) for n, s in ((32, 4) if packed else (64, 2), (32, 2), (16, 2))]
+        choices = [Launch(64, n, 8, s) for n, s in ((32, 4) if packed else (64, 2), (32, 2), (16, 2))]
     elif arch.startswith("sm_9"):
         # 147 KB of keys in flight keep memory busy: loading the block table uses some of the stages
         warps = 8 if sparse or stored < itemsize or block_m == 32 else 4
-        wanted = [Launch(block_m, n, warps, s) for n, s in ((64, 7 if sparse else 5), (32, 5), (32, 2), (16, 2))]
+        choices = [Launch(block_m, n, warps, s) for n, s in ((64, 7 if sparse else 5), (32, 5), (32, 2), (16, 2))]
     else:
         # by the compiler's reports alone; not measured on a device
         block_m = min(block_m, 32)
-        wanted = [Launch(block_m, n, 4 if block_m == 16 else 8, s) for n, s in ((32, 4), (32, 3), (32, 2), (16, 2), (16, 1))]
+        choices = [Launch(block_m, n, 4 if block_m == 16 else 8, s) for n, s in ((32, 4), (32, 3), (32, 2), (16, 2), (16, 1))]
     limit = SHARED_MEMORY.get(arch, UNKNOWN)
-    for launch in wanted:
+    for launch in choices:
         if _shared(launch, rank, rope, itemsize, stored) <= limit:
             return launch
-    return wanted[-1]
+    return choices[-1]
 
 
 ROWS, KEYS = 64, 64  #: (token, head) pairs of a program of `hopper_mla`, and keys of its tiles
@@ -129,16 +129,16 @@ def mla_prefill_launch(arch: str, size: int, width: int, itemsize: int) -> Launc
     if arch == "interpreter":
         return Launch(32, 32, 4, 1)
     if itemsize == 4:
-        wanted = [Launch(32, 16, 4, s) for s in (2, 1)]
+        choices = [Launch(32, 16, 4, s) for s in (2, 1)]
     elif arch.startswith("gfx"):
-        wanted = [Launch(64, 32, 4, s) for s in (2, 1)]
+        choices = [Launch(64, 32, 4, s) for s in (2, 1)]
     elif arch.startswith(("sm_9", "sm_10")):
-        wanted = [Launch(128, 128, 8, 2), Launch(128, 64, 8, 3), Launch(128, 64, 8, 2), Launch(64, 32, 4, 2)]
+        choices = [Launch(128, 128, 8, 2), Launch(128, 64, 8, 3), Launch(128, 64, 8, 2), Launch(64, 32, 4, 2)]
     else:
-        wanted = [Launch(64, n, 4, s) for n, s in ((64, 2), (32, 2), (32, 1))]
+        choices = [Launch(64, n, 4, s) for n, s in ((64, 2), (32, 2), (32, 1))]
     key, value = _in_two_parts(size), power_of_two(width)
     limit = SHARED_MEMORY.get(arch, UNKNOWN)
-    for launch in wanted:
+    for launch in choices:
         m, n = launch.block_m, launch.block_n
         if arch.startswith(("sm_9", "sm_10")):  # products read shared memory while they run: every stage, and no weights
             held = n * (key + value) * launch.num_stages
@@ -147,7 +147,7 @@ def mla_prefill_launch(arch: str, size: int, width: int, itemsize: int) -> Launc
             held = n * (key + value) * stages + m * n * itemsize // 2
         if (m * key + held) * itemsize <= limit:
             return launch
-    return wanted[-1]
+    return choices[-1]
 
 
 def _in_two_parts(size: int) -> int:

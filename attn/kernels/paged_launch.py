@@ -118,11 +118,11 @@ class Launches:
 
     def __init__(self, kinds: Kinds, layer: Layer) -> None:
         self.layer, self.kinds = layer, kinds
-        (heads, size, *cache), given = kinds.shape, dict(zip(ARRAYS, kinds.dtypes, strict=True))
-        query, stored, self.kv_heads, fixed = given["query"], given["key_cache"], cache[-2], layer.fixed_split
+        (heads, size, *cache), dtypes = kinds.shape, dict(zip(ARRAYS, kinds.dtypes, strict=True))
+        query, stored, self.kv_heads, fixed = dtypes["query"], dtypes["key_cache"], cache[-2], layer.fixed_split
         itemsize, name, tuned = _ITEMSIZE[str(query)], kinds.arch, kinds.tuned
-        self.paged, group = given["block_table"] is not None, heads // self.kv_heads
-        self.free = given["spans"] is not None or given["prefix"] is not None
+        self.paged, group = dtypes["block_table"] is not None, heads // self.kv_heads
+        self.free = dtypes["spans"] is not None or dtypes["prefix"] is not None
         sizes = (size, itemsize, _ITEMSIZE.get(str(stored), 1))
         packed = 0 if fixed or not self.paged else rows_of_speculation(name, group, kinds.queries, itemsize)
         if kinds.together:
@@ -133,9 +133,9 @@ class Launches:
         if self.paged and not (fixed or kinds.together) and not 1 < kinds.queries <= most:
             most = 1
         in_row = self.paged and len(cache) == 2
-        plain = not any(given[x] for x in _GENERAL) and not (fixed or in_row or layer.sparse)
+        plain = not any(dtypes[x] for x in _GENERAL) and not (fixed or in_row or layer.sparse)
         # a row's keys are a range that a prefix extends, and its span; under a window the prefix would be a range of its own
-        plain = plain and not (given["prefix"] and layer.left is not None)
+        plain = plain and not (dtypes["prefix"] and layer.left is not None)
         self._prompts = kinds.queries > most and not kinds.together
         self.on_hopper = kinds.hopper and plain and self._prompts
         self.beside = self.on_hopper and self.paged and kinds.early
@@ -149,33 +149,33 @@ class Launches:
             self._split = decode_launch(name, packed or group, *sizes, True)
         prefill = tuned[1] or prefill_launch(name, group, *sizes)
         self.prefill_tokens, self.prefill = prefill.block_m // group, None
-        self._attention = self._constants(given, in_row)
+        self._attention = self._constants(dtypes, in_row)
         if self._prompts and not self.on_hopper:
             rows = {"DECODE": False, "min_query": most, "max_query": UNBOUNDED}
             self.prefill = self._tiled(prefill, self.prefill_tokens, 0) | rows
         launch = {"num_warps": 4, **({"launch_pdl": True} if kinds.early else {}), **FUSED}
-        self.merge = {**self._common(given), "BLOCK_Q": most, "BLOCK_S": 32, "EARLY": kinds.early, **launch}
+        self.merge = {**self._common(dtypes), "BLOCK_Q": most, "BLOCK_S": 32, "EARLY": kinds.early, **launch}
 
-    def _common(self, given: dict[str, str | None]) -> dict[str, Any]:
+    def _common(self, dtypes: dict[str, str | None]) -> dict[str, Any]:
         """Constants of `attention` and of `merge`."""
         heads, size, v_scales = *self.kinds.shape[:2], self.kinds.scales[1]
         sizes = {"H": heads, "G": heads // self.kv_heads, "D": size, "BLOCK_D": power_of_two(size)}
         scaled = {"vscale_h": 1 if v_scales else 0, "HAS_V_SCALE": v_scales is not None and len(v_scales) < 3}
         flags = {"HAS_SINKS": "sinks", "HAS_LSE": "lse", "TO_FP8": "output_scale"}
-        return {**sizes, **scaled, **{flag: given[name] is not None for flag, name in flags.items()}}
+        return {**sizes, **scaled, **{flag: dtypes[name] is not None for flag, name in flags.items()}}
 
-    def _constants(self, given: dict[str, str | None], in_row: bool) -> dict[str, Any]:
+    def _constants(self, dtypes: dict[str, str | None], in_row: bool) -> dict[str, Any]:
         """Constants of every launch of `attention`."""
-        query, stored, (k_scales, v_scales), name = given["query"], given["key_cache"], self.kinds.scales, self.kinds.arch
+        query, stored, (k_scales, v_scales), name = dtypes["query"], dtypes["key_cache"], self.kinds.scales, self.kinds.arch
         per_token, wide_query = k_scales is not None and len(k_scales) == 3, query == "float32"
         assert not per_token or k_scales == v_scales
         scale_block, scale_slot = k_scales[:2] if per_token and k_scales else (0, 0)
         one_byte = str(stored) not in _ITEMSIZE
         flags = {"HAS_ALIBI": "slopes", "HAS_TREE": "tree", "HAS_SPANS": "spans", "HAS_PREFIX": "prefix", "MIXED": "is_causal"}
-        masks = {flag: given[array] is not None for flag, array in flags.items()}
+        masks = {flag: dtypes[array] is not None for flag, array in flags.items()}
         numbers = {"kscale_h": 1 if k_scales else 0, "scale_block": scale_block, "scale_slot": scale_slot, "values_at": 0}
         return {
-            **{**self._common(given), **self.layer.constants(), **numbers, **masks, "BESIDE": self.beside},
+            **{**self._common(dtypes), **self.layer.constants(), **numbers, **masks, "BESIDE": self.beside},
             "P": UNBOUNDED if in_row else self.kinds.shape[2] if self.paged else 1,
             **{"PAGED": self.paged, "PER_TOKEN": per_token, "HAS_K_SCALE": k_scales is not None and not per_token},
             "MAY_BE_NONFINITE": per_token or stored != "int8",

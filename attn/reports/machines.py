@@ -157,7 +157,7 @@ def _product(name: str) -> str | None:
     if (generation := _TPU_KINDS.get(name.lower())) is not None:
         return generation
     words = re.findall(r"[a-z0-9]+", name.lower())
-    found = []
+    matches = []
     for (_, _, maker), archs in _PRODUCTS.items():
         for product in (product for products in archs.values() for product in products):
             name_words = re.findall(r"[a-z0-9]+", product.lower())
@@ -166,8 +166,8 @@ def _product(name: str) -> str | None:
             for start in range(len(words) - len(name_words) + 1):
                 rest = words[:start] + words[start + len(name_words) :]
                 if words[start : start + len(name_words)] == name_words and all(map(_ADDED.fullmatch, rest)):
-                    found.append(product)
-    return max(found, key=len, default=None)
+                    matches.append(product)
+    return max(matches, key=len, default=None)
 
 
 def product_of(name: str) -> str:

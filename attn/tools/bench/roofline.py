@@ -31,13 +31,18 @@ def chart(report: dict[str, Any]) -> Picture:
     def draw(axes: Any) -> None:
         *roofs, below = axes if frameworks else [axes]
         for axis, framework in zip(roofs, frameworks, strict=True):
-            own = [row for row in rows if row.get("framework", "torch") == framework]
-            about = report[framework] if isinstance(report.get(framework), dict) else report  # "torch" may be its version
-            _roofline(axis, own, colours, f"{about.get('device', framework)} ({framework}), {report.get('date', '')}")
+            of_framework = [row for row in rows if row.get("framework", "torch") == framework]
+            _roofline(axis, of_framework, colours, _origin(report, framework))
         _bars(below, rows, cases, names, colours, len(frameworks) > 1)
 
     heights = [3.8] * len(frameworks) + [1.2 + 0.2 * (len(rows) + len(cases))]
     return drawn(9, sum(heights), draw, len(heights), heights=heights)
+
+
+def _origin(report: dict[str, Any], framework: str) -> str:
+    """Describe where and when the rows of a framework were measured."""
+    about = report[framework] if isinstance(report.get(framework), dict) else report  # "torch" may be its version
+    return f"{about.get('device', framework)} ({framework}), {report.get('date', '')}"
 
 
 def ratios(report: dict[str, Any]) -> Picture:
@@ -50,10 +55,9 @@ def ratios(report: dict[str, Any]) -> Picture:
 
     def draw(axes: Any) -> None:
         for axis, framework in zip(axes if len(frameworks) > 1 else [axes], frameworks, strict=True):
-            about = report[framework] if isinstance(report.get(framework), dict) else report
-            own = [(outcome, ratio) for outcome, ratio in compared if outcome.framework == framework]
-            where = f"{about.get('device', framework)} ({framework}), {report.get('date', '')}"
-            _dots(axis, own, f"{where}: {geometric_mean([ratio for _, ratio in own]):.2f} in the mean of {len(own)} batches")
+            pairs = [(outcome, ratio) for outcome, ratio in compared if outcome.framework == framework]
+            mean = f"{geometric_mean([ratio for _, ratio in pairs]):.2f} in the mean of {len(pairs)} batches"
+            _dots(axis, pairs, f"{_origin(report, framework)}: {mean}")
 
     return drawn(8, 3.6 * len(frameworks), draw, len(frameworks))
 
@@ -155,11 +159,11 @@ def _bars(
 
     at, ticks, labelled = 0.0, [], set()
     for framework, case in cases:
-        own = [row for row in rows if (row.get("framework", "torch"), _case(row)) == (framework, case)]
-        own.sort(key=lambda row: names.index(row["backend"]))
+        of_case = [row for row in rows if (row.get("framework", "torch"), _case(row)) == (framework, case)]
+        of_case.sort(key=lambda row: names.index(row["backend"]))
         name = abbreviated(case)
-        ticks.append((at + (len(own) - 1) / 2, f"{name} ({framework})" if several else name))
-        for row in own:
+        ticks.append((at + (len(of_case) - 1) / 2, f"{name} ({framework})" if several else name))
+        for row in of_case:
             ms, label = row["ms"], row["backend"]
             spread = [[ms - row["ms_p20"]], [row["ms_p80"] - ms]]
             bar = {"color": colours[label], "edgecolor": "black" if row.get("chosen") else "none", "linewidth": 0.8}

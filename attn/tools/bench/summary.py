@@ -84,12 +84,12 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
     frameworks = list(dict.fromkeys(outcome.framework for outcome in results))
     lines = []
     for framework in frameworks:
-        own = [outcome for outcome in results if outcome.framework == framework]
+        of_framework = [outcome for outcome in results if outcome.framework == framework]
         lines += [f"{framework}:"] if len(frameworks) > 1 else []
-        for kind in ("all", *(KINDS if any(outcome.ratio for outcome in own) else ())):
-            of_kind = [outcome for outcome in own if kind in ("all", outcome.kind)]
+        for kind in ("all", *(KINDS if any(outcome.ratio for outcome in of_framework) else ())):
+            of_kind = [outcome for outcome in of_framework if kind in ("all", outcome.kind)]
             lines += [f"{kind:11s} {_ratios(of_kind)}"] if of_kind else []
-        lines.append(_large_decodes(own))
+        lines.append(_large_decodes(of_framework))
     return "\n".join(lines)
 
 

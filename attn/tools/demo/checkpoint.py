@@ -92,19 +92,19 @@ def load_weights(directory: str | Path, config: ModelConfig) -> dict[str, np.nda
 
 def read_tensors(
     directory: str | Path,
-    wanted: Mapping[str, tuple[int, ...]],
+    required: Mapping[str, tuple[int, ...]],
     *,
     optional: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     ignored: tuple[str, ...] = (),
     architecture: str = "that model",
 ) -> dict[str, np.ndarray]:
-    """Read the tensors of `wanted`, by name and shape, as float32, and those of `optional` that exist.
+    """Read the tensors of `required`, by name and shape, as float32, and those of `optional` that exist.
 
     Raises `CheckpointError` for one that is missing, has another shape, or is neither listed nor ends with `ignored`;
     `architecture` is named in the message.
     """
     root = checkpoint_directory(directory)
-    known = {**optional, **wanted}
+    known = {**optional, **required}
     tensors: dict[str, np.ndarray] = {}
     unexpected: list[str] = []
     for path, members in _shards(root):
@@ -116,7 +116,7 @@ def read_tensors(
                 tensors[name] = _read(path, name, entry, file)
             elif not name.endswith(ignored):
                 unexpected.append(name)
-    missing = sorted(wanted.keys() - tensors.keys())
+    missing = sorted(required.keys() - tensors.keys())
     if missing or unexpected:
         both = {"missing": missing, "unexpected": unexpected}
         parts = "; ".join(f"{word} {_listed(names)}" for word, names in both.items() if names)

@@ -85,8 +85,8 @@ def _frame(subject: Subject, rng: random.Random) -> Case:
     """Return the fields that the cases of a program share."""
     c = subject.capabilities
 
-    def sizes(wanted: Sequence[int], allowed: Any) -> list[int]:
-        return [size for size in wanted if supports_size(size, allowed)] or subject.sizes(wanted, allowed)
+    def sizes(preferred: Sequence[int], allowed: Any) -> list[int]:
+        return [size for size in preferred if supports_size(size, allowed)] or subject.sizes(preferred, allowed)
 
     def if_served(feature: Feature, *values: Any) -> list[Any]:
         return list(values) if subject.has(feature) else []

@@ -306,16 +306,16 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
 
     def _signature(self, layer: AttentionLayer, tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Return what checks and launches of a call depend on beside its batch; None if not all of `tensors` are plain ones."""
-        found = static(tensors)
-        if found is None:
+        facts = static(tensors)
+        if facts is None:
             return None
-        found += self._constants()
+        facts += self._constants()
         for per_head in (self.sinks, self.alibi_slopes):
-            found.append(None if per_head is None else (per_head.dtype, per_head.device, per_head.stride()))
+            facts.append(None if per_head is None else (per_head.dtype, per_head.device, per_head.stride()))
         if self._quantised:
-            found += map(caches.of_scale, (layer._k_scale, layer._v_scale))
-            found += (getattr(layer, f"{which}_scale_float", None) for which in ("_k", "_v"))
-        return tuple(found)
+            facts += map(caches.of_scale, (layer._k_scale, layer._v_scale))
+            facts += (getattr(layer, f"{which}_scale_float", None) for which in ("_k", "_v"))
+        return tuple(facts)
 
     def _constants(self) -> tuple[Any, ...]:
         """Return what launches depend on of this layer; layers for which it is equal share what is kept of a call."""

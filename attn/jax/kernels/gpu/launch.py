@@ -51,9 +51,9 @@ def reasons(request: Any, device: Any) -> list[str]:
 def target() -> tuple[str, int]:
     """(architecture, multiprocessors) of the GPU that is compiled for: that of `attn.jax.platforms.compiling_for`, or the
     first present. Raises RuntimeError without one."""
-    wanted = jax.sharding.get_abstract_mesh().abstract_device
-    if wanted is not None and wanted.device_kind in PROCESSORS:
-        return wanted.device_kind, PROCESSORS[wanted.device_kind]
+    compiled_for = jax.sharding.get_abstract_mesh().abstract_device
+    if compiled_for is not None and compiled_for.device_kind in PROCESSORS:
+        return compiled_for.device_kind, PROCESSORS[compiled_for.device_kind]
     device = jax.devices()[0]
     capability = getattr(device, "compute_capability", "")
     if not capability:
@@ -84,14 +84,14 @@ def _bytes(field: int, data: bytes) -> bytes:
 _MAPPED, _SWIZZLED = {"float16": 6, "bfloat16": 9}, 3
 
 
-def _parameter(given: Parameter) -> bytes:
+def _parameter(parameter: Parameter) -> bytes:
     """A message `TritonKernelCall.Parameter`."""
-    if isinstance(given, str):
+    if isinstance(parameter, str):
         return _bytes(1, _number(2, 16))  # an array whose address is a multiple of 16
-    if isinstance(given, Boxes):
-        extents = (_bytes(3 + i, b"".join(map(_varint, part))) for i, part in enumerate(given[1:]))
-        return _bytes(9, _bytes(1, _number(1, _MAPPED[given.dtype]) + _number(2, _SWIZZLED) + b"".join(extents)))
-    kind, value = given
+    if isinstance(parameter, Boxes):
+        extents = (_bytes(3 + i, b"".join(map(_varint, part))) for i, part in enumerate(parameter[1:]))
+        return _bytes(9, _bytes(1, _number(1, _MAPPED[parameter.dtype]) + _number(2, _SWIZZLED) + b"".join(extents)))
+    kind, value = parameter
     if kind == "fp32":
         return _varint(7 << 3 | 5) + struct.pack("<f", value)
     return _number({"i32": 3, "i64": 5}[kind], int(value))
@@ -107,7 +107,7 @@ def payload(program: Program, arch: str, grid: tuple[int, int, int]) -> bytes:
     kernel += _number(6, int("".join(c for c in arch if c.isdigit()))) + _number(10, program.num_ctas)
     kernel += _bytes(11, _bytes(1, program.image) + _bytes(2, name) + _number(3, program.shared))
     call = _bytes(1, kernel) + b"".join(_number(2 + i, n) for i, n in enumerate(grid))
-    call += b"".join(_bytes(5, _parameter(given)) for given in program.parameters)
+    call += b"".join(_bytes(5, _parameter(parameter)) for parameter in program.parameters)
     return zlib.compress(_bytes(1, call) + _bytes(4, name), 1)
 
 
@@ -129,15 +129,15 @@ def launch(
     are options of the launch (`num_warps`). grid: up to three extents. types: names of elements' types that arrays are read
     as, where they are not the arrays' own.
     """
-    given = {name: arguments[name] for name in kernel.arg_names}
-    options = {name: value for name, value in arguments.items() if name not in given}
+    parameters = {name: arguments[name] for name in kernel.arg_names}
+    options = {name: value for name, value in arguments.items() if name not in parameters}
     operands: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in parameters.items():
         if isinstance(value, Boxed):
-            operands[name], given[name] = value.array, Boxes(value.array.dtype.name, *value[1:])
+            operands[name], parameters[name] = value.array, Boxes(value.array.dtype.name, *value[1:])
         elif isinstance(value, jax.Array | np.ndarray):
-            operands[name], given[name] = value, Pointer(types.get(name) or value.dtype.name)
-    program = compile_kernel(kernel, arch, given, options)
+            operands[name], parameters[name] = value, Pointer(types.get(name) or value.dtype.name)
+    program = compile_kernel(kernel, arch, parameters, options)
     extents = (*grid, 1, 1)[:3]
     if not math.prod(extents):
         return tuple(jnp.asarray(operands[name]) for name in writes)

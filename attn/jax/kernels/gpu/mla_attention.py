@@ -66,7 +66,7 @@ def mla_decode(
     (tokens, heads, rank), num_reqs = absorbed.shape, starts.shape[0] - 1
     if num_reqs < 1 or tokens == 0:
         return jnp.zeros_like(absorbed), jnp.full((heads, tokens), -jnp.inf) if return_lse else None, latents.cache
-    given: dict[str, Any] = {
+    args: dict[str, Any] = {
         "out": jnp.empty(absorbed.shape, absorbed.dtype),
         "lse": jnp.empty((heads, tokens), jnp.float32) if return_lse else None,
         "query": absorbed,
@@ -75,41 +75,41 @@ def mla_decode(
         "limits": None if rules.causal else _own_lengths(starts, latents.lens, tokens),
         "indices": None,
     }
-    given |= {"cache": latents.cache, "seq_lens": latents.lens, "block_table": latents.table, "k_scale": latents.k_scale}
-    of = _decode(given, rules)
+    args |= {"cache": latents.cache, "seq_lens": latents.lens, "block_table": latents.table, "k_scale": latents.k_scale}
+    of = _decode(args, rules)
     made = launches_of(of)
     states = made.states(tokens * heads)
-    given["partial"] = jnp.empty(max(1, states) * rank, jnp.float32)
-    given["partial_lse"] = jnp.empty(max(1, states), jnp.float32)
-    given |= _numbers(of, made, given) | {"factor": rules.scale * LOG2E, "v_factor": 1.0}
-    given |= {"items": starts} | _prepared(of, made, given, new)
+    args["partial"] = jnp.empty(max(1, states) * rank, jnp.float32)
+    args["partial_lse"] = jnp.empty(max(1, states), jnp.float32)
+    args |= _numbers(of, made, args) | {"factor": rules.scale * LOG2E, "v_factor": 1.0}
+    args |= {"items": starts} | _prepared(of, made, args, new)
     try:
-        given |= (_attend_on_hopper if of.on_hopper else _attend)(of, made, given)
+        args |= (_attend_on_hopper if of.on_hopper else _attend)(of, made, args)
     except hopper.CannotCompile:
         return mla_decode(absorbed, query, starts, latents, rules, new, return_lse=return_lse)  # type: ignore[no-any-return]
     if states:
-        given |= _run(merge, of.arch, made.merge_grid(num_reqs, heads, rules.max_query_len), given | made.merge, _RESULTS)
-    return given["out"], given["lse"], given["cache"]
+        args |= _run(merge, of.arch, made.merge_grid(num_reqs, heads, rules.max_query_len), args | made.merge, _RESULTS)
+    return args["out"], args["lse"], args["cache"]
 
 
 _RESULTS = ("out", "lse")
 _STATES = (*_RESULTS, "partial", "partial_lse")
 
 
-def _attend(of: Decode, made: Launches, given: dict[str, Any]) -> dict[str, jax.Array]:
+def _attend(of: Decode, made: Launches, args: dict[str, Any]) -> dict[str, jax.Array]:
     """The first stage."""
-    codes = {"cache": "uint8"} if given["cache"].dtype == jnp.float8_e4m3fn and made.attend["BYTES"] else {}
-    return _run(attend, of.arch, (made.programs(of.requests), made.splits), given | made.attend, _STATES, **codes)
+    codes = {"cache": "uint8"} if args["cache"].dtype == jnp.float8_e4m3fn and made.attend["BYTES"] else {}
+    return _run(attend, of.arch, (made.programs(of.requests), made.splits), args | made.attend, _STATES, **codes)
 
 
-def _attend_on_hopper(of: Decode, made: Launches, given: dict[str, Any]) -> dict[str, jax.Array]:
+def _attend_on_hopper(of: Decode, made: Launches, args: dict[str, Any]) -> dict[str, jax.Array]:
     """The same by the Hopper kernel. Raises `hopper.CannotCompile` if the installed Triton does not compile it, for which the
     kernel is off from then on."""
     from attn.kernels import hopper_mla
 
-    cache = given["cache"]
+    cache = args["cache"]
     there = {"limits": of.has_limits, "lse": of.has_lse, "sparse": False, "planned": made.shares is not None}
-    arguments = given | {
+    arguments = args | {
         "desc": Boxed(cache, *hopper_mla.map_of(cache.shape, dense_strides(cache.shape))),
         "row_tiles": made.tiles,
         "split": made.split if made.splits > 1 else 1 << 30,
@@ -123,9 +123,9 @@ def _attend_on_hopper(of: Decode, made: Launches, given: dict[str, Any]) -> dict
         raise
 
 
-def _decode(given: dict[str, Any], rules: Rules) -> Decode:
-    (_, heads, rank), (_, page, _), (num_reqs, columns) = (given[x].shape for x in ("query", "cache", "block_table"))
-    (arch, processors), (_, _, width), cache, dtype = target(), given["rope"].shape, given["cache"], given["query"].dtype
+def _decode(args: dict[str, Any], rules: Rules) -> Decode:
+    (_, heads, rank), (_, page, _), (num_reqs, columns) = (args[x].shape for x in ("query", "cache", "block_table"))
+    (arch, processors), (_, _, width), cache, dtype = target(), args["rope"].shape, args["cache"], args["query"].dtype
     plain = cache.dtype == dtype and dtype.itemsize == 2
     extents = (heads, rank + rules.rope), cache.shape[1:], dense_strides(cache.shape)[:2]
     return Decode(
@@ -145,48 +145,48 @@ def _decode(given: dict[str, Any], rules: Rules) -> Decode:
         fixed_split=0,
         sparse=False,
         packed=cache.dtype == jnp.uint8,
-        has_limits=given["limits"] is not None,
-        has_lse=given["lse"] is not None,
+        has_limits=args["limits"] is not None,
+        has_lse=args["lse"] is not None,
         uneven=True,
         rope_from=RopeFrom(heads * width, width, width - rules.rope),
     )
 
 
-def _numbers(of: Decode, made: Launches, given: dict[str, Any]) -> dict[str, Any]:
+def _numbers(of: Decode, made: Launches, args: dict[str, Any]) -> dict[str, Any]:
     """The arguments of both stages that are neither arrays nor the rule's."""
-    (_, page, row), tokens, rank = given["cache"].shape, given["query"].shape[0], of.rank
+    (_, page, row), tokens, rank = args["cache"].shape, args["query"].shape[0], of.rank
     return {
         "splits": made.splits,
         "split": made.split,
         "groups": 0 if made.shares is None else made.shares.groups,
         "max_query": of.max_query_len,
-        "lse_h": 0 if given["lse"] is None else tokens,
-        "table_r": given["block_table"].shape[1],
+        "lse_h": 0 if args["lse"] is None else tokens,
+        "table_r": args["block_table"].shape[1],
         "topk": 0,
         "indices_t": 0,
         **{"o_t": of.heads * rank, "o_h": rank, "q_t": of.heads * rank, "q_h": rank, "c_block": page * row, "c_slot": row},
-        "HAS_K_SCALE": given["k_scale"] is not None,
-        "WIDE": given["cache"].size >= 2**31,
+        "HAS_K_SCALE": args["k_scale"] is not None,
+        "WIDE": args["cache"].size >= 2**31,
     }
 
 
-def _prepared(of: Decode, made: Launches, given: dict[str, Any], new: New | None) -> dict[str, jax.Array]:
+def _prepared(of: Decode, made: Launches, args: dict[str, Any], new: New | None) -> dict[str, jax.Array]:
     """Fill the table of shares, store new latents, and write the rows of no request; return what it wrote by name."""
-    (tokens, _, rank), cache = given["out"].shape, given["cache"]
+    (tokens, _, rank), cache = args["out"].shape, args["cache"]
     groups, _, items = made.shares or (0, 0, 0)
     kv_c, k_pe, slots = new or (None, None, None)
     code, rows = "" if kv_c is None else latent_write.code_of(kv_c.dtype.name, cache.dtype.name), 0 if kv_c is None else tokens
     arguments = {
         "table": jnp.empty(2 * groups + FIELDS * items, jnp.int32) if groups else None,
         "cache": cache if new else None,
-        "output": given["out"],
-        "lse": given["lse"],
+        "output": args["out"],
+        "lse": args["lse"],
         "kv_c": kv_c,
         "k_pe": k_pe,
         "slots": slots,
-        "k_scale": given["k_scale"],
-        "query_start_loc": given["query_start_loc"],
-        "seq_lens": given["seq_lens"],
+        "k_scale": args["k_scale"],
+        "query_start_loc": args["query_start_loc"],
+        "seq_lens": args["seq_lens"],
         "factor": 1.0,
         "num_reqs": of.requests,
         "groups": groups,
@@ -194,9 +194,9 @@ def _prepared(of: Decode, made: Launches, given: dict[str, Any], new: New | None
         "new": rows,
         "tokens": tokens,
         "lse_h": tokens,
-        **{"kv_c_t": rank, "k_pe_t": of.rope, "c_block": given["c_block"], "c_slot": given["c_slot"]},
+        **{"kv_c_t": rank, "k_pe_t": of.rope, "c_block": args["c_block"], "c_slot": args["c_slot"]},
         **mla_prepare.constants(
-            (of.heads, made.block_n, block_of(of.requests)), (rank, of.rope, of.page), code, given["k_scale"] is not None
+            (of.heads, made.block_n, block_of(of.requests)), (rank, of.rope, of.page), code, args["k_scale"] is not None
         ),
     }
     written = {"out": "output", "lse": "lse", "items": "table", "cache": "cache"}

@@ -79,7 +79,7 @@ def paged_attention(
     stored = keys.keys if keys.cache is None else keys.cache
     assert stored is not None
     held = stored.shape if keys.cache is None else stored.shape[1:]
-    given = dict.fromkeys(ARRAYS) | {
+    arrays = dict.fromkeys(ARRAYS) | {
         "output": jnp.empty(query.shape, query.dtype),
         "lse": jnp.empty((heads, tokens), jnp.float32) if return_lse else None,
         "query_start_loc": starts,
@@ -96,7 +96,7 @@ def paged_attention(
     read = {}
     if stored.dtype == jnp.float8_e4m3fn and not converts_e4m3(arch):
         read = {"key_cache": "uint8"} | ({} if keys.values is None else {"value_cache": "uint8"})
-    dtypes = {name: None if array is None else read.get(name, array.dtype.name) for name, array in given.items()}
+    dtypes = {name: None if array is None else read.get(name, array.dtype.name) for name, array in arrays.items()}
     dense, of_rows, blocks = dense_strides(held), dense_strides(query.shape), held[0]
     strides, same, wide = strides_of(of_rows, of_rows, dense, dense, blocks, keys.table is not None)
     kinds = Kinds(
@@ -109,37 +109,37 @@ def paged_attention(
         queries=min(extents.max_query_len, _FEW + 1),
         same=same,
         wide=wide,
-        hopper=arch == "sm_90" and extents.max_query_len > 1 and _serves(given),
+        hopper=arch == "sm_90" and extents.max_query_len > 1 and _serves(arrays),
     )
     rules = Launches(kinds, layer)
-    call = _Call(rules, arch, given, read, strides, blocks if keys.cache is not None else 0)
+    call = _Call(rules, arch, arrays, read, strides, blocks if keys.cache is not None else 0)
     try:
         return call.run(num_reqs, extents.max_seq_len)
     except hopper.CannotCompile:
         return paged_attention(query, starts, keys, layer, extents, mask, per_head, return_lse)
 
 
-def _prompts(given: dict[str, Any]) -> Any:
+def _prompts(arrays: dict[str, Any]) -> Any:
     """The arrays as `hopper_prefill.Prompts`; that module is imported on Hopper only."""
     from attn.jax.kernels.gpu.hopper_prefill import Prompts
 
     keys = {
-        "keys": given["key_cache"],
-        "values": given["value_cache"],
-        "lens": given["seq_lens"],
-        "table": given["block_table"],
+        "keys": arrays["key_cache"],
+        "values": arrays["value_cache"],
+        "lens": arrays["seq_lens"],
+        "table": arrays["block_table"],
     }
-    mask = BatchMask(**{name: given[name] for name in BatchMask._fields})
-    return Prompts(given["query"], given["query_start_loc"], sinks=given["sinks"], mask=mask, **keys)
+    mask = BatchMask(**{name: arrays[name] for name in BatchMask._fields})
+    return Prompts(arrays["query"], arrays["query_start_loc"], sinks=arrays["sinks"], mask=mask, **keys)
 
 
-def _serves(given: dict[str, Any]) -> bool:
+def _serves(arrays: dict[str, Any]) -> bool:
     """Whether the Hopper prefill supports the arrays."""
     if not hopper.is_on("hopper_prefill"):
         return False
     from attn.jax.kernels.gpu import hopper_prefill
 
-    return hopper_prefill.serves(_prompts(given))
+    return hopper_prefill.serves(_prompts(arrays))
 
 
 _STRIDES = ("o_t", "o_h", "q_t", "q_h", "k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head")
@@ -149,15 +149,15 @@ class _Call:
     """The launches of one call, one after the other: each writes what the ones before left."""
 
     def __init__(
-        self, rules: Launches, arch: str, given: dict[str, Any], read: dict[str, str], strides: Sequence[int], blocks: int
+        self, rules: Launches, arch: str, arrays: dict[str, Any], read: dict[str, str], strides: Sequence[int], blocks: int
     ) -> None:
-        self.rules, self.arch, self.given, self.read = rules, arch, given, read
-        tree, table, lse = given["tree"], given["block_table"], given["lse"]
+        self.rules, self.arch, self.arrays, self.read = rules, arch, arrays, read
+        tree, table, lse = arrays["tree"], arrays["block_table"], arrays["lse"]
         numbers = dict(zip(_STRIDES, strides, strict=True))
         self.numbers = numbers | {
             "factor": float(rules.layer.factor(1.0)),
             "v_factor": 1.0,
-            "num_reqs": given["query_start_loc"].shape[0] - 1,
+            "num_reqs": arrays["query_start_loc"].shape[0] - 1,
             "lse_h": 0 if lse is None else lse.shape[1],
             "table_r": 0 if table is None else table.shape[1],
             "tree_w": 0 if tree is None else tree.shape[1],
@@ -177,29 +177,29 @@ class _Call:
         if rules.on_hopper:
             self._on_hopper(made["counters"])
         elif rules.prefill is not None:
-            tiles = self.given["query"].shape[0] // rules.prefill_tokens + num_reqs
+            tiles = self.arrays["query"].shape[0] // rules.prefill_tokens + num_reqs
             self._attend(tiles * rules.kv_heads, rules.prefill)
         if not rules.paged:
-            return self.given["output"], self.given["lse"]
+            return self.arrays["output"], self.arrays["lse"]
         if split_kv is None or "whole" in made:
-            self.given["query_start_loc"] = made.get("whole", self.given["query_start_loc"])
+            self.arrays["query_start_loc"] = made.get("whole", self.arrays["query_start_loc"])
             self._attend(num_reqs * rules.kv_heads, rules.decode(0))
         if split_kv is not None:
-            self.given["query_start_loc"] = made.get("cut", self.given["query_start_loc"])
+            self.arrays["query_start_loc"] = made.get("cut", self.arrays["query_start_loc"])
             self._in_parts(num_reqs, split_kv)
-        return self.given["output"], self.given["lse"]
+        return self.arrays["output"], self.arrays["lse"]
 
     def _fill(self, num_reqs: int, split_kv: SplitKV | None) -> dict[str, jax.Array]:
         """Write rows of no request. Return the counters that a Hopper prefill needs, and, where decodes may be either, `whole`
         and `cut` (`attn.kernels.fill`)."""
-        rules, given, (tokens, heads, size) = self.rules, self.given, self.given["query"].shape
+        rules, arrays, (tokens, heads, size) = self.rules, self.arrays, self.arrays["query"].shape
         chooses: dict[str, Any] = {"counters": jnp.empty(2, jnp.int32) if rules.on_hopper else None}
         if split_kv is not None and split_kv.max_splits and num_reqs >= split_kv.whole_from:
             chooses |= {name: jnp.empty(num_reqs + 1, jnp.int32) for name in ("whole", "cut")}
-            chooses |= {"seq_lens": given["seq_lens"], "left": bound(None if rules.free else rules.layer.left)}
+            chooses |= {"seq_lens": arrays["seq_lens"], "left": bound(None if rules.free else rules.layer.left)}
             chooses |= {"most": rules.tokens, "keys_per_tile": rules.keys_per_tile, "whole_from": split_kv.whole_from}
             chooses |= {"BLOCK_R": split_kv.block_r}
-        of_rows = {name: given[name] for name in ("output", "lse", "query_start_loc")}
+        of_rows = {name: arrays[name] for name in ("output", "lse", "query_start_loc")}
         numbers = {"tokens": tokens, "num_reqs": num_reqs, "lse_h": self.numbers["lse_h"]}
         arguments = rest.constants(heads, size) | of_rows | numbers | chooses
         return self._launch(rest.fill, -(-tokens // rest.ROWS), arguments, "counters", "whole", "cut")
@@ -208,10 +208,10 @@ class _Call:
         from attn.jax.kernels.gpu.hopper_prefill import Out, prefill
         from attn.kernels.hopper_prefill import Rules
 
-        layer, given, kinds = self.rules.layer, self.given, self.rules.kinds
+        layer, arrays, kinds = self.rules.layer, self.arrays, self.rules.kinds
         rules, factor = Rules(**layer.of_prompts(self.rules.tokens)), self.numbers["factor"]
-        out = Out(given["output"], given["lse"], counters)
-        given["output"], given["lse"], _ = prefill(out, _prompts(given), rules, factor, self.arch, kinds.processors)
+        out = Out(arrays["output"], arrays["lse"], counters)
+        arrays["output"], arrays["lse"], _ = prefill(out, _prompts(arrays), rules, factor, self.arch, kinds.processors)
 
     def _in_parts(self, num_reqs: int, split_kv: SplitKV) -> None:
         rules = self.rules
@@ -219,19 +219,19 @@ class _Call:
         self.numbers |= {"states": states, "scratch": jnp.empty(floats, jnp.float32)}
         self.numbers |= {name: getattr(split_kv, name) for name in ("split_tiles", "max_splits", "whole_from")}
         self._attend(split_kv.items * rules.kv_heads, rules.decode(split_kv.block_r))
-        of_merge = {name: self.given[name] for name in ARRAYS[:OF_MERGE]}
+        of_merge = {name: self.arrays[name] for name in ARRAYS[:OF_MERGE]}
         numbers = {name: self.numbers[name] for name in ("scratch", "v_factor", "states", "lse_h", "o_t", "o_h")}
         self._launch(merge, num_reqs * rules.rows, of_merge | numbers | rules.merge)
 
     def _attend(self, programs: int, constants: dict[str, Any]) -> None:
-        arguments = self.given | self.numbers | constants | self.values_at
+        arguments = self.arrays | self.numbers | constants | self.values_at
         self.numbers |= self._launch(attention, programs, arguments, "scratch", **self.read)
 
     def _launch(self, kernel: Any, programs: int, arguments: dict[str, Any], *more: str, **read: str) -> dict[str, jax.Array]:
         """Launch `kernel`, which writes the output, and return what it writes of `more`."""
         writes = [name for name in ("output", "lse", *more) if arguments[name] is not None]
         made = dict(zip(writes, launch(kernel, self.arch, (programs,), arguments, writes, **read), strict=True))
-        self.given |= {name: made.pop(name) for name in ("output", "lse") if name in made}
+        self.arrays |= {name: made.pop(name) for name in ("output", "lse") if name in made}
         return made
 
 

@@ -220,15 +220,15 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
 
     def _signature(self, layer: AttentionLayer, tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Return what checks and launches of a call depend on beside its batch; None if not all of `tensors` are plain ones."""
-        found = static(tensors)
-        if found is None:
+        facts = static(tensors)
+        if facts is None:
             return None
-        found += (type(self), self.num_heads, self.kv_lora_rank, self.qk_nope_head_dim, self.v_head_dim, self.qk_rope_head_dim)
-        found += (self.signed_scale, self.kv_cache_dtype, self.batch_invariant, self.need_to_return_lse_for_decode)
-        found.append(getattr(self, "fixed_split_size", 0))
+        facts += (type(self), self.num_heads, self.kv_lora_rank, self.qk_nope_head_dim, self.v_head_dim, self.qk_rope_head_dim)
+        facts += (self.signed_scale, self.kv_cache_dtype, self.batch_invariant, self.need_to_return_lse_for_decode)
+        facts.append(getattr(self, "fixed_split_size", 0))
         if self._has_scale:
-            found.append(caches.of_scale(layer._k_scale))
-        return tuple(found)
+            facts.append(caches.of_scale(layer._k_scale))
+        return tuple(facts)
 
     def do_kv_cache_update(
         self,
@@ -343,8 +343,8 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         key, value = self._expand(_rows.decode(rows, self.kv_cache_dtype, layer._k_scale), query.dtype)
         log: Any
         with_lse = bool(plan.turns) or lse is not None
-        found = self._prefill.run_prefill_new_tokens(own, key, value, plan.new_tokens, with_lse)
-        result, log = found if with_lse else (found, None)
+        state = self._prefill.run_prefill_new_tokens(own, key, value, plan.new_tokens, with_lse)
+        result, log = state if with_lse else (state, None)
         if plan.turns:
             log = log.contiguous()  # some backends return a transposed [T, H]
         if not plan.once:  # a row that is merged several times is rounded once, at the end
