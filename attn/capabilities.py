@@ -37,6 +37,8 @@ class AttentionType:
 ATTN_TYPES = (AttentionType.DECODER, AttentionType.ENCODER, AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER)
 #: Self attention over the tokens of the call, without a cache.
 ENCODER_TYPES = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+#: What a cache of latents can be stored as where any conversion is possible.
+LATENT_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla")
 
 
 class Feature(enum.StrEnum):

@@ -19,9 +19,10 @@ from attn import envs
 from attn.backends.abstract import AttentionType, MultipleOf
 from attn.backends.metadata import PAD_SLOT_ID, CommonAttentionMetadata
 from attn.backends.paged import PagedCall
-from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, Capabilities, Device, Feature, Request
+from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, Device, Feature, Request
 from attn.errors import MetadataError, ShapeError
 from attn.jax import kv_cache as caches
+from attn.jax import records
 from attn.jax.backends._paged import FEATURES, PagedAttentionBackend, PagedAttentionImpl
 from attn.jax.kernels.tpu import ragged_paged_attention as kernel
 from attn.jax.kernels.tpu.flash_attention import flash_attention
@@ -57,15 +58,11 @@ class PallasAttentionBackend(PagedAttentionBackend):
     builder_cls = PallasMetadataBuilder
     block_sizes = (16, 32, 64, 128, 256)
     interpreted_on = ("cpu",)
-    capabilities = Capabilities(
-        framework="jax",
-        platforms=("tpu", "cpu"),
-        dtypes=("float32", "bfloat16"),
+    capabilities = records.PALLAS(
         head_sizes=(MultipleOf(16, 64, 256),),
         kv_cache_dtypes=("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"),
         attn_types=ATTN_TYPES,
         features=FEATURES | {Feature.BATCH_INVARIANT},
-        archs=(("tpu", ("v5e", "v5p", "v6e", "v7x")),),
     )
 
     @classmethod

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from attn.backends.paged import PagedCall
-from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, MultipleOf, Request
+from attn.capabilities import ATTN_TYPES, Device, Feature, MultipleOf, Request
 from attn.jax import kv_cache as caches
+from attn.jax import records
 from attn.jax.backends._paged import FEATURES, PagedAttentionBackend, PagedAttentionImpl
 from attn.jax.kernels.gpu.launch import reasons
 from attn.kernels.launch import FIXED_SPLIT
@@ -22,17 +23,11 @@ from attn.kernels.paged_launch import Layer
 class TritonAttentionBackend(PagedAttentionBackend):
     name = "TRITON_ATTN_JAX"
     block_sizes = (MultipleOf(16),)
-    capabilities = Capabilities(
-        framework="jax",
-        platforms=("gpu",),
-        dtypes=("bfloat16", "float16", "float32"),
+    capabilities = records.TRITON(
         head_sizes=(MultipleOf(8, 32, 256), 512),
         kv_cache_dtypes=("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"),
         attn_types=ATTN_TYPES,
         features=FEATURES | {Feature.BATCH_INVARIANT},
-        packages=("triton",),
-        install="triton",
-        archs=(("gpu", ("sm_80+",)),),
     )
 
     @classmethod

@@ -11,17 +11,15 @@ from typing import Any
 import jax
 
 from attn.backends.paged import PagedCall
-from attn.capabilities import ATTN_TYPES, Capabilities
+from attn.capabilities import ATTN_TYPES
+from attn.jax import records
 from attn.jax.backends._paged import FEATURES, PagedAttentionBackend, PagedAttentionImpl
 from attn.jax.kernels import xla
 
 
 class XLAAttentionBackend(PagedAttentionBackend):
     name = "XLA_ATTN"
-    capabilities = Capabilities(
-        framework="jax",
-        platforms=("tpu", "gpu", "cpu"),
-        dtypes=("float32", "bfloat16", "float16"),
+    capabilities = records.XLA(
         kv_cache_dtypes=("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"),
         attn_types=ATTN_TYPES,
         features=FEATURES,

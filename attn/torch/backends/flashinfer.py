@@ -26,9 +26,10 @@ import torch
 
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.paged import PagedCall
-from attn.capabilities import ATTN_TYPES, MASK_FEATURES, PAGED_FEATURES, Capabilities, Device, Feature, Request, arch_matches
+from attn.capabilities import ATTN_TYPES, MASK_FEATURES, PAGED_FEATURES, Device, Feature, Request, arch_matches
 from attn.errors import MetadataError, UnsupportedError
 from attn.torch import kv_cache as caches
+from attn.torch import records
 from attn.torch.backends import _flashinfer_trtllm as trtllm
 from attn.torch.backends._flashinfer import Group, capturing, plan, workspace, wrapper_for
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
@@ -187,17 +188,11 @@ class FlashInferBackend(PagedAttentionBackend):
     name = "FLASHINFER"
     metadata_cls = FlashInferMetadata
     builder_cls = FlashInferMetadataBuilder
-    capabilities = Capabilities(
-        framework="torch",
-        platforms=("cuda",),
-        dtypes=("bfloat16", "float16"),
+    capabilities = records.FLASHINFER(
         head_sizes=(64, 128, 256),
         kv_cache_dtypes=("auto", "fp8", "fp8_e4m3", "fp8_e5m2"),
         attn_types=ATTN_TYPES,
         features=PAGED_FEATURES - MASK_FEATURES - {Feature.TWO_SIDED_WINDOW, Feature.ALIBI},
-        packages=("flashinfer",),
-        install="flashinfer-python",
-        archs=(("cuda", ("sm_80+",)),),
         refusals=((Feature.SPANS, "FlashInfer's kernels for spans are FA2's, with one range a row, and are not wrapped"),),
     )
 

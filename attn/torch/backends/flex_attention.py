@@ -26,9 +26,10 @@ from attn.arguments import window_pair
 from attn.backends.abstract import AttentionType
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.paged import PagedCall
-from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, PAGED_FEATURES, Capabilities, Device, MultipleOf, Request
+from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, PAGED_FEATURES, Device, MultipleOf, Request
 from attn.errors import UnsupportedError
 from attn.imports import installed
+from attn.torch import records
 from attn.torch.backends import _flex, _flex_flash
 from attn.torch.backends._flex import FlexRules, Masks, Plan, Shape
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
@@ -93,9 +94,7 @@ class FlexAttentionBackend(PagedAttentionBackend):
     metadata_cls = FlexAttentionMetadata
     builder_cls = FlexAttentionMetadataBuilder
     block_sizes = (MultipleOf(16),)
-    capabilities = Capabilities(
-        framework="torch",
-        platforms=("cuda", "rocm", "xpu", "cpu"),
+    capabilities = records.ANYWHERE(
         dtypes=("bfloat16", "float16", "float32"),
         head_sizes=(MultipleOf(8, 16, 256),),
         attn_types=ATTN_TYPES,

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from attn.backends.paged import PagedCall
-from attn.capabilities import Capabilities, Feature
+from attn.capabilities import Feature
+from attn.torch import records
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
 from attn.torch.backends._vendor import decodes_first, fill, token_list
 
@@ -20,15 +21,8 @@ _PARTITION = 256  #: keys per part of a decode
 class AiterFlashAttentionBackend(PagedAttentionBackend):
     name = "ROCM_AITER_FA"
     block_sizes = (16, 32)
-    capabilities = Capabilities(
-        framework="torch",
-        platforms=("rocm",),
-        dtypes=("bfloat16", "float16"),
-        head_sizes=(64, 128, 256),
-        features=frozenset({Feature.SOFT_CAP, Feature.ALIBI, Feature.KV_SHARING}),
-        packages=("aiter",),
-        install="git+https://github.com/ROCm/aiter",
-        archs=(("rocm", ("gfx942", "gfx950")),),
+    capabilities = records.AITER(
+        head_sizes=(64, 128, 256), features=frozenset({Feature.SOFT_CAP, Feature.ALIBI, Feature.KV_SHARING})
     )
 
 

@@ -6,22 +6,17 @@ e4m3fnuz on MI300, unlike this library's. It returns no log-sum-exp. Interface o
 """
 
 from attn.backends.paged import PagedCall
-from attn.capabilities import Capabilities, Feature, MultipleOf
+from attn.capabilities import Feature, MultipleOf
+from attn.torch import records
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
 
 
 class RocmAiterUnifiedAttentionBackend(PagedAttentionBackend):
     name = "ROCM_AITER_UNIFIED_ATTN"
     block_sizes = (MultipleOf(16),)
-    capabilities = Capabilities(
-        framework="torch",
-        platforms=("rocm",),
-        dtypes=("bfloat16", "float16"),
+    capabilities = records.AITER(
         head_sizes=(MultipleOf(8, 32, 256),),
         features=frozenset({Feature.SLIDING_WINDOW, Feature.ALIBI, Feature.SINKS, Feature.KV_SHARING}),
-        packages=("aiter",),
-        install="git+https://github.com/ROCm/aiter",
-        archs=(("rocm", ("gfx942", "gfx950")),),
     )
 
 

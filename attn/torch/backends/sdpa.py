@@ -8,8 +8,9 @@ layer, and other backends are compared with it.
 import torch
 from torch.nn import functional as F
 
-from attn.capabilities import ATTN_TYPES, Capabilities
+from attn.capabilities import ATTN_TYPES
 from attn.torch import kv_cache as caches
+from attn.torch import records
 from attn.torch.backends import _ragged
 from attn.torch.backends._paged import PagedAttentionBackend
 from attn.torch.backends._ragged import RaggedAttentionImpl, Rules, Work
@@ -19,10 +20,7 @@ _MASK_AT_ONCE = 1 << 24  #: rows x keys x heads of a masked call: bounds torch's
 
 class TorchSDPABackend(PagedAttentionBackend):
     name = "TORCH_SDPA"
-    capabilities = Capabilities(
-        framework="torch",
-        platforms=("cuda", "rocm", "xpu", "cpu"),
-        dtypes=_ragged.DTYPES,
+    capabilities = records.ANYWHERE(
         kv_cache_dtypes=(*_ragged.KV_CACHE_DTYPES, "int8_per_token_head", "fp8_per_token_head"),
         attn_types=ATTN_TYPES,
         features=_ragged.FEATURES,

@@ -20,8 +20,9 @@ import torch
 
 from attn.backends.abstract import AttentionType
 from attn.backends.paged import PagedCall
-from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, MultipleOf, Request, arch_matches
+from attn.capabilities import ATTN_TYPES, Device, Feature, MultipleOf, Request, arch_matches
 from attn.imports import assumed, installed, resolve_obj_by_qualname, version_of
+from attn.torch import records
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
 from attn.torch.backends._vendor import arch_of, fill, lacking, token_slots
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
@@ -114,10 +115,7 @@ class XFormersAttentionBackend(PagedAttentionBackend):
     name = "XFORMERS"
     metadata_cls = XFormersMetadata
     builder_cls = XFormersMetadataBuilder
-    capabilities = Capabilities(
-        framework="torch",
-        platforms=("cuda",),
-        dtypes=("bfloat16", "float16"),
+    capabilities = records.CUDA(
         head_sizes=(MultipleOf(8, 32, 256),),
         attn_types=ATTN_TYPES,
         features=frozenset({Feature.NON_CAUSAL, Feature.SLIDING_WINDOW, Feature.SINKS, Feature.LSE, Feature.KV_SHARING}),

@@ -8,7 +8,8 @@ scores never leave VMEM. On a CPU the same kernel runs in TPU interpret mode, th
 import jax
 import jax.numpy as jnp
 
-from attn.capabilities import Capabilities, Feature
+from attn.capabilities import Feature
+from attn.jax import records
 from attn.jax.backends.mla._mla import DecodeCall, MLACommonBackend, MLACommonImpl, write
 from attn.jax.kernels.tpu import mla_attention as kernel
 
@@ -21,13 +22,9 @@ class PallasMLABackend(MLACommonBackend):
     # a page is one DMA of whole tiles; pages longer than a block of keys would have to be split
     block_sizes = (16, 32, 64, 128, 256)
     interpreted_on = ("cpu",)
-    capabilities = Capabilities(
-        framework="jax",
-        platforms=("tpu", "cpu"),
-        dtypes=("float32", "bfloat16"),
+    capabilities = records.PALLAS(
         kv_cache_dtypes=("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"),
         features=frozenset({Feature.MLA, Feature.NON_CAUSAL, Feature.DCP, Feature.NAN_SAFE}),
-        archs=(("tpu", ("v5e", "v5p", "v6e", "v7x")),),
     )
 
     @staticmethod

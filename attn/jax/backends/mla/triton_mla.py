@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from attn.capabilities import Capabilities, Device, Feature, MultipleOf, Request
+from attn.capabilities import LATENT_CACHE_DTYPES, Device, Feature, MultipleOf, Request
 from attn.jax import kv_cache as caches
+from attn.jax import records
 from attn.jax.backends.mla._mla import DecodeCall, MLACommonBackend, MLACommonImpl
 from attn.jax.kernels.gpu.launch import why_not
 from attn.kernels.memory import latent_reason
@@ -19,16 +20,10 @@ from attn.kernels.memory import latent_reason
 
 class TritonMLABackend(MLACommonBackend):
     name = "TRITON_MLA_JAX"
-    capabilities = Capabilities(
-        framework="jax",
-        platforms=("gpu",),
-        dtypes=("bfloat16", "float16", "float32"),
+    capabilities = records.TRITON(
         head_sizes=(MultipleOf(16, 32, 576),),
-        kv_cache_dtypes=("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"),
+        kv_cache_dtypes=LATENT_CACHE_DTYPES,
         features=frozenset({Feature.MLA, Feature.NON_CAUSAL, Feature.DCP, Feature.NAN_SAFE}),
-        packages=("triton",),
-        install="triton",
-        archs=(("gpu", ("sm_80+",)),),
     )
 
     @classmethod

@@ -6,18 +6,16 @@ it. It stores a chunk's scores in memory, which PALLAS_MLA avoids.
 
 import jax
 
-from attn.capabilities import Capabilities, Feature
+from attn.capabilities import LATENT_CACHE_DTYPES, Feature
+from attn.jax import records
 from attn.jax.backends.mla._mla import DecodeCall, MLACommonBackend, MLACommonImpl
 from attn.jax.kernels import xla_mla
 
 
 class XLAMLABackend(MLACommonBackend):
     name = "XLA_MLA"
-    capabilities = Capabilities(
-        framework="jax",
-        platforms=("tpu", "gpu", "cpu"),
-        dtypes=("float32", "bfloat16", "float16"),
-        kv_cache_dtypes=("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"),
+    capabilities = records.XLA(
+        kv_cache_dtypes=LATENT_CACHE_DTYPES,
         features=frozenset({Feature.MLA, Feature.NON_CAUSAL, Feature.DCP, Feature.NAN_SAFE}),
     )
 

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from attn import envs
-from attn.capabilities import Capabilities, Feature
+from attn.capabilities import LATENT_CACHE_DTYPES, Feature
 from attn.errors import DTypeError, ShapeError
+from attn.jax import records
 from attn.jax.backends.mla._mla import DecodeCall, MLACommonBackend, MLACommonImpl, check_indices
 from attn.jax.kernels import xla_mla
 from attn.jax.metadata import PagedAttentionMetadata
@@ -19,12 +20,8 @@ from attn.jax.metadata import PagedAttentionMetadata
 
 class XLAMLASparseBackend(MLACommonBackend):
     name = "XLA_MLA_SPARSE"
-    capabilities = Capabilities(
-        framework="jax",
-        platforms=("tpu", "gpu", "cpu"),
-        dtypes=("float32", "bfloat16", "float16"),
-        kv_cache_dtypes=("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"),
-        features=frozenset({Feature.SPARSE_MLA, Feature.DCP, Feature.NAN_SAFE}),
+    capabilities = records.XLA(
+        kv_cache_dtypes=LATENT_CACHE_DTYPES, features=frozenset({Feature.SPARSE_MLA, Feature.DCP, Feature.NAN_SAFE})
     )
 
 

@@ -11,10 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from attn.capabilities import Capabilities, Device, Feature, MultipleOf, Request
+from attn.capabilities import Device, Feature, MultipleOf, Request
 from attn.diffusion.backends.abstract import DiffusionAttentionBackend, DiffusionRequest
 from attn.diffusion.backends.dense import DenseCall
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
+from attn.jax import records
 from attn.jax.diffusion.backends._dense import DenseImpl
 from attn.jax.kernels.gpu.dense_attention import dense_attention, differentiable
 from attn.jax.kernels.gpu.launch import reasons, target
@@ -23,16 +24,7 @@ from attn.kernels.paged_launch import Layer
 
 class TritonAttentionBackend(DiffusionAttentionBackend):
     name = "TRITON_ATTN_JAX"
-    capabilities = Capabilities(
-        framework="jax",
-        platforms=("gpu",),
-        dtypes=("bfloat16", "float16", "float32"),
-        head_sizes=(MultipleOf(8, 32, 256),),
-        features=frozenset({Feature.BACKWARD}),
-        packages=("triton",),
-        install="triton",
-        archs=(("gpu", ("sm_80+",)),),
-    )
+    capabilities = records.TRITON(head_sizes=(MultipleOf(8, 32, 256),), features=frozenset({Feature.BACKWARD}))
 
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:

@@ -3,21 +3,16 @@
 import jax
 import jax.numpy as jnp
 
-from attn.capabilities import Capabilities, Feature, MultipleOf
+from attn.capabilities import Feature
 from attn.diffusion.backends.abstract import DiffusionAttentionBackend
 from attn.diffusion.backends.dense import DenseCall
+from attn.jax import records
 from attn.jax.diffusion.backends._dot_product import DotProductImpl
 
 
 class XLAAttentionBackend(DiffusionAttentionBackend):
     name = "XLA_ATTN"
-    capabilities = Capabilities(
-        framework="jax",
-        platforms=("tpu", "gpu", "cpu"),
-        dtypes=("float32", "float16", "bfloat16"),
-        head_sizes=(MultipleOf(1),),
-        features=frozenset({Feature.MASK, Feature.BACKWARD}),
-    )
+    capabilities = records.XLA(dtypes=("float32", "float16", "bfloat16"), features=frozenset({Feature.MASK, Feature.BACKWARD}))
 
 
 class XLAAttentionImpl(DotProductImpl, backend=XLAAttentionBackend):

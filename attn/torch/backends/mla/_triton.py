@@ -9,24 +9,21 @@ from attn import envs
 from attn.backends.abstract import KVCacheSpec
 from attn.capabilities import Capabilities, Device, MultipleOf, Request
 from attn.kernels.memory import latent_reason
+from attn.torch import records
 from attn.torch.arrays import static
 from attn.torch.backends.mla import _rows
 from attn.torch.backends.mla._metadata import MLACommonMetadata
 from attn.torch.backends.mla._mla import DecodeCall, MLACommonImpl
+from attn.torch.interpreter import prepare
 from attn.torch.metadata import keep
 
 
 def capabilities(features: frozenset[str]) -> Capabilities:
     """Return the capabilities of a backend with these kernels, which hold a whole latent in registers: at most 512 + 64."""
-    return Capabilities(
-        framework="torch",
-        platforms=("cuda", "rocm"),
-        dtypes=("bfloat16", "float16", "float32"),
+    return records.TRITON(
         head_sizes=(MultipleOf(16, 32, 576),),
         kv_cache_dtypes=("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"),
         features=features,
-        packages=("triton",),
-        archs=(("cuda", ("sm_80+",)),),
     )
 
 
@@ -55,58 +52,68 @@ def uses_hopper(spec: KVCacheSpec, device: Any) -> bool:
     return prefers_hopper(arch(), packed=False)
 
 
-def decode(
-    impl: MLACommonImpl, call: DecodeCall, indices: torch.Tensor | None, fixed_split: int
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return (out [Td, H, L], lse [H, Td] or None) of absorbed queries; `indices` [Td, topk] for a sparse backend."""
-    q, meta = call.q, call.meta
-    tokens, heads, _ = q.shape
-    out = q.new_empty(tokens, heads, impl.kv_lora_rank)
-    lse = q.new_empty(heads, tokens, dtype=torch.float32) if impl.need_to_return_lse_for_decode else None
-    k_scale, k_factor = impl._scale(call.layer, call.kv_cache)
-    launch = functools.partial(
-        _kernel(),
-        out,
-        lse,
-        q,
-        call.kv_cache,
-        query_start_loc=meta.query_start_loc,
-        seq_lens=meta.seq_lens,
-        block_table=meta.block_table,
-        max_query_len=meta.max_query_len,
-        max_seq_len=meta.max_seq_len,
-        scale=impl.scale,
-        packed=impl.kv_cache_dtype == _rows.PACKED,
-        k_scale=k_scale,
-        k_factor=k_factor,
-        limits=meta.limits,
-        indices=indices,
-        fixed_split=fixed_split,
-        uneven=meta.uneven,
-    )
-    if call.stages is None:
-        launch()
-    else:
-        listed = None if indices is None else (indices.shape, indices.stride())
-        call.stages(("decode", listed), launch, out, lse, q, call.kv_cache, indices, k_scale)
-    return out, lse
+class TritonKernelsImpl(MLACommonImpl):
+    """Base of both implementations."""
 
+    #: Keys (of a list, if sparse) per program; 0: the launch rule chooses by the batch.
+    fixed_split_size: int = 0
 
-def stages(attn_metadata: MLACommonMetadata, signature: tuple[Any, ...]) -> Any:
-    """Return what keeps the launches of a batch's writes and decodes for calls like the first; None with ATTN_DEBUG=device.
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        prepare(self.backend.get_name())
 
-    signature: what calls depend on beside their batch.
-    """
-    from attn.torch.kernels.kept import Stages
+    def _writes_by_kernel(self, kv_cache: torch.Tensor) -> bool:
+        return True  # interpreted on a CPU, as the decode is
 
-    shared, decode, kind = attn_metadata.kept().of_kind, attn_metadata.decode, tuple[Any, ...]()
-    if shared is None or envs.debug("device"):
-        return None
-    tensors: list[torch.Tensor | None] = [attn_metadata.slot_mapping]
-    if decode is not None:
-        rows = (decode.rows.start, decode.rows.stop) if isinstance(decode.rows, slice) else decode.num_tokens
-        bounds = decode.num_reqs, decode.max_query_len, -(-decode.max_seq_len // 16), decode.uneven
-        tensors += decode.tensors()
-        kind = (rows, *bounds, *(static(tensors) or ()))
-    kept = shared.get((signature, kind))
-    return Stages(keep(shared, (signature, kind), {}) if kept is None else kept, [x for x in tensors if x is not None])
+    def _stages(self, attn_metadata: MLACommonMetadata, signature: tuple[Any, ...]) -> Any:
+        """Return what keeps the launches of a batch's writes and decodes for calls like the first; None with ATTN_DEBUG=device.
+
+        signature: what calls depend on beside their batch.
+        """
+        from attn.torch.kernels.kept import Stages
+
+        shared, decode, kind = attn_metadata.kept().of_kind, attn_metadata.decode, tuple[Any, ...]()
+        if shared is None or envs.debug("device"):
+            return None
+        tensors: list[torch.Tensor | None] = [attn_metadata.slot_mapping]
+        if decode is not None:
+            rows = (decode.rows.start, decode.rows.stop) if isinstance(decode.rows, slice) else decode.num_tokens
+            bounds = decode.num_reqs, decode.max_query_len, -(-decode.max_seq_len // 16), decode.uneven
+            tensors += decode.tensors()
+            kind = (rows, *bounds, *(static(tensors) or ()))
+        kept = shared.get((signature, kind))
+        return Stages(keep(shared, (signature, kind), {}) if kept is None else kept, [x for x in tensors if x is not None])
+
+    def _launch(self, call: DecodeCall, indices: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return (out [Td, H, L], lse [H, Td] or None) of absorbed queries; `indices` [Td, topk] for a sparse backend."""
+        q, meta = call.q, call.meta
+        tokens, heads, _ = q.shape
+        out = q.new_empty(tokens, heads, self.kv_lora_rank)
+        lse = q.new_empty(heads, tokens, dtype=torch.float32) if self.need_to_return_lse_for_decode else None
+        k_scale, k_factor = self._scale(call.layer, call.kv_cache)
+        launch = functools.partial(
+            _kernel(),
+            out,
+            lse,
+            q,
+            call.kv_cache,
+            query_start_loc=meta.query_start_loc,
+            seq_lens=meta.seq_lens,
+            block_table=meta.block_table,
+            max_query_len=meta.max_query_len,
+            max_seq_len=meta.max_seq_len,
+            scale=self.scale,
+            packed=self.kv_cache_dtype == _rows.PACKED,
+            k_scale=k_scale,
+            k_factor=k_factor,
+            limits=meta.limits,
+            indices=indices,
+            fixed_split=self.fixed_split_size,
+            uneven=meta.uneven,
+        )
+        if call.stages is None:
+            launch()
+        else:
+            listed = None if indices is None else (indices.shape, indices.stride())
+            call.stages(("decode", listed), launch, out, lse, q, call.kv_cache, indices, k_scale)
+        return out, lse

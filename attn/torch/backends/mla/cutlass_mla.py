@@ -7,7 +7,8 @@ the log-sum-exp (natural, [R, 128]) that it is passed, and needs a workspace, wh
 
 import torch
 
-from attn.capabilities import Capabilities, Device, Feature, Request
+from attn.capabilities import Device, Feature, Request
+from attn.torch import records
 from attn.torch.backends.mla._metadata import MLACommonMetadataBuilder
 from attn.torch.backends.mla._mla import DecodeCall, MLACommonBackend
 from attn.torch.backends.mla._vendor import UniformMLAImpl, with_heads
@@ -24,10 +25,7 @@ class CutlassMLABackend(MLACommonBackend):
     name = "CUTLASS_MLA"
     builder_cls = CutlassMLAMetadataBuilder
     block_sizes = (128,)
-    capabilities = Capabilities(
-        framework="torch",
-        platforms=("cuda",),
-        dtypes=("bfloat16", "float16"),
+    capabilities = records.CUDA(
         head_sizes=(576,),
         features=frozenset({Feature.MLA, Feature.LSE}),
         packages=("vllm",),

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attn.capabilities import Capabilities, Device, Feature, MultipleOf, Request
+from attn.capabilities import Device, Feature, MultipleOf, Request
 from attn.errors import BackendLoadError
 from attn.imports import assumed
+from attn.torch import records
 from attn.torch.backends import _flash_providers as providers
 from attn.torch.backends._vendor import arch_of, lacking
 from attn.torch.backends.mla._metadata import MLADecodeMetadata
@@ -95,13 +96,8 @@ def _chosen(arch: str) -> providers.Provider:
 class FlashAttnMLABackend(MLACommonBackend):
     name = "FLASH_ATTN_MLA"
     block_sizes = (MultipleOf(16),)
-    capabilities = Capabilities(
-        framework="torch",
-        platforms=("cuda",),
-        dtypes=("bfloat16", "float16"),
-        head_sizes=(576,),
-        features=frozenset({Feature.MLA, Feature.LSE}),
-        archs=(("cuda", ("sm_90", "sm_10*")),),
+    capabilities = records.CUDA(
+        head_sizes=(576,), features=frozenset({Feature.MLA, Feature.LSE}), archs=(("cuda", ("sm_90", "sm_10*")),)
     )
     latent_dims = ((512, 64),)
 

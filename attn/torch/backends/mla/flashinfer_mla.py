@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from attn.capabilities import Capabilities, Device, Feature, Request
+from attn.capabilities import Device, Feature, Request
 from attn.torch import kv_cache as caches
+from attn.torch import records
 from attn.torch.backends._flashinfer import plan, workspace, wrapper_for
 from attn.torch.backends._vendor import LN2, arch_of, int32, page_list
 from attn.torch.backends.mla._mla import DecodeCall, MLACommonBackend
@@ -23,16 +24,8 @@ _TRTLLM_PAGES = (32, 64)
 
 class FlashInferMLABackend(MLACommonBackend):
     name = "FLASHINFER_MLA"
-    capabilities = Capabilities(
-        framework="torch",
-        platforms=("cuda",),
-        dtypes=("bfloat16", "float16"),
-        head_sizes=(576,),
-        kv_cache_dtypes=("auto", *_FP8),
-        features=frozenset({Feature.MLA, Feature.LSE}),
-        packages=("flashinfer",),
-        install="flashinfer-python",
-        archs=(("cuda", ("sm_80+",)),),
+    capabilities = records.FLASHINFER(
+        head_sizes=(576,), kv_cache_dtypes=("auto", *_FP8), features=frozenset({Feature.MLA, Feature.LSE})
     )
     latent_dims = ((512, 64),)
 

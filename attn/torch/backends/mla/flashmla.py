@@ -8,7 +8,8 @@ that sees no key.
 
 import torch
 
-from attn.capabilities import Capabilities, Device, Feature, Request
+from attn.capabilities import Device, Feature, Request
+from attn.torch import records
 from attn.torch.backends.mla._mla import DecodeCall, MLACommonBackend
 from attn.torch.backends.mla._vendor import FLASH_MLA, UniformMLAImpl, flash_mla, without_flash_mla
 
@@ -16,10 +17,7 @@ from attn.torch.backends.mla._vendor import FLASH_MLA, UniformMLAImpl, flash_mla
 class FlashMLABackend(MLACommonBackend):
     name = "FLASHMLA"
     block_sizes = (64,)
-    capabilities = Capabilities(
-        framework="torch",
-        platforms=("cuda",),
-        dtypes=("bfloat16", "float16"),
+    capabilities = records.CUDA(
         head_sizes=(576,),
         features=frozenset({Feature.MLA, Feature.LSE}),
         packages=(FLASH_MLA,),

@@ -9,7 +9,8 @@ kernel and its reference use natural logarithms), and +inf for a row without key
 
 import torch
 
-from attn.capabilities import Capabilities, Device, Feature, Request
+from attn.capabilities import Device, Feature, Request
+from attn.torch import records
 from attn.torch.backends.mla._metadata import MLADecodeMetadata
 from attn.torch.backends.mla._mla import DecodeCall
 from attn.torch.backends.mla._sparse import SparseMLABackend, SparseMLAImpl
@@ -22,9 +23,7 @@ _PACKED_PAGE = 64
 
 class FlashMLASparseBackend(SparseMLABackend):
     name = "FLASHMLA_SPARSE"
-    capabilities = Capabilities(
-        framework="torch",
-        platforms=("cuda",),
+    capabilities = records.CUDA(
         dtypes=("bfloat16",),
         head_sizes=(576,),
         kv_cache_dtypes=("auto", "bfloat16", "fp8_ds_mla"),

@@ -7,7 +7,8 @@ with zeros. Interface of ROCm/aiter at e4048607. The log-sum-exp is natural, [T,
 
 import torch
 
-from attn.capabilities import Capabilities, Device, Feature, Request
+from attn.capabilities import Device, Feature, Request
+from attn.torch import records
 from attn.torch.backends._vendor import token_list
 from attn.torch.backends.mla._metadata import MLADecodeMetadata
 from attn.torch.backends.mla._mla import DecodeCall, MLACommonBackend
@@ -18,16 +19,7 @@ _HEADS = (16, 128)
 
 class AiterMLABackend(MLACommonBackend):
     name = "ROCM_AITER_MLA"
-    capabilities = Capabilities(
-        framework="torch",
-        platforms=("rocm",),
-        dtypes=("bfloat16", "float16"),
-        head_sizes=(576,),
-        features=frozenset({Feature.MLA, Feature.LSE}),
-        packages=("aiter",),
-        install="git+https://github.com/ROCm/aiter",
-        archs=(("rocm", ("gfx942", "gfx950")),),
-    )
+    capabilities = records.AITER(head_sizes=(576,), features=frozenset({Feature.MLA, Feature.LSE}))
     latent_dims = ((512, 64),)
 
     @classmethod

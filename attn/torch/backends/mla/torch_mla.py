@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import torch
 
-from attn.capabilities import Capabilities, Feature
+from attn.capabilities import LATENT_CACHE_DTYPES, Feature
+from attn.torch import records
 from attn.torch.backends import _ragged
 from attn.torch.backends._ragged import Rules, Work
 from attn.torch.backends.mla import _rows
@@ -20,11 +21,8 @@ from attn.torch.backends.mla._mla import DecodeCall, MLACommonBackend, MLACommon
 
 class TorchMLABackend(MLACommonBackend):
     name = "TORCH_MLA"
-    capabilities = Capabilities(
-        framework="torch",
-        platforms=("cuda", "rocm", "xpu", "cpu"),
-        dtypes=_ragged.DTYPES,
-        kv_cache_dtypes=("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"),
+    capabilities = records.ANYWHERE(
+        kv_cache_dtypes=LATENT_CACHE_DTYPES,
         features=frozenset({Feature.MLA, Feature.LSE, Feature.DCP, Feature.NAN_SAFE, Feature.BATCH_INVARIANT}),
     )
 

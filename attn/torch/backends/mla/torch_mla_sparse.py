@@ -6,8 +6,8 @@ The reference implementation: the keys chosen for a few tokens at a time are gat
 
 import torch
 
-from attn.capabilities import Capabilities, Feature
-from attn.torch.backends import _ragged
+from attn.capabilities import LATENT_CACHE_DTYPES, Feature
+from attn.torch import records
 from attn.torch.backends.mla import _rows
 from attn.torch.backends.mla._mla import DecodeCall
 from attn.torch.backends.mla._sparse import SparseMLABackend, SparseMLAImpl
@@ -17,11 +17,8 @@ _GATHERED = 1 << 24  #: elements of gathered rows in memory at once: 64 MiB in f
 
 class TorchMLASparseBackend(SparseMLABackend):
     name = "TORCH_MLA_SPARSE"
-    capabilities = Capabilities(
-        framework="torch",
-        platforms=("cuda", "rocm", "xpu", "cpu"),
-        dtypes=_ragged.DTYPES,
-        kv_cache_dtypes=("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"),
+    capabilities = records.ANYWHERE(
+        kv_cache_dtypes=LATENT_CACHE_DTYPES,
         features=frozenset({Feature.SPARSE_MLA, Feature.LSE, Feature.NAN_SAFE, Feature.BATCH_INVARIANT}),
     )
 

@@ -5,17 +5,15 @@ and loads each tile of latents once for scores and values. Nothing waits for the
 graph and replayed for any batch within the bounds of its metadata. Prefills use an MLA prefill backend.
 """
 
-from typing import Any
-
 import torch
 
 from attn.capabilities import Device, Feature, Request
 from attn.torch.backends import _hopper
 from attn.torch.backends._triton import TritonPagedBackend
 from attn.torch.backends.mla import _triton
-from attn.torch.backends.mla._metadata import MLACommonMetadata, MLACommonMetadataBuilder
-from attn.torch.backends.mla._mla import DecodeCall, MLACommonBackend, MLACommonImpl
-from attn.torch.interpreter import judged_on, prepare
+from attn.torch.backends.mla._metadata import MLACommonMetadataBuilder
+from attn.torch.backends.mla._mla import DecodeCall, MLACommonBackend
+from attn.torch.interpreter import judged_on
 
 #: Rows of a prompt that take about as long absorbed as expanded over a long context. With DeepSeek's sizes both have as many
 #: operations at 171 rows; on an H200, where contexts are also gathered and written, absorbed is 1.3 to 1.5 times as fast with
@@ -51,21 +49,8 @@ class TritonMLABackend(MLACommonBackend):
         return super().why_not(request, judged_on(device)) + _triton.device_reasons(request, device)
 
 
-class TritonMLAImpl(MLACommonImpl, backend=TritonMLABackend):
+class TritonMLAImpl(_triton.TritonKernelsImpl, backend=TritonMLABackend):
     can_return_lse_for_decode = True
 
-    #: Keys per program; 0: the launch rule chooses by the batch.
-    fixed_split_size: int = 0
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        prepare(self.backend.get_name())
-
-    def _writes_by_kernel(self, kv_cache: torch.Tensor) -> bool:
-        return True  # interpreted on a CPU, as the decode is
-
-    def _stages(self, attn_metadata: MLACommonMetadata, signature: tuple[Any, ...]) -> Any:
-        return _triton.stages(attn_metadata, signature)
-
     def _decode(self, call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return _triton.decode(self, call, None, self.fixed_split_size)
+        return self._launch(call, None)

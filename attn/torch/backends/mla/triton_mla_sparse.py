@@ -4,18 +4,15 @@ The kernel of TRITON_MLA, with one tile per token that holds its heads. It reads
 of the whole sequence, and splits that list as a decode splits its sequence.
 """
 
-from typing import Any
-
 import torch
 
 from attn.capabilities import Device, Feature, Request
 from attn.torch.backends import _hopper
 from attn.torch.backends._triton import TritonPagedBackend
 from attn.torch.backends.mla import _triton
-from attn.torch.backends.mla._metadata import MLACommonMetadata
 from attn.torch.backends.mla._mla import DecodeCall
 from attn.torch.backends.mla._sparse import SparseMLABackend, SparseMLAImpl
-from attn.torch.interpreter import judged_on, prepare
+from attn.torch.interpreter import judged_on
 
 
 class TritonMLASparseBackend(SparseMLABackend):
@@ -32,19 +29,6 @@ class TritonMLASparseBackend(SparseMLABackend):
         return super().why_not(request, judged_on(device)) + _triton.device_reasons(request, device)
 
 
-class TritonMLASparseImpl(SparseMLAImpl, backend=TritonMLASparseBackend):
-    #: Keys of a list per program; 0: the launch rule chooses by the batch.
-    fixed_split_size: int = 0
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        prepare(self.backend.get_name())
-
-    def _writes_by_kernel(self, kv_cache: torch.Tensor) -> bool:
-        return True  # interpreted on a CPU, as the decode is
-
-    def _stages(self, attn_metadata: MLACommonMetadata, signature: tuple[Any, ...]) -> Any:
-        return _triton.stages(attn_metadata, signature)
-
+class TritonMLASparseImpl(SparseMLAImpl, _triton.TritonKernelsImpl, backend=TritonMLASparseBackend):
     def _decode(self, call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return _triton.decode(self, call, self._indices(call), self.fixed_split_size)
+        return self._launch(call, self._indices(call))

@@ -10,24 +10,18 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attn.arguments import fold_sign
-from attn.capabilities import Capabilities, Device, Feature, Request
+from attn.capabilities import Device, Feature, Request
 from attn.diffusion.backends import cudnn
 from attn.diffusion.backends.abstract import DiffusionAttentionBackend
 from attn.diffusion.backends.dense import DenseCall
+from attn.torch import records
 from attn.torch.alignment import aligned
 from attn.torch.diffusion.backends._sdpa import SDPABase
 
 
 class CuDNNAttentionBackend(DiffusionAttentionBackend):
     name = "CUDNN_ATTN"
-    capabilities = Capabilities(
-        framework="torch",
-        platforms=("cuda",),
-        dtypes=("bfloat16", "float16"),
-        head_sizes=cudnn.HEAD_SIZES,
-        features=frozenset({Feature.MASK, Feature.BACKWARD}),
-        archs=(("cuda", ("sm_80+",)),),
-    )
+    capabilities = records.CUDA(head_sizes=cudnn.HEAD_SIZES, features=frozenset({Feature.MASK, Feature.BACKWARD}))
     min_keys = 2
 
     @classmethod

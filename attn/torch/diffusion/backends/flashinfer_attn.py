@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from attn.capabilities import Capabilities
 from attn.diffusion.backends.abstract import DiffusionAttentionBackend
 from attn.diffusion.backends.dense import DenseCall
 from attn.errors import UnsupportedError
+from attn.torch import records
 from attn.torch.backends._flashinfer import workspace
 from attn.torch.backends._vendor import LN2, arch_of, int32
 from attn.torch.diffusion.backends._dense import DenseImpl, pack, without_keys_zeroed
@@ -19,15 +19,7 @@ from attn.torch.diffusion.backends._dense import DenseImpl, pack, without_keys_z
 
 class FlashInferAttentionBackend(DiffusionAttentionBackend):
     name = "FLASHINFER_ATTN"
-    capabilities = Capabilities(
-        framework="torch",
-        platforms=("cuda",),
-        dtypes=("bfloat16", "float16"),
-        head_sizes=(64, 128, 256),
-        packages=("flashinfer",),
-        install="flashinfer-python",
-        archs=(("cuda", ("sm_80+",)),),
-    )
+    capabilities = records.FLASHINFER(head_sizes=(64, 128, 256))
 
 
 class FlashInferAttentionImpl(DenseImpl, backend=FlashInferAttentionBackend):

@@ -9,18 +9,15 @@ centred keys, which is 0 for a single key. Values outside float16's range overfl
 
 import torch
 
-from attn.capabilities import Capabilities
 from attn.diffusion.backends.abstract import DiffusionAttentionBackend
 from attn.diffusion.backends.dense import DenseCall
+from attn.torch import records
 from attn.torch.diffusion.backends._dense import DenseImpl
 
 
 class SageAttentionBackend(DiffusionAttentionBackend):
     name = "SAGE_ATTN"
-    capabilities = Capabilities(
-        framework="torch",
-        platforms=("cuda",),
-        dtypes=("bfloat16", "float16"),
+    capabilities = records.CUDA(
         head_sizes=(64, 96, 128),
         packages=("sageattention",),
         install="sageattention",

@@ -11,18 +11,15 @@ import math
 
 import torch
 
-from attn.capabilities import Capabilities
 from attn.diffusion.backends.abstract import DiffusionAttentionBackend
 from attn.diffusion.backends.dense import DenseCall
+from attn.torch import records
 from attn.torch.diffusion.backends._dense import DenseImpl
 
 
 class SageAttention3Backend(DiffusionAttentionBackend):
     name = "SAGE_ATTN_3"
-    capabilities = Capabilities(
-        framework="torch",
-        platforms=("cuda",),
-        dtypes=("bfloat16", "float16"),
+    capabilities = records.CUDA(
         head_sizes=(64, 128),
         packages=("sageattn3",),
         install="git+https://github.com/thu-ml/SageAttention#subdirectory=sageattention3_blackwell",

@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 import torch
 
-from attn.capabilities import Capabilities, Device, MultipleOf
+from attn.capabilities import Device, MultipleOf
 from attn.diffusion.backends.dense import DenseCall
 from attn.kernels import hopper
+from attn.torch import records
 from attn.torch.backends import _hopper
 from attn.torch.diffusion.backends._triton import TritonBackend, TritonImpl, present_first
 
@@ -20,14 +21,7 @@ _PAGE = 128  #: keys per page; the Hopper kernel copies a tile of 128 at once fr
 
 class TritonAttentionBackend(TritonBackend):
     name = "TRITON_ATTN"
-    capabilities = Capabilities(
-        framework="torch",
-        platforms=("cuda", "rocm"),
-        dtypes=("bfloat16", "float16", "float32"),
-        head_sizes=(MultipleOf(8, 32, 256),),
-        packages=("triton",),
-        archs=(("cuda", ("sm_80+",)),),
-    )
+    capabilities = records.TRITON(head_sizes=(MultipleOf(8, 32, 256),))
 
     @classmethod
     def off_paths(cls, device: Device | None = None) -> tuple[str, ...]:

@@ -8,21 +8,15 @@ causality over any shape, head sizes up to 256, and the log-sum-exp. See `attn.t
 
 import torch
 
-from attn.capabilities import Capabilities, MultipleOf
+from attn.capabilities import MultipleOf
 from attn.diffusion.backends.dense import DenseCall
+from attn.torch import records
 from attn.torch.diffusion.backends._triton import TritonBackend, TritonImpl, present_first
 
 
 class TritonInt8AttentionBackend(TritonBackend):
     name = "TRITON_INT8_ATTN"
-    capabilities = Capabilities(
-        framework="torch",
-        platforms=("cuda", "rocm"),
-        dtypes=("bfloat16", "float16"),
-        head_sizes=(MultipleOf(8, 32, 256),),
-        packages=("triton",),
-        archs=(("cuda", ("sm_80+",)),),
-    )
+    capabilities = records.TRITON(dtypes=("bfloat16", "float16"), head_sizes=(MultipleOf(8, 32, 256),))
     error = 0.035
     error_note = "int8 queries and keys: 0.011 on normal inputs, more on sharp scores and heavy tails"
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from attn.backends.abstract import MultipleOf
 from attn.backends.mla.prefill.abstract import MLAPrefillBackend, PrefillCall
-from attn.capabilities import Capabilities, Feature
+from attn.capabilities import Feature
+from attn.jax import records
 from attn.jax.kernels.tpu.flash_attention import flash_attention
 
 #: Segments of the rows and keys that belong to no request. They differ, so such rows see no key.
@@ -19,14 +20,7 @@ _NO_ROW, _NO_KEY = -1, -2
 class PallasPrefillBackend(MLAPrefillBackend):
     name = "PALLAS"
     interpreted_on = ("cpu",)
-    capabilities = Capabilities(
-        framework="jax",
-        platforms=("tpu", "cpu"),
-        dtypes=("float32", "bfloat16"),
-        head_sizes=(MultipleOf(1, 1, 256),),
-        features=frozenset({Feature.MLA, Feature.NAN_SAFE}),
-        archs=(("tpu", ("v5e", "v5p", "v6e", "v7x")),),
-    )
+    capabilities = records.PALLAS(head_sizes=(MultipleOf(1, 1, 256),), features=frozenset({Feature.MLA, Feature.NAN_SAFE}))
 
     def _attend(self, call: PrefillCall) -> tuple[jax.Array, jax.Array]:
         arrays = [x[None] for x in (call.q, call.k, call.v)]

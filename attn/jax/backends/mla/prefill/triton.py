@@ -3,22 +3,14 @@
 import jax
 
 from attn.backends.mla.prefill.abstract import MLAPrefillBackend, PrefillCall
-from attn.capabilities import Capabilities, Device, Feature, MultipleOf, Request
+from attn.capabilities import Device, Feature, MultipleOf, Request
+from attn.jax import records
 from attn.jax.kernels.gpu.launch import why_not
 
 
 class TritonPrefillBackend(MLAPrefillBackend):
     name = "TRITON_JAX"
-    capabilities = Capabilities(
-        framework="jax",
-        platforms=("gpu",),
-        dtypes=("bfloat16", "float16", "float32"),
-        head_sizes=(MultipleOf(8, 24, 256),),
-        features=frozenset({Feature.MLA, Feature.NAN_SAFE}),
-        packages=("triton",),
-        install="triton",
-        archs=(("gpu", ("sm_80+",)),),
-    )
+    capabilities = records.TRITON(head_sizes=(MultipleOf(8, 24, 256),), features=frozenset({Feature.MLA, Feature.NAN_SAFE}))
     v_head_dims = (MultipleOf(8, 16, 256),)
 
     @classmethod

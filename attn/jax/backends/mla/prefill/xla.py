@@ -3,18 +3,14 @@
 import jax
 
 from attn.backends.mla.prefill.abstract import MLAPrefillBackend, PrefillCall
-from attn.capabilities import Capabilities, Feature
+from attn.capabilities import Feature
+from attn.jax import records
 from attn.jax.kernels import xla, xla_mla
 
 
 class XLAPrefillBackend(MLAPrefillBackend):
     name = "XLA"
-    capabilities = Capabilities(
-        framework="jax",
-        platforms=("tpu", "gpu", "cpu"),
-        dtypes=("float32", "bfloat16", "float16"),
-        features=frozenset({Feature.MLA, Feature.NAN_SAFE}),
-    )
+    capabilities = records.XLA(features=frozenset({Feature.MLA, Feature.NAN_SAFE}))
 
     def _attend(self, call: PrefillCall) -> tuple[jax.Array, jax.Array]:
         requests = xla.Requests.of_packed_keys(call.meta.query_start_loc, call.key_start_loc, call.max_keys)

@@ -7,8 +7,9 @@ and the padding is removed from the result. The providers are those of the atten
 import torch
 
 from attn.backends.mla.prefill.abstract import MLAPrefillBackend, PrefillCall
-from attn.capabilities import Capabilities, Device, Feature, MultipleOf, Request
+from attn.capabilities import Device, Feature, MultipleOf, Request
 from attn.dtypes import dtype_name
+from attn.torch import records
 from attn.torch.alignment import aligned
 from attn.torch.backends import _flash_providers as providers
 from attn.torch.backends._flash_providers import VarlenCall
@@ -17,14 +18,7 @@ from attn.torch.backends._vendor import arch_of
 
 class FlashAttnPrefillBackend(MLAPrefillBackend):
     name = "FLASH_ATTN"
-    capabilities = Capabilities(
-        framework="torch",
-        platforms=("cuda",),
-        dtypes=("bfloat16", "float16"),
-        head_sizes=(MultipleOf(8, 32, 256),),
-        features=frozenset({Feature.MLA, Feature.LSE}),
-        archs=(("cuda", ("sm_80+",)),),
-    )
+    capabilities = records.CUDA(head_sizes=(MultipleOf(8, 32, 256),), features=frozenset({Feature.MLA, Feature.LSE}))
     v_head_dims = (MultipleOf(8, 8, 256),)
 
     @classmethod

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from attn.backends.mla.prefill.abstract import MLAPrefillBackend, PrefillCall
-from attn.capabilities import Capabilities, Feature
+from attn.capabilities import Feature
+from attn.torch import records
 from attn.torch.alignment import aligned
 from attn.torch.backends._flashinfer import plan, wrapper_for
 from attn.torch.backends._vendor import LN2, arch_of, int32
@@ -17,15 +18,8 @@ from attn.torch.backends._vendor import LN2, arch_of, int32
 
 class FlashInferPrefillBackend(MLAPrefillBackend):
     name = "FLASHINFER"
-    capabilities = Capabilities(
-        framework="torch",
-        platforms=("cuda",),
-        dtypes=("bfloat16", "float16"),
-        head_sizes=(192,),
-        features=frozenset({Feature.MLA, Feature.LSE}),
-        packages=("flashinfer",),
-        install="flashinfer-python",
-        archs=(("cuda", ("sm_90", "sm_10*")),),
+    capabilities = records.FLASHINFER(
+        head_sizes=(192,), features=frozenset({Feature.MLA, Feature.LSE}), archs=(("cuda", ("sm_90", "sm_10*")),)
     )
     v_head_dims = (128,)
 

@@ -8,7 +8,8 @@ operator would not be exact (NaN or infinity in masked keys or values), `_ragged
 import torch
 
 from attn.backends.mla.prefill.abstract import MLAPrefillBackend, PrefillCall
-from attn.capabilities import Capabilities, Feature
+from attn.capabilities import Feature
+from attn.torch import records
 from attn.torch.backends import _cpu_kernel, _ragged
 from attn.torch.backends._ragged import Rules, Work
 from attn.visibility import LayerMask, Visibility
@@ -16,12 +17,7 @@ from attn.visibility import LayerMask, Visibility
 
 class TorchSDPAPrefillBackend(MLAPrefillBackend):
     name = "TORCH_SDPA"
-    capabilities = Capabilities(
-        framework="torch",
-        platforms=("cuda", "rocm", "xpu", "cpu"),
-        dtypes=_ragged.DTYPES,
-        features=frozenset({Feature.MLA, Feature.LSE, Feature.NAN_SAFE}),
-    )
+    capabilities = records.ANYWHERE(features=frozenset({Feature.MLA, Feature.LSE, Feature.NAN_SAFE}))
 
     def _attend(self, call: PrefillCall) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = call.q, call.k, call.v

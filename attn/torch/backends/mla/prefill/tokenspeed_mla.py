@@ -8,15 +8,14 @@ values that the base class passes) is silently wrong. The log-sum-exp is natural
 import torch
 
 from attn.backends.mla.prefill.abstract import MLAPrefillBackend, PrefillCall
-from attn.capabilities import Capabilities, Feature
+from attn.capabilities import Feature
+from attn.torch import records
 from attn.torch.alignment import aligned
 
 
 class TokenspeedMLAPrefillBackend(MLAPrefillBackend):
     name = "TOKENSPEED_MLA"
-    capabilities = Capabilities(
-        framework="torch",
-        platforms=("cuda",),
+    capabilities = records.CUDA(
         dtypes=("bfloat16",),
         head_sizes=(192,),
         features=frozenset({Feature.MLA, Feature.LSE}),

@@ -3,19 +3,14 @@
 import torch
 
 from attn.backends.mla.prefill.abstract import MLAPrefillBackend, PrefillCall
-from attn.capabilities import Capabilities, Feature, MultipleOf
+from attn.capabilities import Feature, MultipleOf
+from attn.torch import records
 
 
 class TritonPrefillBackend(MLAPrefillBackend):
     name = "TRITON"
-    capabilities = Capabilities(
-        framework="torch",
-        platforms=("cuda", "rocm"),
-        dtypes=("bfloat16", "float16", "float32"),
-        head_sizes=(MultipleOf(8, 24, 256),),
-        features=frozenset({Feature.MLA, Feature.LSE, Feature.NAN_SAFE}),
-        packages=("triton",),
-        archs=(("cuda", ("sm_80+",)),),
+    capabilities = records.TRITON(
+        head_sizes=(MultipleOf(8, 24, 256),), features=frozenset({Feature.MLA, Feature.LSE, Feature.NAN_SAFE})
     )
     v_head_dims = (MultipleOf(8, 16, 256),)
 

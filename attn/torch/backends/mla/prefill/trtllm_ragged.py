@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from attn.backends.mla.prefill.abstract import MLAPrefillBackend, PrefillCall
-from attn.capabilities import Capabilities, Feature
+from attn.capabilities import Feature
+from attn.torch import records
 from attn.torch.alignment import aligned
 from attn.torch.backends._flashinfer import workspace
 from attn.torch.backends._vendor import LN2, int32
@@ -16,15 +17,8 @@ from attn.torch.backends._vendor import LN2, int32
 
 class TrtllmRaggedPrefillBackend(MLAPrefillBackend):
     name = "TRTLLM_RAGGED"
-    capabilities = Capabilities(
-        framework="torch",
-        platforms=("cuda",),
-        dtypes=("bfloat16", "float16"),
-        head_sizes=(192,),
-        features=frozenset({Feature.MLA, Feature.LSE}),
-        packages=("flashinfer",),
-        install="flashinfer-python",
-        archs=(("cuda", ("sm_10*",)),),
+    capabilities = records.FLASHINFER(
+        head_sizes=(192,), features=frozenset({Feature.MLA, Feature.LSE}), archs=(("cuda", ("sm_10*",)),)
     )
     v_head_dims = (128,)
 

@@ -1,0 +1,16 @@
+"""What the records of JAX's backends begin with, by compiler. A backend adds the rest."""
+
+from functools import partial
+
+from attn.capabilities import Capabilities
+
+XLA = partial(Capabilities, framework="jax", platforms=("tpu", "gpu", "cpu"), dtypes=("float32", "bfloat16", "float16"))
+PALLAS = partial(XLA, platforms=("tpu", "cpu"), dtypes=("float32", "bfloat16"), archs=(("tpu", ("v5e", "v5p", "v6e", "v7x")),))
+TRITON = partial(
+    XLA,
+    platforms=("gpu",),
+    dtypes=("bfloat16", "float16", "float32"),
+    packages=("triton",),
+    install="triton",
+    archs=(("gpu", ("sm_80+",)),),
+)
