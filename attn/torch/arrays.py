@@ -5,7 +5,8 @@ write to their inputs. A read-only NumPy array is copied, since torch has no rea
 JAX: JAX arrays support DLPack, and a tracer is recognised by its class.
 """
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,54 @@ def static(tensors: Iterable[Any]) -> list[Any] | None:
             facts.append(None)
         else:
             return None
+    return facts
+
+
+#: Compares tensors' types, dtypes, devices, shapes, strides and `requires_grad` with those of others, in one call.
+_Guards: Any = getattr(getattr(torch._C, "_dynamo", None) and torch._C._dynamo.guards, "TensorGuards", None)
+
+
+class Facts:
+    """`static` of a call's tensors, one object for equal ones, which knows other such tensors by a single comparison."""
+
+    def __init__(self) -> None:
+        self._check: Any = None
+        self._recorded, self._absent = False, list[int]()
+
+    def hold(self, tensors: Sequence[Any]) -> bool:
+        """Whether they are those of tensors. False also of equal ones, unless `watch` was given such before."""
+        if self._check is None or torch.is_grad_enabled() is not self._recorded:
+            return False
+        given = [x for x in tensors if x is not None]
+        some = len(given) < len(tensors) or self._absent
+        if some and [i for i, x in enumerate(tensors) if x is None] != self._absent:
+            return False
+        return self._check(*given)  # type: ignore[no-any-return]
+
+    def watch(self, tensors: Sequence[Any]) -> None:
+        """Let tensors be known again that have these facts."""
+        if _Guards is not None:
+            given = [x for x in tensors if x is not None]
+            sizes, strides = [list(x.shape) for x in given], [list(x.stride()) for x in given]
+            self._check = _Guards(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+            self._recorded = torch.is_grad_enabled()
+            self._absent = [i for i, x in enumerate(tensors) if x is None]
+
+
+@functools.lru_cache(maxsize=1024)
+def _facts(found: tuple[Any, ...]) -> Facts:
+    return Facts()
+
+
+def facts_of(tensors: Sequence[Any], last: Facts | None) -> Facts | None:
+    """Return what is known of tensors beside values and addresses; None unless all are plain tensors or None. last: of another
+    call, which probably has the same."""
+    if last is not None and last.hold(tensors):
+        return last
+    found = static(tensors)
+    facts = None if found is None else _facts(tuple(found))
+    if facts is not None and facts is last:
+        facts.watch(tensors)
     return facts
 
 

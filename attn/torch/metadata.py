@@ -19,7 +19,7 @@ from attn.backends.abstract import AttentionMetadataBuilder
 from attn.backends.metadata import PAD_SLOT_ID, AttentionMetadata, CommonAttentionMetadata, rows_of
 from attn.errors import DeviceError, MetadataError
 from attn.torch.alignment import aligned
-from attn.torch.arrays import from_foreign, static
+from attn.torch.arrays import Facts, facts_of, from_foreign, static
 from attn.visibility import BatchMask
 
 if TYPE_CHECKING:
@@ -107,6 +107,12 @@ class Kept:
     def __init__(self, batch: "type[PagedAttentionMetadata]", fields: tuple[Any, ...]) -> None:
         """fields: those of `LAUNCHED_BY`, and what a subclass adds."""
         self.fields, self.calls, self._batch = fields, dict[Any, Any](), batch
+        self._facts: Facts | None = None
+
+    def facts(self, tensors: Sequence[Any]) -> Facts | None:
+        """Return `facts_of` the tensors of a call, which are probably those of the last one."""
+        self._facts = facts = facts_of(tensors, self._facts)
+        return facts
 
     @functools.cached_property
     def of_kind(self) -> dict[Any, Any] | None:

@@ -37,7 +37,7 @@ from attn.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
 from attn.imports import installed
 from attn.torch import kv_cache as caches
 from attn.torch.alignment import aligned
-from attn.torch.arrays import static
+from attn.torch.arrays import Facts
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder, check_device, keep
 
 if TYPE_CHECKING:  # loaded with Triton
@@ -179,8 +179,8 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         if output_scale is not None or output_block_scale is not None:
             scale = self._check_output_scale(query, output_scale, output_block_scale)
         elif isinstance(attn_metadata, PagedAttentionMetadata) and not torch.compiler.is_compiling():
-            signature = self._signature(layer, (*given, kv_cache, output))
             kept = attn_metadata.kept()
+            signature = self._signature(layer, kept.facts((*given, kv_cache, output)))
             known = kept.calls.get(signature)
             if known is None and signature is not None and not envs.debug("device"):
                 kind = self._kind_of_batch(attn_metadata, kv_cache)
@@ -304,12 +304,11 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             return ()
         return [scale for scale in (layer._k_scale, layer._v_scale) if isinstance(scale, torch.Tensor)]
 
-    def _signature(self, layer: AttentionLayer, tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Return what checks and launches of a call depend on beside its batch; None if not all of `tensors` are plain ones."""
-        facts = static(tensors)
-        if facts is None:
+    def _signature(self, layer: AttentionLayer, of_tensors: Facts | None) -> tuple[Any, ...] | None:
+        """Return what checks and launches of a call depend on beside its batch; None if `of_tensors` is."""
+        if of_tensors is None:
             return None
-        facts += self._constants()
+        facts = [of_tensors, *self._constants()]
         for per_head in (self.sinks, self.alibi_slopes):
             facts.append(None if per_head is None else (per_head.dtype, per_head.device, per_head.stride()))
         if self._quantised:

@@ -38,7 +38,7 @@ from attn.capabilities import Device, Feature
 from attn.errors import DeviceError, ShapeError, UnsupportedError
 from attn.imports import installed
 from attn.torch import kv_cache as caches
-from attn.torch.arrays import static
+from attn.torch.arrays import Facts
 from attn.torch.backends.mla import _rows
 from attn.torch.backends.mla._metadata import (
     MLACommonMetadata,
@@ -161,8 +161,9 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
             raise UnsupportedError(f"{self.backend.get_name()}: {Feature.OUTPUT_SCALE.value} not supported")
         signature, stages, calls = None, None, dict[Any, Any]()
         if isinstance(attn_metadata, MLACommonMetadata) and not torch.compiler.is_compiling():
-            signature = self._signature(layer, (hidden_states_or_cq, kv_c_normed, k_pe, kv_cache, output))
-            calls = attn_metadata.kept().calls
+            kept = attn_metadata.kept()
+            signature = self._signature(layer, kept.facts((hidden_states_or_cq, kv_c_normed, k_pe, kv_cache, output)))
+            calls = kept.calls
         query = self._shaped("query", hidden_states_or_cq, (self.num_heads, self.qk_head_dim))
         new = self._new_rows(kv_c_normed, k_pe)
         shape = (query.shape[0], self.num_heads, self.v_head_dim)
@@ -218,12 +219,12 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         """Return what keeps the launches of calls with this signature over a batch, or None."""
         return None
 
-    def _signature(self, layer: AttentionLayer, tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Return what checks and launches of a call depend on beside its batch; None if not all of `tensors` are plain ones."""
-        facts = static(tensors)
-        if facts is None:
+    def _signature(self, layer: AttentionLayer, of_tensors: Facts | None) -> tuple[Any, ...] | None:
+        """Return what checks and launches of a call depend on beside its batch; None if `of_tensors` is."""
+        if of_tensors is None:
             return None
-        facts += (type(self), self.num_heads, self.kv_lora_rank, self.qk_nope_head_dim, self.v_head_dim, self.qk_rope_head_dim)
+        facts: list[Any] = [of_tensors, type(self), self.num_heads, self.kv_lora_rank]
+        facts += (self.qk_nope_head_dim, self.v_head_dim, self.qk_rope_head_dim)
         facts += (self.signed_scale, self.kv_cache_dtype, self.batch_invariant, self.need_to_return_lse_for_decode)
         facts.append(getattr(self, "fixed_split_size", 0))
         if self._has_scale:
