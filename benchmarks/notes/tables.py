@@ -105,8 +105,7 @@ def tpu_dense() -> str:
 
 def tpu_dense_more() -> str:
     named = {
-        "bwd=1": "causal 2k, 32/8x128, backward alone", "model=64,8,64,64": "causal 2k, 64/8x64, forward",
-        "model=16,16,128,128": "causal 2k, 16/16x128, forward",
+        "model=64,8,64,64": "causal 2k, 64/8x64, forward", "model=16,16,128,128": "causal 2k, 16/16x128, forward",
     }  # fmt: skip
     rows = [row for row in load("flash_attention_tpu_2026-11-21")["rows"] if row["case"] in named and "note" not in row]
     return listed(
