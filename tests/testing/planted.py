@@ -685,6 +685,14 @@ DEFECTS = (
         "Slots after the last key are not zeroed, so that a NaN there reaches every row.",
     ),
     Defect(
+        "tpu_kernel_last_chunk",
+        "jax/kernels/tpu/_kernel.py",
+        "cfg.kv_block) + (cfg.chunk - 1), cfg.chunk)",
+        "cfg.kv_block), cfg.chunk)",
+        PAGED_TPU,
+        "The keys of an item's last chunk are left out if they are fewer than a chunk.",
+    ),
+    Defect(
         "tpu_kernel_last_step",
         "jax/kernels/tpu/_kernel.py",
         "item.high - begin - at <= cfg.last",

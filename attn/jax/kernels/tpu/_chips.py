@@ -20,6 +20,9 @@ STRETCH = 8 * 1024 * ROWS
 FIXED_ROWS, FIXED_KEYS = 512, 1 << 20
 #: Segments of the line of singles in a block, and the least keys of one: fewer leave the matrix unit's columns empty.
 SEGMENTS, SEGMENT = 8, 128
+#: The least keys of a block over all kv heads: one head's 1,024 take as long as four heads', whose products run beside others'
+#: exponentials.
+KEYS_OF_HEADS = 4096
 
 
 class Chip(NamedTuple):
@@ -108,13 +111,16 @@ def blocks_for(name: str, shape: PagedShape) -> Blocks:
     # rows of an item beyond its request's are computed for nothing: the most rows pay only for long requests
     while large and large < max_query_len and 2 * large * group <= (long if 16 * large <= max_query_len else ROWS):
         large *= 2
-    whole = kv_block = max(chip.keys if max_query_len == 1 else 1024, 2048 // cache_itemsize, page)
+    keys = max(chip.keys if max_query_len == 1 else 1024, KEYS_OF_HEADS >> (heads - 1).bit_length())
+    whole = kv_block = max(keys, 2048 // cache_itemsize, page)
     most, (left, _), chunk = shape.columns * page, shape.mask.window, shape.mask.chunk_size
     if shape.mask.causal and not shape.ranges and (left is not None or chunk is not None):
         reach = min(x for x in (left, chunk and chunk - 1) if x is not None)
         most = min(most, page + reach + max(large, 1))
+    if not large:  # singles share blocks
+        most *= shape.num_requests
     while kv_block > max(page, sublanes(cache_itemsize)) and kv_block >= 2 * most:
-        kv_block //= 2  # no item sees that many keys
+        kv_block //= 2  # no item has that many keys
     slots = min(3 * whole // kv_block, 8)  # the same number of bytes in flight, whatever the block
 
     def size(kv_block: int, large: int) -> int:

@@ -94,6 +94,7 @@ def _longs(cfg: Config, refs: Refs) -> _pages.ItemOps:
         if cfg.chunk == cfg.kv_block:
             each(jnp.int32(0))
         else:
-            lax.fori_loop(0, cfg.kv_block // cfg.chunk, lambda n, _: each(pl.multiple_of(n * cfg.chunk, cfg.chunk)), None)
+            chunks = lax.div(jnp.clip(item.high - begin, 0, cfg.kv_block) + (cfg.chunk - 1), cfg.chunk)
+            lax.fori_loop(0, chunks, lambda n, _: each(pl.multiple_of(n * cfg.chunk, cfg.chunk)), None)
 
     return _pages.ItemOps(queries, outputs, lambda: _long.reset(cfg, refs), attend, lambda _: _long.finish(cfg, refs))

@@ -457,7 +457,7 @@ def test_the_rule_of_block_sizes() -> None:
 
 
 def test_blocks_of_decodes() -> None:
-    """2,048 keys on a v7x where they fit and no request has more than a row; of one byte on every chip."""
+    """4,096 keys over all heads; 2,048 on a v7x where they fit and all requests have one row; of one byte on every chip."""
 
     def keys(chip: str, max_query_len: int, heads: int, cache_itemsize: int = 2) -> int:
         sizes = {"num_kv_heads": heads, "max_query_len": max_query_len, "cache_itemsize": cache_itemsize}
@@ -465,9 +465,24 @@ def test_blocks_of_decodes() -> None:
         assert blocks.slots * 2 * heads * blocks.kv_block * 128 * cache_itemsize < CHIPS[chip].vmem
         return blocks.kv_block
 
-    assert [keys("v7x", 1, heads) for heads in (1, 8, 32)] == [2048, 2048, 1024]
+    assert [keys("v7x", 1, heads) for heads in (1, 2, 8, 32)] == [4096, 2048, 2048, 1024]
+    assert [keys("v6e", n, heads) for n in (1, 2) for heads in (1, 2, 3, 4, 8)] == [4096, 2048, 1024, 1024, 1024] * 2
     assert [keys("v7x", 2, 8), keys("v6e", 1, 8), keys("v5e", 1, 8)] == [1024] * 3
     assert [keys(chip, n, 8, 1) for chip in ("v5e", "v7x") for n in (1, 2)] == [2048] * 4
+
+
+def test_blocks_of_short_requests() -> None:
+    """Singles share blocks, which are no longer than all of them; a block of others is no longer than what one may see."""
+
+    def sizes(requests: int, max_query_len: int = 1, **more: Any) -> tuple[int, int, int]:
+        shape = dataclasses.replace(SHAPE, num_requests=requests, max_query_len=max_query_len, **more)
+        blocks = blocks_for("v6e", shape)
+        return blocks.kv_block, blocks.segment, blocks.slots
+
+    page, window = SHAPE.page, {"mask": LayerMask(window=(127, None)), "columns": 4096 // SHAPE.page}
+    assert [sizes(n, **window) for n in (32, 2, 1)] == [(1024, 128, 3), (512, 128, 6), (256, 128, 8)]
+    assert sizes(32, 2, **window)[0] == 512
+    assert [sizes(n, columns=128 // page)[0] for n in (1, 4, 64)] == [128, 512, 1024]
 
 
 def test_items_of_the_longest_requests() -> None:
