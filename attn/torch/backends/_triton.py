@@ -203,14 +203,15 @@ class TritonPagedImpl(PagedAttentionImpl):
 
         group, left = self.num_heads // self.num_kv_heads, self.window[0]
         keys = seq_lens if left is None else np.minimum(seq_lens, left + q_lens)
+        has_prompts = most > 1 and (most > 16 or most * group > TOGETHER)  # else a decode's tile holds each request
         packs = self.head_size <= 128 and packs_rows(arch, max(itemsize, 2)) and not self._sparse()
-        if packs and most <= TOGETHER and (most > 16 or most * group > TOGETHER):  # else a decode's tile holds each request
+        if has_prompts and packs and most <= TOGETHER:
             blocks = -(-q_lens * group // TOGETHER)
             if run_together(q_lens, keys, blocks, self.num_kv_heads, processors):
                 return _Plan(0, are_whole(np.repeat(keys, blocks), self.num_kv_heads, processors), True)
         decodes = keys[(q_lens > 0) & (q_lens <= (most if most <= 16 else 1))]
         programs, whole = 0, are_whole(decodes, self.num_kv_heads, processors)
-        if most > 1:
+        if has_prompts:
             rows, of_rows = q_lens[q_lens > 1].astype(np.float64), keys[q_lens > 1]
             pairs = float(rows @ (of_rows - (rows - 1) / 2))
             nbytes = 2 * self.num_kv_heads * self.head_size * itemsize * int(keys[q_lens == 1].sum())
