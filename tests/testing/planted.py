@@ -681,7 +681,7 @@ DEFECTS = (
         "jax/kernels/tpu/_pages.py",
         "lax.fori_loop(lax.div(jnp.clip(stop, 0, cfg.kv_block), cfg.tile), tiles, tile, None)",
         "lax.fori_loop(lax.div(jnp.clip(stop, 0, cfg.kv_block), cfg.tile) + 1, tiles, tile, None)",
-        PAGED_TPU,
+        MLA_TPU,
         "Slots after the last key are not zeroed, so that a NaN there reaches every row.",
     ),
     Defect(
