@@ -206,7 +206,7 @@ class Launches:
         if whole and not self.layer.fixed_split:
             return None
         tiles, fixed = self._tiles(max_seq_len), self.layer.fixed_split // self.keys_per_tile
-        return split_kv_for(num_reqs, self.kv_heads, tiles, fixed, self.kinds.processors)
+        return split_kv_for(num_reqs, self.kv_heads, tiles, fixed, self.kinds.processors, self._whole.block_m)
 
     def _tiles(self, keys: int) -> int:
         """The most tiles of keys that a decode sees, of a sequence of `keys`."""

@@ -83,6 +83,15 @@ def test_long_requests_are_cut_into_one_wave(keys: list[int], kv_heads: int) -> 
     assert 0.9 * 2 * 132 / kv_heads < items <= 2 * 132 / kv_heads
 
 
+@pytest.mark.parametrize(("num_reqs", "kv_heads", "rows", "most"), [
+    (42, 1, 64, 222), (10, 8, 64, 23), (33, 4, 64, 99), (26, 8, 64, 49), (33, 4, 16, 33), (26, 8, 32, 33), (200, 8, 16, 33),
+])  # fmt: skip
+def test_tiles_of_many_rows_are_cut_into_more_parts(num_reqs: int, kv_heads: int, rows: int, most: int) -> None:
+    """Measured (H200): where requests take half a wave or more."""
+    split_kv = split_kv_for(num_reqs, kv_heads, 1000, 0, 132, rows)
+    assert split_kv is not None and (split_kv.max_splits, split_kv.items) == (most, most + num_reqs)
+
+
 def test_a_fixed_share_depends_on_no_other_request() -> None:
     for num_reqs, tiles in ((1, 1), (1, 40), (300, 40), (3, 41)):  # the last part may be shorter
         split_kv = split_kv_for(num_reqs, 8, tiles, 4, 132)
