@@ -63,7 +63,7 @@ class Row(NamedTuple):
     """
 
     name: str
-    kind: str  # paged, latent or dense
+    kind: str  # paged, latent, sparse (latent, of the best TOPK keys) or dense
     batch: str
     heads: tuple[int, int, int]
     peers: tuple[str, ...]
@@ -170,6 +170,15 @@ ROWS = (
         stored="float8_e4m3fn",
         chips=("v6e",),
     ),
+    Row(
+        "MLA sparse decode, 2,048 of 64 x 64k, 128 heads",
+        "sparse",
+        "64q1s64k",
+        (128, 1, 576),
+        (),
+        (128,),
+        chips=("v6e", "v5e"),
+    ),
     Row("prefill 4k, 8/2 heads", "paged", "q4k", (8, 2, 128), (), (128,), chips=("v6e",)),
     Row(
         "prefill 4k, images of 256 in 1,024, 8/2 heads",
@@ -230,6 +239,7 @@ TPU_MD: dict[tuple[str, str, int, str], float | None] = {
 }  # fmt: skip
 FROM_WHEEL = (RPA, RPA64, "tpuinf_flash", "mla_v1", "mla_v2")
 MAX_LEN = 32768  #: tokens that a block table covers
+TOPK = 2048  #: keys that a row of a sparse layer names
 
 
 # --- one row, in a process ------------------------------------------------------------------------------------------
@@ -261,6 +271,7 @@ def measure(row: Row, chip: str, page: int, kernel: str, dump: str, peers: str) 
 OUR_KERNELS = {
     "paged": "ragged_paged_attention",
     "latent": "mla_attention",
+    "sparse": "mla_sparse_attention",
     "dense": "flash_attention",
     "dense_backward": "flash_attention",
 }
@@ -273,6 +284,8 @@ def ours(row: Row, chip: str, page: int) -> Any:
     heads, kv_heads, size = row.heads
     if row.kind == "latent":
         return aot.latent(chip, aot.Latent(*batch, heads, page, MAX_LEN // page, stored=row.stored))
+    if row.kind == "sparse":
+        return aot.sparse(chip, aot.Sparse(*batch, heads, TOPK, page))
     if row.kind.startswith("dense"):
         lengths = (query_lens[0], seq_lens[0])
         shape = aot.Dense(lengths, (heads, kv_heads), (size, size), backward=row.kind == "dense_backward")
@@ -501,12 +514,14 @@ def key_of(row: Row, chip: str, page: int, kernel: str) -> str:
 @functools.cache
 def source(kind: str) -> str:
     """Return a digest of our kernel's code without comments and docstrings: all files except those of the other kernels."""
-    own = {"latent": "mla", "dense": "flash", "dense_backward": "flash"}.get(kind, "ragged")
-    others = {"mla", "flash", "ragged"} - {own}
-    if own != "ragged":
-        others |= {"_kernel.py", "_single", "_long", "_line"} - {f"_{own}_kernel.py"}
-    files = sorted((ROOT / "attn/jax/kernels/tpu").glob("*.py"))
-    kept = [path for path in files if not any(word in path.name for word in others) or own in path.name]
+    own = {"latent": "mla", "sparse": "mla_sparse", "dense": "flash", "dense_backward": "flash"}.get(kind, "ragged")
+    of_ragged = () if own == "ragged" else ("_kernel.py", "_single", "_long", "_line")
+
+    def is_used(name: str) -> bool:
+        kernel = next((word for word in ("mla_sparse", "mla", "flash", "ragged") if word in name), None)
+        return kernel == own if kernel else not any(word in name for word in of_ragged)
+
+    kept = [path for path in sorted((ROOT / "attn/jax/kernels/tpu").glob("*.py")) if is_used(path.name)]
     return hashlib.sha256("\n".join(_code(path) for path in kept).encode()).hexdigest()[:12]
 
 

@@ -60,6 +60,7 @@ class AttentionBackendEnum(
     ROCM_AITER_UNIFIED_ATTN = "attn.torch.backends.rocm_aiter_unified_attn.RocmAiterUnifiedAttentionBackend"
     CPU_ATTN = "attn.torch.backends.cpu_attn.CPUAttentionBackend"
     PALLAS_MLA = "attn.jax.backends.mla.pallas_mla.PallasMLABackend"
+    PALLAS_MLA_SPARSE = "attn.jax.backends.mla.pallas_mla_sparse.PallasMLASparseBackend"
     TORCH_MLA = "attn.torch.backends.mla.torch_mla.TorchMLABackend"
     TORCH_MLA_SPARSE = "attn.torch.backends.mla.torch_mla_sparse.TorchMLASparseBackend"
     TRITON_MLA_SPARSE = "attn.torch.backends.mla.triton_mla_sparse.TritonMLASparseBackend"

@@ -59,9 +59,10 @@ class JaxPlatform(Platform):
     #: Multi-head latent attention over all keys: the backend that has run on devices first.
     latent: tuple[str, ...] = ("XLA_MLA", "PALLAS_MLA")
     expanded: tuple[str, ...] = ("XLA", "PALLAS")  #: the same, of long prompts
+    sparse: tuple[str, ...] = ("XLA_MLA_SPARSE", "PALLAS_MLA_SPARSE")  #: latent attention over chosen keys
 
     def mla(self, request: Request, device: Device) -> tuple[str, ...]:
-        return ("XLA_MLA_SPARSE",) if Feature.SPARSE_MLA in request.features else self.latent
+        return self.sparse if Feature.SPARSE_MLA in request.features else self.latent
 
     def deterministic(self) -> str:
         flags = os.environ.get("XLA_FLAGS", "").split()
@@ -94,6 +95,8 @@ class TpuPlatform(JaxPlatform):
     # the keys from HBM, and the cache is never copied. It passes the conformance suite in TPU interpret mode; it has not run
     # on a TPU. XLA_ATTN takes any shape and feature, but every chunk's scores pass through HBM.
     dense = ("PALLAS", "XLA_ATTN")
+    # PALLAS_MLA_SPARSE copies the chosen keys to VMEM; XLA_MLA_SPARSE gathers them into HBM, and reads them from there twice.
+    sparse = ("PALLAS_MLA_SPARSE", "XLA_MLA_SPARSE")
 
 
 class GpuPlatform(JaxPlatform):

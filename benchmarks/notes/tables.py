@@ -119,7 +119,7 @@ def tpu_dense_more() -> str:
 
 
 def tpu_mla() -> str:
-    return _estimates(["latent"])
+    return _estimates(["latent", "sparse"])
 
 
 def tpu_mla_blocks() -> str:

@@ -57,6 +57,9 @@ def test_order(name: str, first: str) -> None:
     assert order[0] == first and set(order) == {"PALLAS", "XLA_ATTN", *own}
     mla = platform.priorities(Request(576, "bfloat16", features=frozenset({"mla"})), device)
     assert mla == (*(["TRITON_MLA_JAX"] if own else []), "XLA_MLA", "PALLAS_MLA")
+    sparse = platform.priorities(Request(576, "bfloat16", features=frozenset({"sparse_mla"})), device)
+    both = ("PALLAS_MLA_SPARSE", "XLA_MLA_SPARSE")
+    assert sparse == (both if name == "tpu" else both[::-1])
 
 
 def test_on_a_tpu_pallas_is_chosen_and_xla_attn_takes_the_rest() -> None:
@@ -64,6 +67,10 @@ def test_on_a_tpu_pallas_is_chosen_and_xla_attn_takes_the_rest() -> None:
     assert selector.select(Request(128, "bfloat16", block_size=128), device=v6e).name == "PALLAS"
     odd = selector.select(Request(72, "float16", block_size=24), device=v6e)
     assert odd.name == "XLA_ATTN" and "head_size=72" in str(odd)
+    sparse = {"features": frozenset({"sparse_mla"}), "block_size": 64}
+    assert selector.select(Request(576, "bfloat16", **sparse), device=v6e).name == "PALLAS_MLA_SPARSE"
+    coded = selector.select(Request(576, "bfloat16", "fp8", **sparse), device=v6e)
+    assert coded.name == "XLA_MLA_SPARSE" and "kv_cache_dtype=fp8" in str(coded)
 
 
 def test_compiling_for_a_generation_that_is_not_here() -> None:

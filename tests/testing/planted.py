@@ -65,6 +65,7 @@ FLASHINFER = ("torch/backends/test_flashinfer.py",)
 XLA = ("jax/kernels/test_xla.py", "test_conformance.py")
 PAGED_TPU = ("jax/kernels/tpu/test_ragged_paged_attention.py", "jax/test_conformance.py")
 MLA_TPU = ("jax/kernels/tpu/test_mla_attention.py",)
+MLA_SPARSE_TPU = ("jax/kernels/tpu/test_mla_sparse_attention.py",)
 FLASH_TPU = ("jax/kernels/tpu/test_flash_attention.py",)
 MLA = ("torch/backends/mla/test_mla.py", "torch/backends/mla/test_torch_mla.py", "test_conformance.py")
 
@@ -795,6 +796,46 @@ DEFECTS = (
         "1.0 / jnp.where",
         MLA_TPU,
         "Latents in fp8 are not multiplied by their scale where they are values.",
+    ),
+    Defect(
+        "tpu_mla_sparse_strangers",
+        "jax/kernels/tpu/mla_sparse_attention.py",
+        "slots, jnp.max(jnp.where(there, slots, 0), axis=1, keepdims=True))",
+        "slots, 0)",
+        MLA_SPARSE_TPU,
+        "Entries of a list that are not keys are copied from a slot that may be another request's.",
+    ),
+    Defect(
+        "tpu_mla_sparse_weights",
+        "jax/kernels/tpu/mla_sparse_attention.py",
+        "0.0, -jnp.inf).astype",
+        "0.0, 0.0).astype",
+        MLA_SPARSE_TPU,
+        "Entries of a list that are not keys have a weight.",
+    ),
+    Defect(
+        "tpu_mla_sparse_places",
+        "jax/kernels/tpu/mla_sparse_attention.py",
+        "n // _PAIR * _PAIR + n % 2 * 8 + n % _PAIR // 2",
+        "n",
+        MLA_SPARSE_TPU,
+        "Keys are in another order than the list, so that others than those of the list have no weight.",
+    ),
+    Defect(
+        "tpu_mla_sparse_next_list",
+        "jax/kernels/tpu/mla_sparse_attention.py",
+        "jnp.minimum(g + later + 1, refs.total - 1)",
+        "jnp.minimum(g + 1, refs.total - 1)",
+        MLA_SPARSE_TPU,
+        "The keys of a later step are those of the one before.",
+    ),
+    Defect(
+        "tpu_mla_sparse_list_in_flight",
+        "jax/kernels/tpu/mla_sparse_attention.py",
+        "_list(refs, g, target).wait()",
+        "_list(refs, g, target)",
+        MLA_SPARSE_TPU,
+        "Keys are copied by a list that has not arrived.",
     ),
     Defect(
         "tpu_flash_small_sums",

@@ -67,20 +67,24 @@ def sparse_attention(
     repeatedly. There is no causal rule: the indices must respect causality.
     """
     num_blocks, page, width = kv_cache.shape
-    rows, topk = indices.shape
+    slot, there = slots_of(indices, requests, page)
+    slot = jnp.sort(jnp.where(there, slot, _NONE), axis=1)
+    fetch, extent = _fetch(kv_cache.reshape(-1, 1, width), query.dtype), (num_blocks * page, 1, 1)
+    by_row = xla.Requests(jnp.arange(indices.shape[0] + 1, dtype=jnp.int32), there.sum(axis=1, dtype=jnp.int32), slot)
+    out, lse = xla._attend(query, fetch, extent, by_row, scale=scale, max_query_len=1, k_scale=k_scale, v_scale=k_scale)
+    return out[..., :kv_lora_rank], lse
+
+
+def slots_of(indices: jax.Array, requests: xla.Requests, page: int) -> tuple[jax.Array, jax.Array]:
+    """Return ([T, topk] slots of the keys at positions `indices` [T, topk] of each row's request, whether they are keys)."""
     query_start_loc, seq_lens, block_table = requests
-    row = jnp.arange(rows, dtype=jnp.int32)
+    row = jnp.arange(indices.shape[0], dtype=jnp.int32)
     request = jnp.sum(row[:, None] >= query_start_loc[1:], axis=1, dtype=jnp.int32)
     owned = request < seq_lens.shape[0]
     request = jnp.where(owned, request, 0)
     there = owned[:, None] & (indices >= 0) & (indices < seq_lens[request][:, None])
     position = jnp.where(there, indices, 0)
-    slot = jnp.take_along_axis(block_table[request], position // page, axis=1) * page + position % page
-    slot = jnp.sort(jnp.where(there, slot, _NONE), axis=1)
-    fetch, extent = _fetch(kv_cache.reshape(-1, 1, width), query.dtype), (num_blocks * page, 1, 1)
-    by_row = xla.Requests(jnp.arange(rows + 1, dtype=jnp.int32), there.sum(axis=1, dtype=jnp.int32), slot)
-    out, lse = xla._attend(query, fetch, extent, by_row, scale=scale, max_query_len=1, k_scale=k_scale, v_scale=k_scale)
-    return out[..., :kv_lora_rank], lse
+    return jnp.take_along_axis(block_table[request], position // page, axis=1) * page + position % page, there
 
 
 class Packed(NamedTuple):

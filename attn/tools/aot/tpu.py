@@ -343,6 +343,56 @@ def latent(chip: str, shape: Latent) -> Program:
     return Program(call, arrays, batch, (2,), flops, traffic, dtype)
 
 
+# --- the same over selected keys ------------------------------------------------------------------------------------
+
+SPARSE: dict[str, Sequence[Any]] = {
+    "batch": ("decode", "mixed"),
+    "num_heads": (16, 128),
+    "topk": (64, 200, 2048),
+    **switches("lse"),
+}
+
+
+class Sparse(NamedTuple):
+    """A call of `mla_sparse_attention` in which each row names `topk` keys spread over its request, or all that it has."""
+
+    query_lens: Sequence[int]
+    seq_lens: Sequence[int]
+    num_heads: int
+    topk: int
+    block_size: int = 64
+    lse: bool = False
+
+
+def _sparse_program(choice: Choice, chip: str) -> Program:
+    return sparse(chip, Sparse(*BATCHES[choice["batch"]], **{name: choice[name] for name in ("num_heads", "topk", "lse")}))
+
+
+def sparse(chip: str, shape: Sparse) -> Program:
+    """`mla_sparse_attention` on a batch, absorbed, over rows of 512 + 64."""
+    from attn.jax.kernels.tpu import mla_sparse_attention as kernel
+    from attn.jax.kernels.xla import Requests
+
+    columns = -(-max(shape.seq_lens) // shape.block_size)
+    (starts, lens, table, slots), num_blocks = _batch(shape.query_lens, shape.seq_lens, shape.block_size, columns)
+    indices = np.full((len(slots), shape.topk), -1, np.int32)
+    for t, r in enumerate(np.repeat(np.arange(len(lens)), shape.query_lens)):
+        past = int(lens[r] - starts[r + 1] + t + 1)
+        count = min(past, shape.topk)
+        indices[t, :count] = np.arange(count) * past // count
+    cache = _shape((num_blocks, shape.block_size, *kernel.row_shape(RANK + ROPE)), "bfloat16")
+    query = _shape((len(slots), shape.num_heads, RANK + ROPE), "bfloat16")
+
+    def call(query: jax.Array, cache: jax.Array, indices: jax.Array, *requests: jax.Array) -> Any:
+        rules: dict[str, Any] = {"kv_lora_rank": RANK, "scale": 0.1, "return_lse": shape.lse}
+        return kernel.mla_sparse_attention(query, cache, indices, Requests(*requests), **rules, chip=chip, interpret=False)
+
+    keys = float((indices >= 0).sum())
+    traffic = 2 * (keys * (RANK + ROPE) + len(slots) * shape.num_heads * (2 * RANK + ROPE))
+    flops = 2.0 * shape.num_heads * (2 * RANK + ROPE) * keys
+    return Program(call, [query, cache], [indices, starts, lens, table], (), flops, traffic, "bfloat16")
+
+
 # --- dense attention ------------------------------------------------------------------------------------------------
 
 DENSE: dict[str, Sequence[Any]] = {
@@ -436,5 +486,6 @@ def dense(chip: str, shape: Dense) -> Program:
 KERNELS = {
     "ragged_paged_attention": Kernel(RAGGED, _ragged_program, _normalise_ragged, _refuse_ragged, no_copies=("v7x",)),
     "mla_attention": Kernel(LATENT, _latent_program, refusal=_refuse_latent, no_copies=("v7x",)),
+    "mla_sparse_attention": Kernel(SPARSE, _sparse_program),
     "flash_attention": Kernel(DENSE, _dense_program),
 }

@@ -71,8 +71,9 @@ def latent_rows(kv_c: jax.Array, k_pe: jax.Array, element: Any, scale: Any = 1.0
 
 
 def write(rows: jax.Array, kv_cache: jax.Array, slot_mapping: jax.Array) -> jax.Array:
-    """Return the cache [N, P, width] with encoded rows [T, width] written at `slot_mapping` [T] (-1: no write)."""
-    flat = kv_cache.reshape(-1, kv_cache.shape[2])
+    """Return the cache [N, P, ...] with encoded rows [T, width] written at `slot_mapping` [T] (-1: no write)."""
+    flat = kv_cache.reshape(-1, *kv_cache.shape[2:])
+    rows = rows.reshape(-1, *kv_cache.shape[2:])
     return flat.at[caches.drop_pads(slot_mapping, flat.shape[0])].set(rows, mode="drop").reshape(kv_cache.shape)
 
 
