@@ -976,6 +976,14 @@ DEFECTS = (
         "Merged rows are scaled by the scale of another kv head.",
     ),
     Defect(
+        "triton_merge_of_another_tile",
+        "kernels/paged_attention.py",
+        "((item + tile * count) * BLOCK_Q + of_tile)",
+        "(item * BLOCK_Q + of_tile)",
+        INTERPRETED,
+        "Rows of a request's later tiles are merged from the parts of its first.",
+    ),
+    Defect(
         "triton_wild_not_repeated",
         "kernels/paged_attention.py",
         "if tl.max(((acc - acc) != 0.0).to(tl.int32)) > 0:",
@@ -1038,6 +1046,14 @@ DEFECTS = (
         "facts += x.shape, x.dtype,",
         ("torch/kernels/test_kept.py",),
         "Launches are repeated for tensors of other strides.",
+    ),
+    Defect(
+        "torch_facts_of_absent_tensors",
+        "torch/arrays.py",
+        "if some and [i for i, x in enumerate(tensors) if x is None] != self._absent:",
+        "if len(tensors) - len(given) != len(self._absent):",
+        ("torch/test_arrays.py",),
+        "A call without values is taken for one without an output.",
     ),
     Defect(
         "kept_launch_of_another_batch",
