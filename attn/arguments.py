@@ -5,7 +5,7 @@ Shared by the templates of both frameworks, so that the same invalid argument ra
 
 import math
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, AttentionType, Feature, Request
@@ -44,14 +44,6 @@ def positive_int(name: str, value: Any) -> int:
     if number is None or number < 1:
         raise ValueError(f"{name}={value!r} must be a positive int")
     return number
-
-
-def optional_sizes(values: Mapping[str, Any], *names: str) -> Any:
-    """Return keyword arguments as ints, None where unknown. Raises TypeError for one that is not of `names`, ValueError as
-    `positive_int` does."""
-    if unknown := sorted(values.keys() - set(names)):
-        raise TypeError(f"unexpected keyword arguments: {', '.join(unknown)} (known: {', '.join(names)})")
-    return {name: None if value is None else positive_int(name, value) for name, value in values.items()}
 
 
 def natural_int(name: str, value: Any) -> int:

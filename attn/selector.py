@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from attn import envs
-from attn.arguments import list_of_names, optional_sizes, positive_int
+from attn.arguments import list_of_names, positive_int
 from attn.backend_enum import generation, unknown_name
 from attn.backends.abstract import AttentionBackend
 from attn.backends.registry import AttentionBackendEnum, blocksparse_candidate
@@ -270,10 +270,12 @@ def _cached_get_attn_backend(
     # Types are in the key because True == 1 == 1.0; the loaded frameworks matter only for a dtype given as a string.
     loaded = ("torch" in sys.modules, "jax" in sys.modules) if type(dtype) is str else None
     environment = envs.selecting()
-    # Plain tuples in `_Key`'s order: joined, they equal the NamedTuple, whose constructor takes as long as the look-up.
-    state = (_forced.get(), _per_kind.get(), generation(), environment, environment[_PREFERENCES] and _measuring(dtype))
-    sizes = (head_size, type(head_size), dtype, kv_cache_dtype, block_size, type(block_size))
-    plain = sizes + (is_attention_free, is_blocksparse, use_mla, loaded) + state
+    # A plain tuple in `_Key`'s order: it equals the NamedTuple, whose constructor takes as long as the look-up.
+    plain = (
+        head_size, type(head_size), dtype, kv_cache_dtype, block_size, type(block_size), is_attention_free, is_blocksparse,
+        use_mla, loaded, _forced.get(), _per_kind.get(), generation(), environment,
+        environment[_PREFERENCES] and _measuring(dtype),
+    )  # fmt: skip
     try:
         return _cache[plain]  # type: ignore[index]
     except (KeyError, TypeError):  # TypeError: an unhashable argument; make_request reports it
@@ -331,12 +333,13 @@ def make_request(
     use_mla: bool = False,
     attn_type: str = AttentionType.DECODER,
     features: Collection[str] = (),
-    **heads: int | None,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
 ) -> Request:
     """Make a `Request` from any framework's dtype, NumPy integers, and None for defaults.
 
-    `features` is a list (or set) of names, not one string; ATTN_BATCH_INVARIANT=1 adds `batch_invariant`. heads: `num_heads`
-    and `num_kv_heads`, None where unknown. Raises ValueError with the argument, its value and the allowed values.
+    `features` is a list (or set) of names, not one string; ATTN_BATCH_INVARIANT=1 adds `batch_invariant`. Raises ValueError
+    with the argument, its value and the allowed values.
     """
     required = {*list_of_names("features", features), *({Feature.MLA} if use_mla else ())}
     if envs.batch_invariant():
@@ -348,7 +351,8 @@ def make_request(
         block_size=None if block_size is None else positive_int("block_size", block_size),
         attn_type=attn_type,
         features=frozenset(required),
-        **optional_sizes(heads, "num_heads", "num_kv_heads"),
+        num_heads=None if num_heads is None else positive_int("num_heads", num_heads),
+        num_kv_heads=None if num_kv_heads is None else positive_int("num_kv_heads", num_kv_heads),
     )
 
 

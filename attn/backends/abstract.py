@@ -289,11 +289,11 @@ class AttentionImpl(Implementation, ABC, Generic[T]):
         kv_cache: Array,
         attn_metadata: T,
         output: None = None,
-        **scales: Any,
+        output_scale: Any = None,
+        output_block_scale: Any = None,
     ) -> Any:
-        """Call `forward` with arrays of any framework: converted by DLPack, the output returned in the query's framework.
-        scales: `forward`'s `output_scale` and `output_block_scale`. The cache is not converted (it belongs to this
-        implementation's framework), nor are gradients or an output buffer."""
+        """Call `forward` with arrays of any framework: converted by DLPack, the output returned in the query's framework. The
+        cache is not converted (it belongs to this implementation's framework), nor are gradients or an output buffer."""
         if output is not None:
             raise ValueError("output= is written in place and cannot be converted: call forward(), or omit it")
 
@@ -301,6 +301,7 @@ class AttentionImpl(Implementation, ABC, Generic[T]):
             return x if x is None or isinstance(x, int | float) else arrays.to_framework(x, self.framework)
 
         came_as = arrays.framework_of(query)
+        scales = {"output_scale": output_scale, "output_block_scale": output_block_scale}
         passed = {name: native(scale) for name, scale in scales.items() if scale is not None}
         result = self.forward(layer, native(query), native(key), native(value), kv_cache, attn_metadata, **passed)
         if isinstance(result, tuple):

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from attn.arguments import check_flag, list_of_names, optional_sizes, positive_int
+from attn.arguments import check_flag, list_of_names, positive_int
 from attn.capabilities import Device
 from attn.diffusion.backends.abstract import ROLES, DiffusionAttentionBackend, DiffusionRequest
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
@@ -49,23 +49,28 @@ def make_diffusion_request(
     dtype: Any,
     *,
     features: Collection[str] = (),
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
     error_budget: float = 0.0,
     causal: bool = False,
     key_mask: bool = False,
-    **sizes: int | None,
+    rows: int | None = None,
+    keys: int | None = None,
 ) -> DiffusionRequest:
-    """Make a request from any framework's dtype and NumPy integers. sizes: `num_heads`, `num_kv_heads`, `rows` and `keys`, None
-    where unknown. Raises ValueError with the argument."""
+    """Make a request from any framework's dtype and NumPy integers. Raises ValueError with the argument."""
     if not isinstance(error_budget, int | float) or isinstance(error_budget, bool) or not 0 <= error_budget < 1:
         raise ValueError(f"error_budget={error_budget!r} must be a number of at least 0 and below 1 (0: exact backends only)")
     return DiffusionRequest(
         head_size=positive_int("head_size", head_size),
         dtype=dtype_name(dtype),
         features=frozenset(list_of_names("features", features)),
+        num_heads=None if num_heads is None else positive_int("num_heads", num_heads),
+        num_kv_heads=None if num_kv_heads is None else positive_int("num_kv_heads", num_kv_heads),
         error_budget=float(error_budget),
         causal=check_flag("causal", causal),
         key_mask=check_flag("key_mask", key_mask),
-        **optional_sizes(sizes, "num_heads", "num_kv_heads", "rows", "keys"),
+        rows=None if rows is None else positive_int("rows", rows),
+        keys=None if keys is None else positive_int("keys", keys),
     )
 
 

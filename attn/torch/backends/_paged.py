@@ -318,9 +318,11 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
 
     def _constants(self) -> tuple[Any, ...]:
         """Return what launches depend on of this layer; layers for which it is equal share what is kept of a call."""
-        layer = (type(self), self.num_heads, self.num_kv_heads, self.head_size, self.signed_scale, self.logits_soft_cap)
-        cache = (self.attn_type, self.kv_cache_dtype, self.kv_sharing_target_layer_name is None)
-        return layer + cache + (self.mask, self.batch_invariant, self.need_to_return_lse_for_decode)
+        return (
+            type(self), self.num_heads, self.num_kv_heads, self.head_size, self.signed_scale, self.logits_soft_cap, self.mask,
+            self.attn_type, self.kv_cache_dtype, self.kv_sharing_target_layer_name is None, self.batch_invariant,
+            self.need_to_return_lse_for_decode,
+        )  # fmt: skip
 
     def do_kv_cache_update(
         self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor

@@ -146,8 +146,10 @@ def paged_attention(
         output = output.view(torch.uint8)
     if key_cache.dtype == torch.float8_e4m3fn and not converts_e4m3(name):
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
-    of_scores = (query, key_cache, value_cache, seq_lens, block_table, slopes, tree, spans, prefix, is_causal, k_scale)
-    arrays = (output, lse, query_start_loc, sinks, v_scale, output_scale) + of_scores
+    arrays = (
+        output, lse, query_start_loc, sinks, v_scale, output_scale, query, key_cache, value_cache, seq_lens, block_table,
+        slopes, tree, spans, prefix, is_causal, k_scale,
+    )  # fmt: skip
     pattern = None if sparse is None else tuple(sparse)
     rules = (scale, soft_cap, left, right, tree_right, chunk_size, span_window, fixed_split, pattern)
     of = (output.stride(), query.stride(), key_cache.stride(), value_cache.stride())
@@ -162,7 +164,5 @@ def paged_attention(
     scales = (None if k_scale is None else k_scale.stride(), None if v_scale is None else v_scale.stride())
     together = together and not fixed_split and packs_rows(name, query.itemsize)
     queries = min(max_query_len, TOGETHER if together else (256 if TUNED else 16) + 1)
-    kind = kind_of(arrays, strides)
-    launches = _launches(name, kind, shape, scales, rules, queries, (same, wide, serves, together), tuned)
-    bounds = num_reqs, max_query_len, max_seq_len
-    launches(arrays, strides, (k_factor, v_factor), bounds, whole, prefill_programs)
+    launches = _launches(name, kind_of(arrays, strides), shape, scales, rules, queries, (same, wide, serves, together), tuned)
+    launches(arrays, strides, (k_factor, v_factor), (num_reqs, max_query_len, max_seq_len), whole, prefill_programs)
