@@ -95,7 +95,8 @@ class TpuPlatform(JaxPlatform):
     # the keys from HBM, and the cache is never copied. It passes the conformance suite in TPU interpret mode; it has not run
     # on a TPU. XLA_ATTN takes any shape and feature, but every chunk's scores pass through HBM.
     dense = ("PALLAS", "XLA_ATTN")
-    # PALLAS_MLA_SPARSE copies the chosen keys to VMEM; XLA_MLA_SPARSE gathers them into HBM, and reads them from there twice.
+    # PALLAS_MLA_SPARSE copies the chosen keys to VMEM, and scores never leave it; XLA_MLA_SPARSE gathers them in HBM first.
+    # Neither has run on a TPU.
     sparse = ("PALLAS_MLA_SPARSE", "XLA_MLA_SPARSE")
 
 
