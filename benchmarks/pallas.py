@@ -211,6 +211,18 @@ ROWS = (
         chunk_size=4096,
         chips=("v6e",),
     ),
+    # its time on a TPU is public: benchmarks/notes/tpu-paged.md
+    Row(
+        "decode 256 x 1,523, 8/4 heads of 256, window 1,024, e4m3",
+        "paged",
+        "256q1s1523",
+        (8, 4, 256),
+        (RPA,),
+        (256,),
+        stored="float8_e4m3fn",
+        window=1024,
+        chips=("v6e", "v7x"),
+    ),
     Row("decode 64 x 16k, window 4,096", "paged", "64q1s16k", (32, 8, 128), (), (128,), window=4096, chips=("v6e",)),
     Row("decode 64 x 16k, chunks of 4,096", "paged", "64q1s16k", (32, 8, 128), (), (128,), chunk_size=4096, chips=("v6e",)),
 )
