@@ -1,10 +1,10 @@
-"""Run the Triton kernels under compute-sanitizer on a GPU: twenty cases for memory errors, the Hopper prefill for races.
+"""Run the Triton kernels under compute-sanitizer on a GPU: forty cases for memory errors, the Hopper prefill for races.
 
     python -m benchmarks.sanitizer memcheck
     python -m benchmarks.sanitizer racecheck [--logs FOLDER]
 
-memcheck runs twenty of the conformance suite's cases for TRITON_ATTN, with a separate allocation for each tensor, so that
-accesses outside a tensor are detected.
+memcheck runs twenty of the conformance suite's cases for TRITON_ATTN and twenty for TRITON_MLA, with a separate allocation for
+each tensor, so that accesses outside a tensor are detected. On Hopper they include prompts under every kind of mask.
 
 racecheck needs a Hopper GPU. It reports hazards in the Gluon prefill's shared memory; this script identifies what the bytes
 are. Besides `hopper_prefill` it runs kernels with the same partitions: `bare` and `barriers`, which share nothing (the
@@ -32,7 +32,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-CASES = 20
+CASES = 20  #: of each backend
+CHECKED = ("TRITON_ATTN", "TRITON_MLA")
 RACED = ("hopper_prefill", "bare", "barriers", "ordered", "planted")
 _WORKERS = 4  #: the first worker warp, after those of the default partition
 
@@ -41,14 +42,18 @@ _WORKERS = 4  #: the first worker warp, after those of the default partition
 
 
 def memory_cases(part: int, parts: int) -> int:
-    """Run every `parts`-th of the twenty cases and return the number of violations."""
+    """Run every `parts`-th of the cases and return the number of violations."""
+    from attn.backends.registry import AttentionBackendEnum
     from attn.testing.conformance import cases_for, run_case
-    from attn.torch.backends.triton_attn import TritonAttentionBackend
 
-    cases = [case for case in cases_for(TritonAttentionBackend, level="quick") if case.check == "oracle"]
-    chosen = [cases[i * len(cases) // CASES] for i in range(CASES)][part::parts]
-    wrong = [str(v) for case in chosen for v in run_case(TritonAttentionBackend, case)]
-    print("\n".join([*(f"case {case.name}" for case in chosen), *wrong]))
+    chosen = []
+    for name in CHECKED:
+        backend = AttentionBackendEnum[name].get_class()
+        cases = [case for case in cases_for(backend, level="quick") if case.check == "oracle"]
+        chosen += [(backend, cases[i * len(cases) // CASES]) for i in range(CASES)]
+    chosen = chosen[part::parts]
+    wrong = [str(v) for backend, case in chosen for v in run_case(backend, case)]
+    print("\n".join([*(f"case {case.name}" for _, case in chosen), *wrong]))
     return len(wrong)
 
 
@@ -89,6 +94,7 @@ def _prefill() -> bool:
     """Run two prompts, one with a context, with pages of 16 and unused pages: two kinds of tile, several rounds each."""
     import torch
 
+    from attn.kernels.hopper_prefill import Rules
     from attn.torch.kernels import hopper_prefill
 
     generator = torch.Generator("cuda").manual_seed(0)
@@ -105,11 +111,8 @@ def _prefill() -> bool:
     starts = torch.tensor([0, 300, 377], dtype=torch.int32, device="cuda")
     seq_lens = torch.tensor([s for _, s in lens], dtype=torch.int32, device="cuda")
     output, lse = torch.empty_like(query), torch.empty(8, 377, device="cuda")
-    factor = 128**-0.5 * 1.4426950408889634
-    hopper_prefill.prefill(
-        output, lse, query, key, value, starts, seq_lens, table, None, factor=factor, v_factor=1.0, cap=0.0, negate=False,
-        left=1 << 30, right=0, has_left=False, min_query=1, programs=3,
-    )  # fmt: skip
+    arrays = output, lse, query, key, value, starts, seq_lens, table, None
+    hopper_prefill.prefill(arrays, Rules(right=0, min_query=1), (128**-0.5 * 1.4426950408889634, 1.0), programs=3)
     for r, (n, s) in enumerate(lens):
         rows = slice(int(starts[r]), int(starts[r + 1]))
         k, v = (x[table[r, : counts[r]].long()].flatten(0, 1)[:s].double().repeat_interleave(4, 1) for x in (key, value))
@@ -318,7 +321,7 @@ def racecheck(folder: Path) -> int:
     return judge(at_once({name: lambda name=name: job(name) for name in RACED}))  # type: ignore[misc]
 
 
-def memcheck(folder: Path, parts: int = 10) -> int:
+def memcheck(folder: Path, parts: int = 14) -> int:
     def everywhere(tool: str, name: str) -> dict[str, Run]:
         extra = ("--leak-check", "no") if tool else ()
         return at_once(
@@ -341,7 +344,7 @@ def memcheck(folder: Path, parts: int = 10) -> int:
             errors += 1
         errors += sum(map(int, summary))
     print(f"memcheck: {cases} cases, {errors} errors")
-    return int(errors > 0 or cases != CASES)
+    return int(errors > 0 or cases != CASES * len(CHECKED))
 
 
 def main() -> int:
