@@ -2,9 +2,9 @@
 
 Each program holds packed rows (tokens of one request x the G query heads of a kv head) in consumers of four warps and 64 rows:
 two consumers, or three for heads of at most 96, whose exponentials take about as long as their products. Two producer warps,
-one for keys and one for values, look up pages and copy them with the bulk tensor engine into rings of tiles of 64 keys, or 128
-for heads of 97 to 192 with values of at most 128. Heads are padded to 64, 128 or 256 in shared memory, keys to 192 too, where
-the engine fills in zeros. Products are of one or two parts of a head, each of which has its accumulators (`parts_of`).
+one for keys and one for values, look up pages and copy them with the bulk tensor engine into rings of tiles of 64 or 128 keys
+(`_keys`). Heads are padded to 64, 128 or 256 in shared memory, keys to 192 too, where the engine fills in zeros. Products are
+of one or two parts of a head, each of which has its accumulators (`parts_of`).
 A consumer computes the scores of the next tile while it multiplies the last tile's weights with its values, with the
 exponentials in between. Consumers drift apart until one's exponentials overlap another's products (Shah et al.,
 FlashAttention-3, 2024). Tiles are processed from the last key to the first, so that the tiles that need a mask come first and
@@ -410,6 +410,14 @@ def _tanh(x):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
+def _sums(weights):  # type: ignore[no-untyped-def]
+    """Sums of weights [64, N] over keys: [64], or of 128 keys those of each thread's, [64, 8], which the unit's end adds up."""
+    if weights.shape[1] == 128:
+        weights = gl.reshape(weights, [64, 16, 8])
+    return gl.sum(weights, 1)
+
+
+@gluon.jit
 def _weigh(  # type: ignore[no-untyped-def]
     s, top, norm, start, seen, factor, cap,
     MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
@@ -433,7 +441,7 @@ def _weigh(  # type: ignore[no-untyped-def]
     guard = gl.where(above == float("-inf"), 0.0, above)
     p = gl.exp2((s if HAS_CAP else s * factor) - guard[:, None])
     shrink = gl.exp2(top - guard)
-    norm = norm * shrink + gl.sum(p, 1)
+    norm = norm * (_of_rows(shrink, norm) if len(norm.shape) == 2 else shrink) + _sums(p)
     return p, above, norm, shrink
 
 
@@ -505,31 +513,76 @@ def _await(acc):  # type: ignore[no-untyped-def]
     return done
 
 
+@gluon.constexpr_function
+def _narrowing(dtype: Any) -> str:
+    """PTX that rounds two float32 numbers to 16 bits each, the first one into the lower half."""
+    return f"cvt.rn.{'bf16' if dtype.name == 'bf16' else 'f16'}x2.f32 $0, $2, $1;"
+
+
+@gluon.jit
+def _narrow(weights, dtype: gl.constexpr, DV: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Round weights [64, N] to 16 bits, in pairs of columns: int32 [64, N / 2]. For values above 128 they stay as they are.
+
+    ptxas swaps the halves of every pair of 16-bit values that a loop carries. The assembly is volatile so that it stays behind
+    the wait for the products that read the last weights, from the same registers.
+    """
+    if DV <= 128:
+        PTX: gl.constexpr = _narrowing(dtype)
+        low, high = gl.split(gl.reshape(weights, [64, weights.shape[1] // 2, 2]))
+        weights = gl.inline_asm_elementwise(PTX, "=r,f,f", [low, high], gl.int32, is_pure=False, pack=1)
+    return weights
+
+
+@gluon.jit
+def _narrowed(weights, dtype: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The 16-bit weights [64, N] of what `_narrow` returned."""
+    if weights.dtype == gl.int32:
+        low = weights.to(gl.int16).to(dtype, bitcast=True)
+        high = (weights >> 16).to(gl.int16).to(dtype, bitcast=True)
+        weights = gl.reshape(gl.join(low, high), [64, 2 * weights.shape[1]])
+    return weights.to(dtype)
+
+
+@gluon.jit
+def _release(empty, stage):  # type: ignore[no-untyped-def]
+    """Tell the producer that this consumer's products have read a stage of the ring.
+
+    One thread arrives. `mbarrier.arrive` would first synchronise the consumer's warps, whose products end together.
+    """
+    mbarrier.expect(empty.index(stage), 0)
+
+
 @gluon.jit
 def _step(  # type: ignore[no-untyped-def]
-    weights, acc, top, norm, count, q_ring, q_at, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start, seen,
+    weights, acc, shrink, top, norm, count, q_ring, q_at, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start, seen,
     factor, cap,
     MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
 ):  # fmt: skip
     """Compute the scores of tile `count` while the values of the previous tile are multiplied with its `weights`.
 
-    Those are float32 from one tile to the next: a compiler that carries 16-bit values in pairs swaps every pair twice.
+    weights, shrink: of the previous tile, `_narrow`ed; the factor for sums of tiles before it, by which they have been
+    multiplied already unless tiles have 128 keys: the products of that many keys last longer than the multiplication.
     """
+    LATE: gl.constexpr = BLOCK_N == 128
     stage = count % STAGES
     old = (count - 1) % STAGES
     mbarrier.wait(k_full.index(stage), count // STAGES & 1)
     s = _scores(q_ring, k_ring, q_at, stage, D, STAGES)
-    weights = weights.to(v_ring.dtype)
+    weights = _narrowed(weights, v_ring.dtype)
     mbarrier.wait(v_full.index(old), (count - 1) // STAGES & 1)
+    if LATE:
+        acc = _times(acc, shrink)
     acc = _add_values(weights, v_ring, old, acc, DV)
     s = warpgroup_mma_wait(len(acc), deps=[s])
-    mbarrier.arrive(k_empty.index(stage), count=1)
+    _release(k_empty, stage)
     weights, top, norm, shrink = _weigh(s, top, norm, start, seen, factor, cap, MASKED, HAS_LEFT, HAS_CAP, S_LAYOUT, BLOCK_N)
     acc = _await(acc)
-    mbarrier.arrive(v_empty.index(old), count=1)
-    acc = _times(acc, shrink)
-    return weights, acc, top, norm
+    weights = _narrow(weights, v_ring.dtype, DV)
+    _release(v_empty, old)
+    if not LATE:
+        acc = _times(acc, shrink)
+    return weights, acc, shrink, top, norm
 
 
 @gluon.jit
@@ -619,31 +672,32 @@ def _consume(  # type: ignore[no-untyped-def]
         left_from = gl.maximum(left_from, right_of)
 
         acc = _nothing(DV, BLOCK_V)
-        norm = gl.zeros([64], gl.float32, ROW)
+        norm = _sums(_zeros(BLOCK_N))
         top = gl.full([64], float("-inf"), gl.float32, ROW)
         if tiles > 0:
             stage = count % STAGES
             mbarrier.wait(k_full.index(stage), count // STAGES & 1)
             s = _scores(q_ring, k_ring, q_at, stage, D, STAGES)
             s = warpgroup_mma_wait(0, deps=[s])
-            mbarrier.arrive(k_empty.index(stage), count=1)
+            _release(k_empty, stage)
             start = low + (tiles - 1) * BLOCK_N
             weights, top, norm, shrink = _weigh(
                 s, top, norm, start, seen, factor, cap, 2 if TWO else 1, HAS_LEFT, HAS_CAP, S_LAYOUT, BLOCK_N
             )
+            weights = _narrow(weights, dtype, DV)
             count += 1
             for _i in range(1, right_of):
                 start -= BLOCK_N
-                weights, acc, top, norm = _step(
-                    weights, acc, top, norm, count, q_ring, q_at, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start,
-                    seen, factor, cap, 1, HAS_LEFT, HAS_CAP, S_LAYOUT, BLOCK_N, STAGES, D, DV,
+                weights, acc, shrink, top, norm = _step(
+                    weights, acc, shrink, top, norm, count, q_ring, q_at, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
+                    start, seen, factor, cap, 1, HAS_LEFT, HAS_CAP, S_LAYOUT, BLOCK_N, STAGES, D, DV,
                 )  # fmt: skip
                 count += 1
             for _i in range(right_of, left_from):
                 start -= BLOCK_N
-                weights, acc, top, norm = _step(
-                    weights, acc, top, norm, count, q_ring, q_at, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start,
-                    seen, factor, cap, 0, HAS_LEFT, HAS_CAP, S_LAYOUT, BLOCK_N, STAGES, D, DV,
+                weights, acc, shrink, top, norm = _step(
+                    weights, acc, shrink, top, norm, count, q_ring, q_at, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
+                    start, seen, factor, cap, 0, HAS_LEFT, HAS_CAP, S_LAYOUT, BLOCK_N, STAGES, D, DV,
                 )  # fmt: skip
                 count += 1
             if HAS_LEFT or TWO:
@@ -652,16 +706,20 @@ def _consume(  # type: ignore[no-untyped-def]
                     if TWO:  # read again, so that these need no registers in the other loops
                         also = _span(spans, begin + first + row // G, own, position, left, CHUNK, SPAN_RIGHT)
                         seen = upper, lower, also[0], also[1]  # type: ignore[assignment]
-                    weights, acc, top, norm = _step(
-                        weights, acc, top, norm, count, q_ring, q_at, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start,
-                        seen, factor, cap, 2 if TWO else 1, HAS_LEFT, HAS_CAP, S_LAYOUT, BLOCK_N, STAGES, D, DV,
+                    weights, acc, shrink, top, norm = _step(
+                        weights, acc, shrink, top, norm, count, q_ring, q_at, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
+                        start, seen, factor, cap, 2 if TWO else 1, HAS_LEFT, HAS_CAP, S_LAYOUT, BLOCK_N, STAGES, D, DV,
                     )  # fmt: skip
                     count += 1
             old = (count - 1) % STAGES
             mbarrier.wait(v_full.index(old), (count - 1) // STAGES & 1)
-            acc = _await(_add_values(weights.to(dtype), v_ring, old, acc, DV))
-            mbarrier.arrive(v_empty.index(old), count=1)
+            if BLOCK_N == 128:
+                acc = _times(acc, shrink)
+            acc = _await(_add_values(_narrowed(weights, dtype), v_ring, old, acc, DV))
+            _release(v_empty, old)
 
+        if len(norm.shape) == 2:
+            norm = gl.convert_layout(gl.sum(norm, 1), ROW)
         log = gl.where(norm == 0, float("-inf"), top + gl.log2(norm))
         own = (row < BLOCK_Q * G) & (first + row // G < q_len)  # other rows' queries may be anything
         # a sum of zeros is not 0 if it has a NaN or an infinity times 0
@@ -961,7 +1019,7 @@ def plan_of(arrays: Arrays, num_reqs: int, page: int, paged: bool, rules: Rules,
     group = heads // kv_heads
     # the engine copies queries of whole rows of both consumers, as they are
     copied = 64 % group == 0 and not rules.negate and not (q_t | q_h) % 8 and aligned
-    box = 1, _box(page, size, width), 1, 64
+    box = 1, _box(page, _keys(size, width, rules.right)), 1, 64
     q_map = ((1, tokens, heads, size), (tokens * q_t, q_t, q_h, 1), (1, 64 // group, group, 64)) if copied else None
     strides = o_t, o_h, q_t, q_h, *k_strides[:3], *v_strides[:3]
     tiles = (tokens // (64 * _consumers(size) // group) + num_reqs) * kv_heads
@@ -974,11 +1032,11 @@ def constants(sizes: tuple[int, ...], rules: Rules, given: Given, values_at: int
     """Constants and options of a launch. sizes: `Plan`'s; values_at: the page at which values begin in the array of keys."""
     heads, group, size, width, page = sizes
     consumers = _consumers(size)
-    registers = _REGISTERS[consumers]
+    registers, keys = _REGISTERS[consumers], _keys(size, width, rules.right)
     return {
         "cap": rules.cap, "left": rules.left, "right": rules.right, "min_query": rules.min_query, "H": heads, "G": group,
         "D": size, "DV": width, "BLOCK_D": _padded(size), "BLOCK_V": _padded(width), "P": page,
-        "BOX": _box(page, size, width), "BLOCK_Q": 64 * consumers // group, "BLOCK_N": _keys(size, width),
+        "BOX": _box(page, keys), "BLOCK_Q": 64 * consumers // group, "BLOCK_N": keys,
         "CONSUMERS": consumers, "STAGES": _stages(size), "Q_STAGES": 2 if given.copied and size <= 128 else 1,
         "COPIED": given.copied, "PAGED": given.paged, "RAGGED": given.ragged, "NEGATE": rules.negate, "CHUNK": rules.chunk,
         "SPAN_RIGHT": rules.span_right, "HAS_LEFT": rules.left < UNBOUNDED or rules.chunk > 0,
@@ -993,9 +1051,12 @@ def _padded(size: int) -> int:
     return max(64, power_of_two(size))
 
 
-def _keys(size: int, width: int) -> int:
-    """Keys per tile, for sizes of keys and of values: as many as registers and two stages of shared memory hold."""
-    return 128 if 96 < size <= 192 and width <= 128 else 64
+def _keys(size: int, width: int, right: int) -> int:
+    """Keys per tile, for sizes of keys and of values: as many as registers and two stages of shared memory hold.
+
+    Heads of at most 64 have registers for 128, which causal rows do not repay: more of a tile is masked.
+    """
+    return 128 if size <= 64 and right == UNBOUNDED or 96 < size <= 192 and width <= 128 else 64
 
 
 def _consumers(size: int) -> int:
@@ -1008,6 +1069,6 @@ def _stages(size: int) -> int:
     return 4 if size <= 64 else 2
 
 
-def _box(page: int, size: int, width: int) -> int:
+def _box(page: int, keys: int) -> int:
     """Keys per copy: all copies of a tile are of the same size, and none is of two pages."""
-    return min(page & -page, _keys(size, width))
+    return min(page & -page, keys)
