@@ -48,7 +48,12 @@ SELECTING = (
 )
 VARIABLES = (
     *SELECTING,
-    *("ATTN_MLA_PREFILL_BACKEND", "ATTN_DEBUG", "ATTN_RECORD", "ATTN_RECORD_SAMPLE", "ATTN_AUTOTUNE", "ATTN_CACHE_DIR"),
+    "ATTN_MLA_PREFILL_BACKEND",
+    "ATTN_DEBUG",
+    "ATTN_RECORD",
+    "ATTN_RECORD_SAMPLE",
+    "ATTN_AUTOTUNE",
+    "ATTN_CACHE_DIR",
     "VLLM_USE_V1",
 )
 _ENCODED = {name: os.fsencode(name) for name in VARIABLES} if os.name == "posix" else {}

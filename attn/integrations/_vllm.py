@@ -45,25 +45,24 @@ _FEATURES = {
     "use_mm_prefix": Feature.SPANS,
 }
 #: Attributes of an implementation of vLLM that are arguments of this library's layer.
-_ARGUMENTS = (
-    *("num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype"),
-    *("logits_soft_cap", "attn_type", "sinks", "dtype", "features"),
-)
+_ARGUMENTS = """
+    num_heads num_kv_heads head_size scale sliding_window logits_soft_cap alibi_slopes sinks attn_type dtype kv_cache_dtype
+    features
+"""
 #: Other configuration fields that are read, or require nothing of a backend; any other that is set is rejected.
 _READ = {"head_size", "dtype", "kv_cache_dtype", "block_size", "attn_type", "device_capability", "use_kv_connector"}
 #: Neutral values of a layer's further arguments.
 _OFF = {"chunk_lookback": -1}
 #: Fields of a batch that have the same name and meaning here.
-_EQUAL = (
-    *("query_start_loc", "seq_lens", "slot_mapping", "num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len"),
-    "causal",
-)
-#: Fields of a batch that are read, or do not affect which keys a row sees.
-_KNOWN = {
-    *(*_EQUAL, "query_start_loc_cpu", "block_table_tensor", "seq_lens_cpu_upper_bound", "logits_indices_padded"),
-    *("num_logits_indices", "max_logits_per_req", "encoder_seq_lens", "encoder_seq_lens_cpu", "positions", "is_prefilling"),
-    *("req_idx", "replayssm_decode_base_cpu", "mm_req_doc_ranges"),
-}
+_SIZES = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len")
+_EQUAL = ("query_start_loc", "seq_lens", "slot_mapping", "causal", *_SIZES)
+#: Other fields that are read, and fields that do not affect which keys a row sees.
+_ALSO_READ = ("query_start_loc_cpu", "block_table_tensor", "seq_lens_cpu_upper_bound", "mm_req_doc_ranges")
+_UNRELATED = """
+    logits_indices_padded num_logits_indices max_logits_per_req encoder_seq_lens encoder_seq_lens_cpu positions is_prefilling
+    req_idx replayssm_decode_base_cpu
+"""
+_KNOWN = {*_EQUAL, *_ALSO_READ, *_UNRELATED.split()}
 
 
 class AttnBackend(vllm_backend.AttentionBackend):
@@ -261,7 +260,7 @@ class AttnImpl(vllm_backend.AttentionImpl):
         """Return this layer for a block size, created once; it holds the choice and its reasons."""
         if block_size not in self.layers:
             try:
-                arguments: dict[str, Any] = {name: getattr(self, name) for name in _ARGUMENTS}
+                arguments: dict[str, Any] = {name: getattr(self, name) for name in _ARGUMENTS.split()}
                 self.layers[block_size] = _Unscaled(**arguments, block_size=block_size)
             except UnsupportedError as error:
                 raise UnsupportedError(f"{self.name}: {error}\n{_able(self._request())}", error.reasons) from None

@@ -26,11 +26,9 @@ _INTERFACE = "tpu_inference.layers.common.attention_backend"
 _METADATA = "tpu_inference.layers.common.attention_metadata"
 #: Names of `_INTERFACE`, each with the arguments that it must take. `attention` must take no others: they could change its
 #: meaning.
-_ATTENTION = (
-    *("self", "kv_cache", "q", "k", "v", "md", "shared_md", "mesh", "head_dim_original", "sm_scale", "attention_chunk_size"),
-    *("q_scale", "k_scale", "v_scale", "sinks", "update_kv_cache", "use_causal_mask", "attn_logits_soft_cap"),
-    "decode_query_size",
-)
+_CALL = ("self", "kv_cache", "q", "k", "v", "md", "shared_md", "mesh", "sm_scale", "q_scale", "k_scale", "v_scale", "sinks")
+_RULES = ("attention_chunk_size", "update_kv_cache", "use_causal_mask", "attn_logits_soft_cap")
+_ATTENTION = (*_CALL, *_RULES, "head_dim_original", "decode_query_size")
 _NEEDS = (
     ("register_attention_backend", ("name", "attention", "vllm_backend")),
     ("AttentionBackend.get_kv_cache_shape", ("total_num_pages", "page_size", "num_kv_heads", "head_dim", "kv_dtype")),

@@ -76,18 +76,17 @@ def layout_of(box: tuple[int, ...]) -> Any:
 
 
 #: The names in `gl` that the kernels use.
-NAMES = (
-    *("BlockedLayout", "DotOperandLayout", "NVMMADistributedLayout", "NVMMASharedLayout", "SliceLayout"),
-    *("SwizzledSharedLayout", "abs", "allocate_shared_memory", "arange", "associative_scan", "atomic_add", "constexpr"),
-    *("convert_layout", "exp2", "float32", "full", "inline_asm_elementwise", "int16", "int32", "int64", "join", "load", "log2"),
-    *("max", "maximum", "min", "minimum", "num_programs", "program_id", "reshape", "split", "static_range", "store", "sum"),
-    *("warp_specialize", "where", "zeros"),
-)
+NAMES = """
+    BlockedLayout DotOperandLayout NVMMADistributedLayout NVMMASharedLayout SliceLayout SwizzledSharedLayout abs
+    allocate_shared_memory arange associative_scan atomic_add constexpr convert_layout exp2 float32 full
+    inline_asm_elementwise int16 int32 int64 join load log2 max maximum min minimum num_programs program_id reshape split
+    static_range store sum warp_specialize where zeros
+"""
 
 
 def lacking() -> str:
     """The first function or parameter that the kernels need and the installed Gluon lacks; "" if it has all of them."""
-    for name in NAMES:
+    for name in NAMES.split():
         if not hasattr(gl, name):
             return f"gluon.language.{name}"
     needed: tuple[tuple[str, Any, tuple[str, ...]], ...] = (

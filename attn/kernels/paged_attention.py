@@ -33,11 +33,11 @@ from attn.kernels.codes import fp8_code, number_in
 from attn.kernels.plan import item_of, visible
 
 #: Changes of these do not recompile.
-_BATCH = (
-    *("num_reqs", "states", "lse_h", "table_r", "tree_w", "split_tiles", "max_splits", "whole_from", "left", "right"),
-    *("tree_right", "span_right", "chunk", "min_query", "max_query", "sparse_local", "sparse_stride", "sparse_shift"),
-    "sparse_offset",
-)
+_SIZES = ("num_reqs", "min_query", "max_query", "states", "lse_h", "table_r", "tree_w")
+_SPLITS = ("split_tiles", "max_splits", "whole_from")
+_BOUNDS = ("left", "right", "tree_right", "span_right", "chunk")
+_SPARSE = ("sparse_local", "sparse_stride", "sparse_shift", "sparse_offset")
+_BATCH = _SIZES + _SPLITS + _BOUNDS + _SPARSE
 
 
 @triton.jit

@@ -19,12 +19,10 @@ from attn.kernels.launch import (
     split_kv_for,
 )
 
-#: The arrays of `attention` after `scratch`; those of `merge` come first.
-ARRAYS = (
-    *("output", "lse", "query_start_loc", "sinks", "v_scale", "output_scale", "query", "key_cache", "value_cache"),
-    *("seq_lens", "block_table", "slopes", "tree", "spans", "prefix", "is_causal", "k_scale"),
-)
-OF_MERGE = 6  #: arrays
+#: The arrays of `merge` after `scratch`, and those of `attention`, which takes more.
+OF_MERGE = ("output", "lse", "query_start_loc", "sinks", "v_scale", "output_scale")
+_MASK = ("slopes", "tree", "spans", "prefix", "is_causal")
+ARRAYS = (*OF_MERGE, "query", "key_cache", "value_cache", "seq_lens", "block_table", *_MASK, "k_scale")
 #: What `hopper_prefill` leaves to `attention`, by the array that asks for it, and by the layer's rules.
 _GENERAL = {
     "slopes": "ALiBi",

@@ -39,10 +39,8 @@ REFUSAL = "refusal"
 EXECUTED = ("ran", "interpreted", "stand-in")
 #: Features that a call can reject, and those that a constructor can. Selection rejects these and all others.
 _SEEN_BY_CALL = ("non_causal", "tree_mask", "spans", "mixed_causal", "dtype")
-_SEEN_BY_CONSTRUCTOR = (
-    *("sliding_window", "two_sided_window", "soft_cap", "alibi", "sinks", "kv_sharing", "kv_cache_dtype", "attn_type"),
-    *("head_size", "chunk_size"),
-)
+_RULES = ("sliding_window", "two_sided_window", "chunk_size", "soft_cap", "alibi", "sinks")
+_SEEN_BY_CONSTRUCTOR = (*_RULES, "kv_sharing", "kv_cache_dtype", "attn_type", "head_size")
 _ARRAY_DTYPES = tuple(d for d in BUDGETS if d != "float64")  # jax supports float64 only in its 64-bit mode
 
 

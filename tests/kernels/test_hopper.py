@@ -57,7 +57,7 @@ def gluon(monkeypatch: pytest.MonkeyPatch) -> Any:
             if parent:
                 setattr(modules[parent], last, module)
         source = Path(hopper.__file__).with_name("gluon.py").read_text()
-        known = re.findall(r'"(\w+)"', source.partition("NAMES = (")[2].partition("\n)")[0])
+        known = source.partition('NAMES = """')[2].partition('"""')[0].split()
         gl, there = modules["triton" + names[3]], modules["triton" + names[-1]]
         vars(modules["triton"])["__version__"] = version
         vars(gl).update(
@@ -113,8 +113,8 @@ def test_names_are_those_that_the_kernels_use():
     folder = Path(hopper.__file__).parent
     files = [*folder.glob("hopper_*.py"), *(folder.parent / "torch" / "kernels").glob("hopper_*.py")]
     used = {name for file in files for name in re.findall(r"\bgl\.(\w+)", file.read_text())}
-    listed = (folder / "gluon.py").read_text().partition("NAMES = (")[2].partition("\n)")[0]
-    assert used == set(re.findall(r'"(\w+)"', listed))
+    listed = (folder / "gluon.py").read_text().partition('NAMES = """')[2].partition('"""')[0]
+    assert used == set(listed.split())
 
 
 def test_every_launch_asks_for_fused_products_and_sums():

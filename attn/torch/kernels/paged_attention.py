@@ -70,7 +70,7 @@ class _Launches:
         programs = split_kv.items * kv_heads + rules.beside
         self._decode(split_kv.block_r)(programs, (scratch, *arrays), *numbers, *plan, *strides)
         most = -(-max_query_len // rules.tokens) if rules.kinds.together else 1
-        of_merge = (scratch, *arrays[:OF_MERGE])
+        of_merge = (scratch, *arrays[: len(OF_MERGE)])
         self._merge(num_reqs * rules.rows, of_merge, v_factor, states, lse_h, *strides[:2], columns=most)
 
 

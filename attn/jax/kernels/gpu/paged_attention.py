@@ -219,7 +219,7 @@ class _Call:
         self.numbers |= {"states": states, "scratch": jnp.empty(floats, jnp.float32)}
         self.numbers |= {name: getattr(split_kv, name) for name in ("split_tiles", "max_splits", "whole_from")}
         self._attend(split_kv.items * rules.kv_heads, rules.decode(split_kv.block_r))
-        of_merge = {name: self.arrays[name] for name in ARRAYS[:OF_MERGE]}
+        of_merge = {name: self.arrays[name] for name in OF_MERGE}
         numbers = {name: self.numbers[name] for name in ("scratch", "v_factor", "states", "lse_h", "o_t", "o_h")}
         self._launch(merge, num_reqs * rules.rows, of_merge | numbers | rules.merge)
 
