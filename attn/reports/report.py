@@ -229,9 +229,6 @@ def explain(
             notes += AttentionBackendEnum[selection.name].off_paths(selection.device) if selection.name else ()
         if selection.name:
             notes += AttentionBackendEnum[selection.name].rules(selection.device)
-            platform = platform_for(selection.device.framework, selection.device.platform)
-            if selection.source == "priority" and (why := platform.why_listed(selection.name, request)):
-                notes.append(why)
         return replace(selection, notes=(*notes, *hints(selection)))
 
 

@@ -30,10 +30,6 @@ class Platform(ABC):
     def priorities(self, request: Request, device: Device) -> tuple[str, ...]:
         """Return names of backends in the order to try them for `request` on `device`."""
 
-    def why_listed(self, name: str, request: Request) -> str:
-        """Return why a backend is before others on this platform's list for `request`, as a sentence, or ""."""
-        return ""
-
     def mla_prefill_priorities(self, request: Request, device: Device) -> tuple[str, ...]:
         """Return names of MLA prefill backends in the order to try them; empty if the framework has none for this platform."""
         return ()

@@ -19,7 +19,6 @@ from attn.capabilities import MASK_FEATURES, Device, Feature, Request, arch_matc
 from attn.selection.platforms import Platform
 
 Orders = Mapping[str, tuple[str, ...]]
-_HOPPER_PAIR = "TRITON_ATTN+FLASH_ATTN"
 _SLOWER = ("SAGE_ATTN", "TRITON_ATTN", "TORCH_SDPA", "TRITON_INT8_ATTN")  #: the rest of Hopper's lists of dense backends
 
 
@@ -116,10 +115,6 @@ class CudaPlatform(TorchPlatform):
             "TORCH_SDPA",
         ),
     }
-    #: Hopper, TFLOP/s of prompts of 4,096 tokens over pages of 16, by FlashAttention 4 b36 and by TRITON_ATTN, measured on
-    #: H200s in separate runs: the head sizes for which the difference stands out. Others: 64 (443, 440), 128 (569, 594), 256
-    #: (641, 661).
-    hopper_prompts: ClassVar[Mapping[int, tuple[int, int]]] = {96: (492, 422)}
 
     def priorities(self, request: Request, device: Device) -> tuple[str, ...]:
         order = super().priorities(request, device)
@@ -129,21 +124,7 @@ class CudaPlatform(TorchPlatform):
             rest = [name for name in order if name != "FLASH_ATTN"]
             after = rest.index("TRITON_ATTN") + 1
             return *rest[:after], "FLASH_ATTN", *rest[after:]
-        if not arch_matches(device.arch, "sm_90") or request.head_size not in self.hopper_prompts:
-            return order
-        from attn.torch.backends import _flash_providers  # the list depends on the package that FLASH_ATTN would run
-
-        provider = _flash_providers.best(request, device)
-        return (_HOPPER_PAIR, *order) if provider is not None and provider.name == "FlashAttention 4" else order
-
-    def why_listed(self, name: str, request: Request) -> str:
-        if name != _HOPPER_PAIR or request.head_size not in self.hopper_prompts:
-            return ""
-        theirs, ours = self.hopper_prompts[request.head_size]
-        return (
-            f"{name} is the list's first for head_size={request.head_size}: FlashAttention 4 computes prompts at {theirs} "
-            f"TFLOP/s, TRITON_ATTN at {ours}, and TRITON_ATTN is the faster for decodes (H200)"
-        )
+        return order
 
     mla: ClassVar[Orders] = {
         "sm_90": (

@@ -7,6 +7,7 @@ import pytest
 
 import attn
 from attn import imports
+from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import Device, arch_matches
 from attn.imports import assumed, assuming, installed
 from attn.reports import machines, report
@@ -75,7 +76,7 @@ def test_a_name_of_no_device(name, framework, words):
 
 def test_a_device_is_itself_by_its_product_and_by_its_drivers_name(monkeypatch):
     here = Device("torch", "cuda", "NVIDIA H100 80GB HBM3", "sm_90")
-    platform = SimpleNamespace(device=lambda: here, why_listed=lambda *_: "")
+    platform = SimpleNamespace(device=lambda: here)
     monkeypatch.setattr(report, "platform_for", lambda *_: platform)
     for name, elsewhere in (("H100", False), ("NVIDIA H100 80GB HBM3", False), ("H200", True), ("A100", True)):
         with report.assumed_machine(name, "torch", None) as (_, other, taken):
@@ -185,7 +186,9 @@ def test_packages_that_are_named_count_and_others_do_not(triton_here):
 def test_notes_state_what_would_change_the_result(triton_here):
     found = attn.explain(*ASK, device="A100")
     assert found.name == "TRITON_ATTN"
+    rules = AttentionBackendEnum.TRITON_ATTN.rules(found.device)
     assert found.notes[1:] == (
+        *rules,
         "with block_size=256, or with vllm installed: FLASH_ATTN",
         "with flashinfer-python installed: FLASHINFER",
     )
@@ -194,7 +197,7 @@ def test_notes_state_what_would_change_the_result(triton_here):
     assert attn.explain(*ASK, device="A100", assume=["flashinfer-python"]).name == "FLASHINFER"
     without = attn.explain(*ASK, device="A100", disable=["FLASHINFER"]).notes
     assert not any("FLASHINFER" in note for note in without[1:]), "a backend that was ruled out is no hint"
-    assert attn.explain(*ASK, device="A100", backend="TRITON_ATTN").notes[1:] == ()
+    assert attn.explain(*ASK, device="A100", backend="TRITON_ATTN").notes[1:] == rules
 
 
 @pytest.mark.parametrize(("device", "platform"), [(None, "cuda"), ("MI300X", "rocm")])

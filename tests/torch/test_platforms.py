@@ -52,27 +52,11 @@ def test_generations_differ() -> None:
 HOPPER = Device("torch", "cuda", "NVIDIA H200", "sm_90")
 
 
-@pytest.mark.parametrize(
-    ("assumed", "head_size", "paired"),
-    [
-        (["flash-attn-4"], 256, False),
-        (["flash-attn-4"], 96, True),
-        (["flash-attn-4"], 64, False),
-        (["flash-attn-4"], 128, False),  # as fast by TRITON_ATTN
-        (["flash-attn-4", "flash-attn-3"], 96, False),  # FLASH_ATTN would run 3, which was not measured there
-        (["flashinfer-python"], 96, False),
-        ([], 96, False),
-    ],
-)
-def test_prompts_on_hopper_go_to_flash_attention_4_where_it_is_faster(assumed: list[str], head_size: int, paired: bool) -> None:
-    selection = attn.explain(head_size, "bfloat16", device=HOPPER, assume=["triton", *assumed])
-    assert selection.name == ("TRITON_ATTN+FLASH_ATTN" if paired else "TRITON_ATTN")
-    assert any("FlashAttention 4 computes prompts at" in note for note in selection.notes) is paired
-    assert attn.explain(head_size, "bfloat16", device=HOPPER, assume=["triton", *assumed], features=["tree_mask"]).name == (
-        "TRITON_ATTN"
-    )
-    alone = attn.explain(head_size, "bfloat16", device=HOPPER, assume=["triton", *assumed], backend="TRITON_ATTN")
-    assert alone.name == "TRITON_ATTN" and not any("FlashAttention 4" in note for note in alone.notes)
+@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
+def test_prompts_on_hopper_stay_with_triton_beside_flash_attention_4(head_size: int) -> None:
+    """Measured over pages of 16 (`benchmarks/notes/triton.md`): a pair with FLASH_ATTN is slower at each of these sizes."""
+    selection = attn.explain(head_size, "bfloat16", device=HOPPER, assume=["triton", "flash-attn-4"])
+    assert selection.name == "TRITON_ATTN"
 
 
 @pytest.mark.parametrize("feature", sorted(MASK_FEATURES))

@@ -129,7 +129,11 @@ def _mask_mod(to_vector: Callable[[Any, Any], Any], layer: LayerMask, names: tup
 
 def _fa4(module: Any, call: VarlenCall) -> State:
     plain = call.causal and call.window[0] is None
-    rules: dict[str, Any] = {"causal": plain, "window_size": (None, None) if plain else call.window}
+    window = (None, None) if plain else call.window
+    if call.block_table is not None and 64 < call.query.shape[2] <= 96 and not plain and window == (None, None):
+        # hides no key, and gives tiles a size that is right over pages (`_fa4_over_pages`)
+        window = call.max_seq_len, call.max_seq_len
+    rules: dict[str, Any] = {"causal": plain, "window_size": window}
     if call.mask is not None:
         arrays = {name: array for name, array in call.mask.batch._asdict().items() if array is not None}
         mask_mod = _mask_mod(module.utils.scalar_to_ssa, call.mask.layer, tuple(arrays))
@@ -234,7 +238,8 @@ class Provider:
     attend: Callable[[Any, VarlenCall], State]
     narrow_values: Callable[[int, int], bool] = lambda keys, values: False  #: whether values need no padding
     sizes_on: tuple[tuple[str, MultipleOf], ...] = ()  #: head sizes on architectures that serve fewer than the record
-    sizes_over_pages: MultipleOf = MultipleOf(1)
+    #: why it does not serve a head size over pages, or ""
+    over_pages: Callable[[Request, Device | None], str] = lambda request, device: ""
     compiled: str = ""
     mask_needs: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
@@ -261,8 +266,8 @@ class Provider:
                 why.append(f"head_size={request.head_size} on {device.arch} (supports {sizes})")
         if request.block_size is not None and request.block_size not in self.block_size:
             why.append(f"block_size={request.block_size} (supports {self.block_size})")
-        if request.block_size is not None and request.head_size not in self.sizes_over_pages:
-            why.append(f"head_size={request.head_size} over pages (supports {self.sizes_over_pages})")
+        if request.block_size is not None and (told := self.over_pages(request, device)):
+            why.append(f"head_size={request.head_size} over pages ({told})")
         try:
             return why or ([] if assumed(self.module) else list(_lacking(self, not MASK_FEATURES.isdisjoint(request.features))))
         except BackendLoadError as error:
@@ -273,6 +278,25 @@ class Provider:
 def _lacking(provider: Provider, masks: bool) -> tuple[str, ...]:
     """Return the functions and arguments that the installed version lacks, those for masks included if `masks`."""
     return lacking(provider.module, provider.load(), provider.needs + (provider.mask_needs if masks else ()))
+
+
+def _fa4_over_pages(request: Request, device: Device | None) -> str:
+    """Why FlashAttention 4 does not serve a head size over pages, or "".
+
+    It asserts multiples of 16. Run on an H200, its release 4.0.0b36 ended in an illegal access with 160, and with 80 and 96 it
+    read other keys wherever its tiles have 144 of them: without causality or a window, and so under any `mask_mod`. All sizes
+    between those that ran right (64, 112, 128, 192, 256) are refused.
+    """
+    size = request.head_size
+    if size % 16:
+        return "supports multiples of 16"
+    if device is None or not arch_matches(device.arch, "sm_90"):
+        return ""
+    if 128 < size < 192:
+        return "4.0.0b36 reads outside of the cache on sm_90"
+    if 64 < size <= 96 and not MASK_FEATURES.isdisjoint(request.features):
+        return "4.0.0b36 is wrong with masks on sm_90"
+    return ""
 
 
 def _record(archs: tuple[str, ...], features: frozenset[Feature]) -> Capabilities:
@@ -318,7 +342,7 @@ PROVIDERS: tuple[Provider, ...] = (
         _record(("sm_90", "sm_10*"), _FEATURES | MASK_FEATURES), MultipleOf(16),
         (("flash_attn_varlen_func", ("page_table", "seqused_k", "window_size", "softcap", "return_lse")),), _fa4,
         sizes_on=(("sm_10*", MultipleOf(8, 32, 128)),),  # its interface asserts these; 256 has a kernel of its own there
-        sizes_over_pages=MultipleOf(16),  # it asserts this too, unless a page is a tile of keys
+        over_pages=_fa4_over_pages,
         mask_needs=(("flash_attn_varlen_func", ("mask_mod", "aux_tensors")), ("utils.scalar_to_ssa", ())),
     ),
     Provider(

@@ -325,6 +325,33 @@ def test_sizes_may_depend_on_pages(standins: Callable[..., None]) -> None:
     assert "FlashAttention 4: head_size=72 over pages (supports multiples of 16)" in told
 
 
+def test_what_flash_attention_4_gets_wrong_over_pages_is_refused(standins: Callable[..., None]) -> None:
+    """Each of these ran wrong on an H200, or ended in an illegal access."""
+    standins("fa4")
+    spans = frozenset({Feature.SPANS})
+    for size, features, wrong in ((160, frozenset(), True), (96, spans, True), (80, spans, True), (96, frozenset(), False),
+                                  (112, spans, False), (64, spans, False), (192, spans, False)):  # fmt: skip
+        request = replace(PLAIN, head_size=size, features=features)
+        assert ("on sm_90)" in _why(request)) is wrong, size
+        assert _why(replace(request, block_size=None)) == ""
+
+
+@pytest.mark.parametrize(
+    ("size", "window", "passed"),
+    [(96, (None, None), (7, 7)), (96, (None, 0), (None, None)), (96, (5, 3), (5, 3)), (128, (None, None), (None, None))],
+)
+def test_flash_attention_4_has_a_window_that_hides_no_key_where_its_tiles_are_wrong(
+    size: int, window: Any, passed: Any
+) -> None:
+    told: dict[str, Any] = {}
+    module = SimpleNamespace(flash_attn_varlen_func=lambda *_, **rules: told.update(rules) or (None, None))
+    rows, cache = torch.zeros(2, 4, size), torch.zeros(3, 256, 2, size)
+    starts, lens = torch.tensor([0, 2]).int(), torch.tensor([7]).int()
+    (fa4,) = (p for p in providers.PROVIDERS if p.name == "FlashAttention 4")
+    fa4.attend(module, VarlenCall(rows, cache, cache, starts, starts, 2, 7, 0.125, window, lens, torch.zeros(1, 1).int()))
+    assert told["window_size"] == passed
+
+
 def test_without_a_provider_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(providers.Provider, "present", lambda self: False)
     assert "pip install 'flash-attn-3'" in _why(PLAIN)
