@@ -47,10 +47,10 @@ _BATCH = ("row_tiles", "splits", "split", "topk", "num_pages", "lse_h", "table_r
 
 
 @gluon.jit
-def _items_of(items, row_tiles, PLANNED: gl.constexpr):  # type: ignore[no-untyped-def]
+def _items_of(batch, row_tiles, PLANNED: gl.constexpr):  # type: ignore[no-untyped-def]
     """(first item of the program, the one after its last); without a plan the program itself is its only item."""
     if PLANNED:
-        own = items + 2 * (gl.program_id(0) // row_tiles)
+        own = batch[3] + 2 * (gl.program_id(0) // row_tiles)
         first, last = gl.load(own), gl.load(own + 1)
     else:
         first, last = 0, 1
@@ -59,13 +59,13 @@ def _items_of(items, row_tiles, PLANNED: gl.constexpr):  # type: ignore[no-untyp
 
 @gluon.jit
 def _part(  # type: ignore[no-untyped-def]
-    item, query_start_loc, seq_lens, limits, items, row_tiles, split, topk,
-    H: gl.constexpr, HAS_LIMITS: gl.constexpr, SPARSE: gl.constexpr, PLANNED: gl.constexpr,
-):  # fmt: skip
+    item, batch, row_tiles, split, topk, H: gl.constexpr, HAS_LIMITS: gl.constexpr, SPARSE: gl.constexpr, PLANNED: gl.constexpr
+):
     """(request, its first token, tokens, keys, first row; keys that all rows, some row see, first key, tiles, state).
 
     The state is -1 for an item that is all keys of its rows. Without work there are no tokens.
     """
+    query_start_loc, seq_lens, limits, items = batch
     group = gl.program_id(0) // row_tiles
     tile = gl.program_id(0) % row_tiles
     own = items
@@ -128,19 +128,20 @@ def _state(state, at, head, splits, H: gl.constexpr, PLANNED: gl.constexpr, LAYO
 
 @gluon.jit
 def _gather(  # type: ignore[no-untyped-def]
-    cache, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, items, block_table, indices,
-    row_tiles, split, topk, c_block, c_slot, table_r, indices_t,
+    cache, rings, batch, block_table, indices, row_tiles, split, topk, strides,
     H: gl.constexpr, P: gl.constexpr, HAS_LIMITS: gl.constexpr, SPARSE: gl.constexpr, PLANNED: gl.constexpr,
 ):  # fmt: skip
     """Producer of four warps: copy the tiles of selected keys in order, row by row; zeros for unused entries."""
+    k_ring, r_ring, k_full, k_empty, r_full, r_empty = rings
+    c_block, c_slot, table_r, indices_t = strides
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     parts = reinterpret(k_ring, k_ring.dtype, [16, 64, 64], swizzled)
-    first, last = _items_of(items, row_tiles, PLANNED)
+    first, last = _items_of(batch, row_tiles, PLANNED)
     used_0, used_1 = 0, 0  # how often each stage of the rings was used by earlier items
     for item in range(first, last):
         r, begin, q_len, seq_len, first_row, low, high, begins, tiles, state = _part(
-            item, query_start_loc, seq_lens, limits, items, row_tiles, split, topk, H, HAS_LIMITS, SPARSE, PLANNED
+            item, batch, row_tiles, split, topk, H, HAS_LIMITS, SPARSE, PLANNED
         )
         table = block_table + r.to(gl.int64) * table_r
         chosen = indices + (begin + first_row // H).to(gl.int64) * indices_t
@@ -168,19 +169,19 @@ def _gather(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _produce(  # type: ignore[no-untyped-def]
-    desc, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, items, block_table, row_tiles,
-    split, topk, num_pages, table_r,
+    desc, rings, batch, block_table, row_tiles, split, topk, num_pages, table_r,
     H: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, HAS_LIMITS: gl.constexpr, SPARSE: gl.constexpr, PLANNED: gl.constexpr,
 ):  # fmt: skip
     """Producer of one warp: copy the tiles of keys in order, piece by piece, each as soon as its buffer is free."""
+    k_ring, r_ring, k_full, k_empty, r_full, r_empty = rings
     BOXES: gl.constexpr = 64 // BOX
     k_boxes = reinterpret(k_ring, k_ring.dtype, [16 * BOXES, 1, BOX, 64], desc.layout)
     r_boxes = reinterpret(r_ring, k_ring.dtype, [2 * BOXES, 1, BOX, 64], desc.layout)
-    first, last = _items_of(items, row_tiles, PLANNED)
+    first, last = _items_of(batch, row_tiles, PLANNED)
     used_0, used_1 = 0, 0  # how often each stage of the rings was used by earlier items
     for item in range(first, last):
         r, begin, q_len, seq_len, first_row, low, high, begins, tiles, state = _part(
-            item, query_start_loc, seq_lens, limits, items, row_tiles, split, topk, H, HAS_LIMITS, SPARSE, PLANNED
+            item, batch, row_tiles, split, topk, H, HAS_LIMITS, SPARSE, PLANNED
         )
         table = block_table + r.to(gl.int64) * table_r
         for i in range(tiles):
@@ -204,10 +205,8 @@ def _produce(  # type: ignore[no-untyped-def]
                 mbarrier.expect(k_full.index(piece), 64 * 256 * 2)
                 for c in gl.static_range(4):
                     for b in gl.static_range(BOXES):
-                        load_box(
-                            desc, [pages[b], places[b], h * 256 + c * 64], k_full.index(piece),
-                            k_boxes.index((piece * 4 + c) * BOXES + b),
-                        )  # fmt: skip
+                        box = k_boxes.index((piece * 4 + c) * BOXES + b)
+                        load_box(desc, [pages[b], places[b], h * 256 + c * 64], k_full.index(piece), box)
         used_0 += (tiles + 1) // 2
         used_1 += tiles // 2
 
@@ -215,7 +214,7 @@ def _produce(  # type: ignore[no-untyped-def]
 @gluon.jit
 def _scores(  # type: ignore[no-untyped-def]
     q_tile, q_rope, k_ring, r_ring, k_full, r_full, k, SPARSE: gl.constexpr, S_LAYOUT: gl.constexpr, WHICH: gl.constexpr
-):  # fmt: skip
+):
     """Start the products of this consumer's tile, each piece as it arrives; they are still running on return."""
     # always 0, but unknown to the compiler, which would otherwise keep the addresses of all operands in scarce registers
     far = gl.inline_asm_elementwise("shr.u32 $0, $1, 31;", "=r,r", [k], gl.int32, is_pure=True, pack=1)
@@ -263,14 +262,17 @@ def _clean(k_ring, least, WHICH: gl.constexpr):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _step(  # type: ignore[no-untyped-def]
-    acc, top, norm, q, q_rope, k_ring, r_ring, p_ring, tops, k_full, k_empty, r_full, r_empty, t_full, p_full,
-    chosen, k, start, seen, low, factor,
-    MASKED: gl.constexpr, SPARSE: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, WHICH: gl.constexpr,
+    acc, top, norm, q, q_rope, rings, bars, chosen, k, start, seen, low, factor,
+    MASKED: gl.constexpr, SPARSE: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Process this consumer's tile: its scores, its weights, which the other consumer waits for, and its values.
 
     SPARSE: `low` is the list's length, `seen` the number of keys.
     """
+    k_ring, r_ring, p_ring, tops = rings
+    k_full, k_empty, r_full, r_empty, t_full, p_full = bars
+    S_LAYOUT: gl.constexpr = q_rope.type.layout.parent
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     j = start + gl.arange(0, 64, layout=gl.SliceLayout(0, S_LAYOUT))
     if SPARSE:
         position = gl.load(chosen + j, mask=j < low, other=-1)
@@ -308,25 +310,25 @@ def _step(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _consume(  # type: ignore[no-untyped-def]
-    out, lse, partial, partial_lse, query, rope, q_tile, k_ring, r_ring, p_ring, tops, norms,
-    k_full, k_empty, r_full, r_empty, t_full, p_full, q_full, end, query_start_loc, seq_lens, limits, items, factor, v_factor,
+    out, lse, partial, partial_lse, query, rope, q_tile, rings, norms, bars, q_full, end, batch, factor, v_factor,
     indices, row_tiles, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
     H: gl.constexpr, HAS_LIMITS: gl.constexpr, HAS_LSE: gl.constexpr, SPARSE: gl.constexpr,
     PLANNED: gl.constexpr, ROPE_T: gl.constexpr, ROPE_H: gl.constexpr, ROPE_AT: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Consumer of four warps: the scores of every other tile, and half of the columns of the result."""
+    k_ring, r_ring, p_ring, tops = rings
+    k_full, k_empty, r_full, r_empty, t_full, p_full = bars
     dtype: gl.constexpr = k_ring.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     ROPE_COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    first, last = _items_of(items, row_tiles, PLANNED)
+    first, last = _items_of(batch, row_tiles, PLANNED)
     own, other, turn = 0, 0, 0  # tiles of earlier items, this consumer's and the other's; the item's number modulo 2
     for item in range(first, last):
         r, begin, q_len, seq_len, first_row, low, high, begins, tiles, state = _part(
-            item, query_start_loc, seq_lens, limits, items, row_tiles, split, topk, H, HAS_LIMITS, SPARSE, PLANNED
+            item, batch, row_tiles, split, topk, H, HAS_LIMITS, SPARSE, PLANNED
         )
 
         token, at, head, live = _rows(begin, q_len, first_row, H, gl.SliceLayout(1, ROPE_COPY))
@@ -352,7 +354,7 @@ def _consume(  # type: ignore[no-untyped-def]
             seen = seq_len
             low = topk
         elif HAS_LIMITS:
-            seen = gl.load(limits + row_at, mask=row_live, other=0)
+            seen = gl.load(batch[2] + row_at, mask=row_live, other=0)
         else:
             seen = seq_len - q_len + row_token + 1
         acc = gl.zeros([64, 256], gl.float32, O_LAYOUT)
@@ -367,20 +369,19 @@ def _consume(  # type: ignore[no-untyped-def]
         if WHICH == 1 and tiles > 0:
             acc, top, norm = _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, other & 1, WHICH)
         for k in range(0, plain):
+            start = begins + (2 * k + WHICH) * 64
             acc, top, norm = _step(
-                acc, top, norm, q_tile, q_rope, k_ring, r_ring, p_ring, tops, k_full, k_empty, r_full, r_empty, t_full, p_full,
-                chosen, own + k, begins + (2 * k + WHICH) * 64, seen, low, factor, False, SPARSE, S_LAYOUT, P_LAYOUT, WHICH,
-            )  # fmt: skip
+                acc, top, norm, q_tile, q_rope, rings, bars, chosen, own + k, start, seen, low, factor, False, SPARSE, WHICH
+            )
             if 2 * k + WHICH + 1 < tiles:
                 phase = (other + k + WHICH) & 1
                 acc, top, norm = _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, phase, WHICH)
         if not SPARSE:
             for k in range(plain, mine):
+                start = begins + (2 * k + WHICH) * 64
                 acc, top, norm = _step(
-                    acc, top, norm, q_tile, q_rope, k_ring, r_ring, p_ring, tops, k_full, k_empty, r_full, r_empty, t_full,
-                    p_full, chosen, own + k, begins + (2 * k + WHICH) * 64, seen, low, factor, True, False, S_LAYOUT, P_LAYOUT,
-                    WHICH,
-                )  # fmt: skip
+                    acc, top, norm, q_tile, q_rope, rings, bars, chosen, own + k, start, seen, low, factor, True, False, WHICH
+                )
                 if 2 * k + WHICH + 1 < tiles:
                     phase = (other + k + WHICH) & 1
                     acc, top, norm = _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, phase, WHICH)
@@ -417,21 +418,30 @@ def _consume(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _fill(  # type: ignore[no-untyped-def]
-    cache, desc, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, items, block_table,
-    indices, row_tiles, split, topk, num_pages, c_block, c_slot, table_r, indices_t,
+    cache, desc, rings, batch, block_table, indices, row_tiles, split, topk, num_pages, strides,
     H: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, HAS_LIMITS: gl.constexpr, SPARSE: gl.constexpr, PLANNED: gl.constexpr,
 ):  # fmt: skip
     """The keys' way in: gathered one by one, or page by page."""
     if SPARSE:
-        _gather(
-            cache, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, items, block_table,
-            indices, row_tiles, split, topk, c_block, c_slot, table_r, indices_t, H, P, HAS_LIMITS, SPARSE, PLANNED,
-        )  # fmt: skip
+        _gather(cache, rings, batch, block_table, indices, row_tiles, split, topk, strides, H, P, HAS_LIMITS, SPARSE, PLANNED)
     else:
         _produce(
-            desc, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, items, block_table,
-            row_tiles, split, topk, num_pages, table_r, H, P, BOX, HAS_LIMITS, SPARSE, PLANNED,
-        )  # fmt: skip
+            desc,
+            rings,
+            batch,
+            block_table,
+            row_tiles,
+            split,
+            topk,
+            num_pages,
+            strides[2],
+            H,
+            P,
+            BOX,
+            HAS_LIMITS,
+            SPARSE,
+            PLANNED,
+        )
 
 
 @gluon.jit(do_not_specialize=_BATCH)
@@ -474,24 +484,24 @@ def attend(  # type: ignore[no-untyped-def]
     fence_async_shared()
     # the merge may already be launched: it waits for the end of this grid before it reads
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+    batch, strides = (query_start_loc, seq_lens, limits, items), (c_block, c_slot, table_r, indices_t)
+    rings, bars = (k_ring, r_ring, p_ring, tops), (k_full, k_empty, r_full, r_empty, t_full, p_full)
+    filled = k_ring, r_ring, k_full, k_empty, r_full, r_empty
     # a tuple with a name would hold values alone, and lose what is known when the program is made: the two are written out
     gl.warp_specialize(
         [
             (_consume, (
-                out, lse, partial, partial_lse, query, rope, q_tile, k_ring, r_ring, p_ring, tops, norms,
-                k_full, k_empty, r_full, r_empty, t_full, p_full, q_full, end, query_start_loc, seq_lens, limits, items, factor,
-                v_factor, indices, row_tiles, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
+                out, lse, partial, partial_lse, query, rope, q_tile, rings, norms, bars, q_full, end, batch, factor, v_factor,
+                indices, row_tiles, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
                 H, HAS_LIMITS, HAS_LSE, SPARSE, PLANNED, ROPE_T, ROPE_H, ROPE_AT, 0,
             )),
             (_consume, (
-                out, lse, partial, partial_lse, query, rope, q_tile, k_ring, r_ring, p_ring, tops, norms,
-                k_full, k_empty, r_full, r_empty, t_full, p_full, q_full, end, query_start_loc, seq_lens, limits, items, factor,
-                v_factor, indices, row_tiles, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
+                out, lse, partial, partial_lse, query, rope, q_tile, rings, norms, bars, q_full, end, batch, factor, v_factor,
+                indices, row_tiles, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
                 H, HAS_LIMITS, HAS_LSE, SPARSE, PLANNED, ROPE_T, ROPE_H, ROPE_AT, 1,
             )),
             (_fill, (
-                cache, desc, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, items,
-                block_table, indices, row_tiles, split, topk, num_pages, c_block, c_slot, table_r, indices_t, H, P, BOX,
+                cache, desc, filled, batch, block_table, indices, row_tiles, split, topk, num_pages, strides, H, P, BOX,
                 HAS_LIMITS, SPARSE, PLANNED,
             )),
         ],

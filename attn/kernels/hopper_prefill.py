@@ -126,11 +126,10 @@ def _span(spans, row, there, position, left, CHUNK: gl.constexpr, SPAN_RIGHT: gl
 
 @gluon.jit
 def _extent(  # type: ignore[no-untyped-def]
-    mask, r, begin, q_len, seq_len, first, context, left, right, BLOCK_Q: gl.constexpr, CHUNK: gl.constexpr,
-    SPAN_RIGHT: gl.constexpr,
-):  # fmt: skip
+    mask, r, begin, q_len, seq_len, first, context, BLOCK_Q: gl.constexpr, CHUNK: gl.constexpr, SPAN_RIGHT: gl.constexpr
+):
     """First key that some row of a tile sees, and the last one + 1."""
-    spans, prefix, is_causal = mask
+    spans, prefix, is_causal, left, right = mask
     end = gl.minimum(first + BLOCK_Q, q_len)
     until = context + end - 1 + _right(right, is_causal, r)
     if spans is not None:
@@ -156,12 +155,12 @@ def _extent(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _describe(  # type: ignore[no-untyped-def]
-    unit, request, before, query_start_loc, seq_lens, mask, num_reqs, left, right, K: gl.constexpr, BLOCK_Q: gl.constexpr,
-    BLOCK_N: gl.constexpr, PAGED: gl.constexpr, RAGGED: gl.constexpr, HAS_RIGHT: gl.constexpr, CHUNK: gl.constexpr,
-    SPAN_RIGHT: gl.constexpr,
+    unit, request, before, starts, mask, num_reqs, K: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr,
+    PAGED: gl.constexpr, RAGGED: gl.constexpr, HAS_RIGHT: gl.constexpr, CHUNK: gl.constexpr, SPAN_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """A unit: its request, -1 if there is none; kv head; the request's first token and number of tokens; the tile's first
     token; keys before the request's first token; first key if keys have no pages; first key of a tile of keys, last key + 1."""
+    query_start_loc, seq_lens = starts
     r = gl.minimum(request, num_reqs - 1)
     begin = gl.load(query_start_loc + r)
     q_len = gl.load(query_start_loc + r + 1) - begin
@@ -179,9 +178,16 @@ def _describe(  # type: ignore[no-untyped-def]
     # the last rows are the longest: start them first, so that they do not end last
     first = (tiles - 1 - from_last) * BLOCK_Q
     context = seq_len - q_len
-    since, high = _extent(mask, r, begin, q_len, seq_len, first, context, left, right, BLOCK_Q, CHUNK, SPAN_RIGHT)
+    since, high = _extent(mask, r, begin, q_len, seq_len, first, context, BLOCK_Q, CHUNK, SPAN_RIGHT)
     low = gl.minimum(since // BLOCK_N * BLOCK_N, high)
     return gl.where(request < num_reqs, r, -1), kv_head, begin, q_len, first, context, k_begin, low, high
+
+
+@gluon.jit
+def _bars(STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Barriers that say that a stage is full, and that it is empty."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    return full, gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
 
 
 @gluon.jit
@@ -205,8 +211,9 @@ def _read(units_ring, wave, WARPS: gl.constexpr):  # type: ignore[no-untyped-def
 
 
 @gluon.jit
-def _take(units_ring, u_full, u_empty, wave, WARPS: gl.constexpr):  # type: ignore[no-untyped-def]
+def _take(units_ring, u_bars, wave, WARPS: gl.constexpr):  # type: ignore[no-untyped-def]
     """Wait for that wave's unit, and read it."""
+    u_full, u_empty = u_bars
     mbarrier.wait(u_full.index(wave % 2), wave // 2 & 1)
     unit = _read(units_ring, wave, WARPS)
     mbarrier.arrive(u_empty.index(wave % 2), count=1)
@@ -224,10 +231,11 @@ def _pages_of(table, start, seq_len, num_pages, P: gl.constexpr, BOX: gl.constex
 
 @gluon.jit
 def _copy_queries(  # type: ignore[no-untyped-def]
-    q_desc, q_ring, q_full, q_empty, wave, token, head, G: gl.constexpr, PIECES: gl.constexpr,
-    CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr,
-):  # fmt: skip
+    q_desc, q_ring, q_bars, wave, token, head, G: gl.constexpr, PIECES: gl.constexpr, CONSUMERS: gl.constexpr
+):
     """Copy each consumer's queries, once it has used the last ones in their place."""
+    q_full, q_empty = q_bars
+    Q_STAGES: gl.constexpr = q_ring.shape[0] // CONSUMERS
     COLUMNS: gl.constexpr = 64
     ROOM: gl.constexpr = q_ring.shape[2] // COLUMNS
     boxes = reinterpret(q_ring, q_ring.dtype, [q_ring.shape[0] * ROOM, 1, 64 // G, G, COLUMNS], q_desc.layout)
@@ -241,34 +249,39 @@ def _copy_queries(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _copy_boxes(  # type: ignore[no-untyped-def]
-    desc, ring, stage, bar, pages, start, k_begin, kv_head, WIDTH: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr,
-):  # fmt: skip
-    """Copy a tile of WIDTH columns and the keys from `start` on into a stage of the ring."""
+    desc, ring, stage, bar, pages, start, kv_head, STAGES: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, PAGED: gl.constexpr
+):
+    """Copy the keys from `start` on into a stage of the ring. pages: of the boxes, or without pages the request's first key."""
     COLUMNS: gl.constexpr = 64
+    BLOCK_N: gl.constexpr = ring.shape[1]
+    WIDTH: gl.constexpr = ring.shape[0] // STAGES * ring.shape[2]
     PIECES: gl.constexpr = WIDTH // COLUMNS
     BOXES: gl.constexpr = BLOCK_N // BOX
     boxes = reinterpret(ring, ring.dtype, [STAGES * PIECES * BOXES, 1, BOX, 1, COLUMNS], desc.layout)
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     mbarrier.expect(bar, BLOCK_N * WIDTH * 2)
     for b in gl.static_range(BOXES):
-        page = 0
-        place = k_begin + start + b * BOX
         if PAGED:
             page = gl.max(gl.where(lane == b, pages, 0), 0)
             place = 0 if BLOCK_N % P == 0 else (start + b * BOX) % P
+        else:
+            page = 0
+            place = pages + start + b * BOX
         for h in gl.static_range(PIECES):
             load_box(desc, [page, place, kv_head, h * COLUMNS], bar, boxes.index((stage * PIECES + h) * BOXES + b))
 
 
 @gluon.jit
 def _copy_keys(  # type: ignore[no-untyped-def]
-    k_desc, k_ring, k_full, k_empty, block_table, count, turns, start, r, seq_len, k_begin, kv_head, num_pages, table_r,
-    PIECES: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    PAGED: gl.constexpr,
-):  # fmt: skip
+    k_desc, k_ring, k_bars, tables, count, turns, start, unit, P: gl.constexpr, BOX: gl.constexpr, PAGED: gl.constexpr
+):
     """Copy the keys of `turns` tiles of a unit, downwards from the one at `start`."""
-    pages = start
+    k_full, k_empty = k_bars
+    BLOCK_N: gl.constexpr = k_ring.shape[1]
+    STAGES: gl.constexpr = k_full.shape[0]
+    r, kv_head, begin, q_len, first, context, pages, low, high = unit
+    seq_len = context + q_len
+    block_table, num_pages, table_r = tables
     if PAGED:
         table = block_table + r.to(gl.int64) * table_r
         pages = _pages_of(table, start, seq_len, num_pages, P, BOX, BLOCK_N)
@@ -278,10 +291,7 @@ def _copy_keys(  # type: ignore[no-untyped-def]
             pages = _pages_of(table, start - BLOCK_N, seq_len, num_pages, P, BOX, BLOCK_N)
         stage = count % STAGES
         mbarrier.wait(k_empty.index(stage), count // STAGES & 1 ^ 1)
-        _copy_boxes(
-            k_desc, k_ring, stage, k_full.index(stage), now, start, k_begin, kv_head, PIECES * 64, P, BOX, BLOCK_N, STAGES,
-            PAGED,
-        )  # fmt: skip
+        _copy_boxes(k_desc, k_ring, stage, k_full.index(stage), now, start, kv_head, STAGES, P, BOX, PAGED)
         count += 1
         start -= BLOCK_N
     return count
@@ -289,53 +299,47 @@ def _copy_keys(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _produce(  # type: ignore[no-untyped-def]
-    q_desc, k_desc, q_ring, k_ring, units_ring, q_full, q_empty, u_full, u_empty, k_full, k_empty, counters, query_start_loc,
-    seq_lens, block_table, mask, left, right, min_query, num_reqs, num_pages, table_r,
+    q_desc, k_desc, q_ring, k_ring, units_ring, q_bars, u_bars, k_bars, counters, starts, block_table, mask, min_query,
+    num_reqs, num_pages, table_r,
     K: gl.constexpr, G: gl.constexpr, PIECES: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, BLOCK_Q: gl.constexpr,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, COPIED: gl.constexpr,
     PAGED: gl.constexpr, RAGGED: gl.constexpr, HAS_RIGHT: gl.constexpr, CHUNK: gl.constexpr, SPAN_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """Producer of one warp: look up units of work, and copy their queries, and their keys into the ring, in the order in
     which the consumers use them, while they still compute the unit before."""
+    u_full, u_empty = u_bars
+    tables = block_table, num_pages, table_r
     count = 0
     wave = 0
-    none = gl.program_id(0) * 0  # no constant, as it changes in a loop
-    request, before = _seek(gl.program_id(0) // K, none, none, query_start_loc, min_query, num_reqs, BLOCK_Q)
-    _publish(units_ring, u_full, wave, _describe(
-        gl.program_id(0), request, before, query_start_loc, seq_lens, mask, num_reqs, left, right, K, BLOCK_Q, BLOCK_N, PAGED,
-        RAGGED, HAS_RIGHT, CHUNK, SPAN_RIGHT,
-    ))  # fmt: skip
-    r, kv_head, begin, q_len, first, context, k_begin, low, high = _read(units_ring, wave, 1)
-    while r >= 0:
+    number = gl.program_id(0)
+    none = number * 0  # no constant, as it changes in a loop
+    request, before = _seek(number // K, none, none, starts[0], min_query, num_reqs, BLOCK_Q)
+    unit = _describe(
+        number, request, before, starts, mask, num_reqs, K, BLOCK_Q, BLOCK_N, PAGED, RAGGED, HAS_RIGHT, CHUNK, SPAN_RIGHT
+    )
+    _publish(units_ring, u_full, wave, unit)
+    unit = _read(units_ring, wave, 1)
+    while unit[0] >= 0:
+        r, kv_head, begin, q_len, first, context, k_begin, low, high = unit
         tiles = (high - low + BLOCK_N - 1) // BLOCK_N
         early = gl.minimum(tiles, STAGES)
         start = low + (tiles - 1) * BLOCK_N
         if COPIED and Q_STAGES == 2:
-            _copy_queries(
-                q_desc, q_ring, q_full, q_empty, wave, begin + first, kv_head * G, G, PIECES, CONSUMERS, Q_STAGES
-            )  # fmt: skip
-        count = _copy_keys(
-            k_desc, k_ring, k_full, k_empty, block_table, count, early, start, r, context + q_len, k_begin, kv_head, num_pages,
-            table_r, PIECES, P, BOX, BLOCK_N, STAGES, PAGED,
-        )  # fmt: skip
+            _copy_queries(q_desc, q_ring, q_bars, wave, begin + first, kv_head * G, G, PIECES, CONSUMERS)
+        count = _copy_keys(k_desc, k_ring, k_bars, tables, count, early, start, unit, P, BOX, PAGED)
         if COPIED and Q_STAGES == 1:
-            _copy_queries(
-                q_desc, q_ring, q_full, q_empty, wave, begin + first, kv_head * G, G, PIECES, CONSUMERS, Q_STAGES
-            )  # fmt: skip
+            _copy_queries(q_desc, q_ring, q_bars, wave, begin + first, kv_head * G, G, PIECES, CONSUMERS)
         # the next unit, while the consumers compute the tiles that the ring holds
         wave += 1
-        unit = gl.num_programs(0) + gl.atomic_add(counters, 1, sem="relaxed")
-        request, before = _seek(unit // K, request, before, query_start_loc, min_query, num_reqs, BLOCK_Q)
+        number = gl.num_programs(0) + gl.atomic_add(counters, 1, sem="relaxed")
+        request, before = _seek(number // K, request, before, starts[0], min_query, num_reqs, BLOCK_Q)
         mbarrier.wait(u_empty.index(wave % 2), wave // 2 & 1 ^ 1)
-        _publish(units_ring, u_full, wave, _describe(
-            unit, request, before, query_start_loc, seq_lens, mask, num_reqs, left, right, K, BLOCK_Q, BLOCK_N, PAGED, RAGGED,
-            HAS_RIGHT, CHUNK, SPAN_RIGHT,
-        ))  # fmt: skip
-        count = _copy_keys(
-            k_desc, k_ring, k_full, k_empty, block_table, count, tiles - early, start - early * BLOCK_N, r, context + q_len,
-            k_begin, kv_head, num_pages, table_r, PIECES, P, BOX, BLOCK_N, STAGES, PAGED,
-        )  # fmt: skip
-        r, kv_head, begin, q_len, first, context, k_begin, low, high = _read(units_ring, wave, 1)
+        after = _describe(
+            number, request, before, starts, mask, num_reqs, K, BLOCK_Q, BLOCK_N, PAGED, RAGGED, HAS_RIGHT, CHUNK, SPAN_RIGHT
+        )
+        _publish(units_ring, u_full, wave, after)
+        count = _copy_keys(k_desc, k_ring, k_bars, tables, count, tiles - early, start - early * BLOCK_N, unit, P, BOX, PAGED)
+        unit = _read(units_ring, wave, 1)
     if gl.atomic_add(counters + 1, 1, sem="relaxed") == gl.num_programs(0) - 1:  # every program has taken its last unit
         gl.store(counters, 0)
         gl.store(counters + 1, 0)
@@ -343,11 +347,12 @@ def _produce(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _produce_values(  # type: ignore[no-untyped-def]
-    v_desc, v_ring, units_ring, u_full, u_empty, v_full, v_empty, v_raw, block_table, mask, left, right, num_pages, table_r,
+    v_desc, v_ring, units_ring, u_bars, v_bars, v_raw, block_table, mask, num_pages, table_r,
     BLOCK_V: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, PAGED: gl.constexpr, VALUES_AT: gl.constexpr, CHUNK: gl.constexpr, SPAN_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """Producer of one warp: copy the units' values into the ring, and overwrite those that no row sees."""
+    v_full, v_empty = v_bars
     HALVES: gl.constexpr = BLOCK_V // 64
     dtype: gl.constexpr = v_ring.dtype
     rows_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -357,26 +362,25 @@ def _produce_values(  # type: ignore[no-untyped-def]
     count = 0
     raw_phase = 0
     wave = 0
-    r, kv_head, begin, q_len, first, context, k_begin, low, high = _take(units_ring, u_full, u_empty, wave, 1)
+    r, kv_head, begin, q_len, first, context, k_begin, low, high = _take(units_ring, u_bars, wave, 1)
     while r >= 0:
         seq_len = context + q_len
-        seen, _ = _extent(mask, r, begin, q_len, seq_len, first, context, left, right, BLOCK_Q, CHUNK, SPAN_RIGHT)
+        seen, _ = _extent(mask, r, begin, q_len, seq_len, first, context, BLOCK_Q, CHUNK, SPAN_RIGHT)
         tiles = (high - low + BLOCK_N - 1) // BLOCK_N
         start = low + (tiles - 1) * BLOCK_N
-        pages = start
+        pages = k_begin
         if PAGED:
             table = block_table + r.to(gl.int64) * table_r
             pages = _pages_of(table, start, seq_len, num_pages, P, BOX, BLOCK_N)
         for _i in range(tiles):
-            now = pages + VALUES_AT
+            now = pages
             if PAGED:
+                now += VALUES_AT
                 pages = _pages_of(table, start - BLOCK_N, seq_len, num_pages, P, BOX, BLOCK_N)
             stage = count % STAGES
             mbarrier.wait(v_empty.index(stage), count // STAGES & 1 ^ 1)
             if (start + BLOCK_N > seq_len) | (start < seen):
-                _copy_boxes(
-                    v_desc, v_ring, stage, v_raw, now, start, k_begin, kv_head, BLOCK_V, P, BOX, BLOCK_N, STAGES, PAGED
-                )  # fmt: skip
+                _copy_boxes(v_desc, v_ring, stage, v_raw, now, start, kv_head, STAGES, P, BOX, PAGED)
                 mbarrier.wait(v_raw, raw_phase)
                 raw_phase ^= 1
                 valid = seq_len - start
@@ -391,14 +395,11 @@ def _produce_values(  # type: ignore[no-untyped-def]
                 barrier()
                 mbarrier.arrive(v_full.index(stage), count=1)
             else:
-                _copy_boxes(
-                    v_desc, v_ring, stage, v_full.index(stage), now, start, k_begin, kv_head, BLOCK_V, P, BOX, BLOCK_N, STAGES,
-                    PAGED,
-                )  # fmt: skip
+                _copy_boxes(v_desc, v_ring, stage, v_full.index(stage), now, start, kv_head, STAGES, P, BOX, PAGED)
             count += 1
             start -= BLOCK_N
         wave += 1
-        r, kv_head, begin, q_len, first, context, k_begin, low, high = _take(units_ring, u_full, u_empty, wave, 1)
+        r, kv_head, begin, q_len, first, context, k_begin, low, high = _take(units_ring, u_bars, wave, 1)
 
 
 @gluon.jit
@@ -419,9 +420,8 @@ def _sums(weights):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _weigh(  # type: ignore[no-untyped-def]
-    s, top, norm, start, seen, factor, cap,
-    MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
+    s, top, norm, start, seen, factor, cap, MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr
+):
     """The online softmax of one tile of scores: (weights, running maximum, running sum, factor for earlier sums).
 
     seen: of rows, the last and the first key that they see; with MASKED = 2 the first and the last of another range too.
@@ -429,7 +429,7 @@ def _weigh(  # type: ignore[no-untyped-def]
     if HAS_CAP:
         s = cap * _tanh(s * factor)
     if MASKED:
-        j = start + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT))
+        j = start + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
         allowed = j[None, :] <= seen[0][:, None]
         if HAS_LEFT:
             allowed = allowed & (j[None, :] >= seen[1][:, None])
@@ -554,17 +554,20 @@ def _release(empty, stage):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _step(  # type: ignore[no-untyped-def]
-    weights, acc, shrink, top, norm, count, q_ring, q_at, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start, seen,
-    factor, cap,
-    MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    sums, count, q_ring, q_at, keys, values, start, seen, factor, cap,
+    MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
 ):  # fmt: skip
     """Compute the scores of tile `count` while the values of the previous tile are multiplied with its `weights`.
 
-    weights, shrink: of the previous tile, `_narrow`ed; the factor for sums of tiles before it, by which they have been
-    multiplied already unless tiles have 128 keys: the products of that many keys last longer than the multiplication.
+    sums: weights of the previous tile, `_narrow`ed; accumulators of tiles before it; their factor, by which they have been
+    multiplied already unless tiles have 128 keys: the products of that many keys last longer than the multiplication; running
+    maximum; running sum.
     """
-    LATE: gl.constexpr = BLOCK_N == 128
+    weights, acc, shrink, top, norm = sums
+    k_ring, k_full, k_empty = keys
+    v_ring, v_full, v_empty = values
+    STAGES: gl.constexpr = k_full.shape[0]
+    LATE: gl.constexpr = k_ring.shape[1] == 128
     stage = count % STAGES
     old = (count - 1) % STAGES
     mbarrier.wait(k_full.index(stage), count // STAGES & 1)
@@ -576,7 +579,7 @@ def _step(  # type: ignore[no-untyped-def]
     acc = _add_values(weights, v_ring, old, acc, DV)
     s = warpgroup_mma_wait(len(acc), deps=[s])
     _release(k_empty, stage)
-    weights, top, norm, shrink = _weigh(s, top, norm, start, seen, factor, cap, MASKED, HAS_LEFT, HAS_CAP, S_LAYOUT, BLOCK_N)
+    weights, top, norm, shrink = _weigh(s, top, norm, start, seen, factor, cap, MASKED, HAS_LEFT, HAS_CAP)
     acc = _await(acc)
     weights = _narrow(weights, v_ring.dtype, DV)
     _release(v_empty, old)
@@ -587,9 +590,8 @@ def _step(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _consume(  # type: ignore[no-untyped-def]
-    output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full, u_empty, k_full,
-    k_empty, v_full, v_empty, block_table, sinks, mask, factor, v_factor, cap, left, right, o_t, o_h, lse_h, q_t, q_h, k_block,
-    k_slot, k_head, v_block, v_slot, v_head, table_r,
+    output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_bars, u_bars, k_bars, v_bars, block_table,
+    sinks, factor, v_factor, cap, mask, o_t, o_h, lse_h, q_t, q_h, k_strides, v_strides, table_r,
     G: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr, P: gl.constexpr,
     BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, COPIED: gl.constexpr, PAGED: gl.constexpr,
@@ -606,7 +608,12 @@ def _consume(  # type: ignore[no-untyped-def]
     WIDTHS: gl.constexpr = BLOCK_D // BLOCK_V
     o_ring = reinterpret(q_ring, dtype, [CONSUMERS * Q_STAGES * WIDTHS, 64, BLOCK_V], gl.NVMMASharedLayout(128, 16, rank=2))
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    spans, prefix, is_causal = mask
+    spans, prefix, is_causal, left, right = mask
+    q_full, q_empty = q_bars
+    k_full, k_empty = k_bars
+    v_full, v_empty = v_bars
+    keys = k_ring, k_full, k_empty
+    values = v_ring, v_full, v_empty
     TWO: gl.constexpr = spans is not None  # ranges of keys that a row may see
     count = 0
     copy_row = WHICH * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, COPY))
@@ -615,8 +622,9 @@ def _consume(  # type: ignore[no-untyped-def]
     o_d = gl.arange(0, BLOCK_V, layout=gl.SliceLayout(0, COPY_V))
     row = WHICH * 64 + gl.arange(0, 64, layout=ROW)
     wave = 0
-    r, kv_head, begin, q_len, first, context, k_begin, low, high = _take(units_ring, u_full, u_empty, wave, 4)
-    while r >= 0:
+    unit = _take(units_ring, u_bars, wave, 4)
+    while unit[0] >= 0:
+        r, kv_head, begin, q_len, first, context, k_begin, low, high = unit
         last = context + gl.minimum(first + BLOCK_Q, q_len) - 1
         q_at = wave % Q_STAGES * CONSUMERS + WHICH
         q_tile = q_ring.index(q_at)
@@ -681,24 +689,16 @@ def _consume(  # type: ignore[no-untyped-def]
             s = warpgroup_mma_wait(0, deps=[s])
             _release(k_empty, stage)
             start = low + (tiles - 1) * BLOCK_N
-            weights, top, norm, shrink = _weigh(
-                s, top, norm, start, seen, factor, cap, 2 if TWO else 1, HAS_LEFT, HAS_CAP, S_LAYOUT, BLOCK_N
-            )
-            weights = _narrow(weights, dtype, DV)
+            weights, top, norm, shrink = _weigh(s, top, norm, start, seen, factor, cap, 2 if TWO else 1, HAS_LEFT, HAS_CAP)
+            sums = _narrow(weights, dtype, DV), acc, shrink, top, norm
             count += 1
             for _i in range(1, right_of):
                 start -= BLOCK_N
-                weights, acc, shrink, top, norm = _step(
-                    weights, acc, shrink, top, norm, count, q_ring, q_at, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
-                    start, seen, factor, cap, 1, HAS_LEFT, HAS_CAP, S_LAYOUT, BLOCK_N, STAGES, D, DV,
-                )  # fmt: skip
+                sums = _step(sums, count, q_ring, q_at, keys, values, start, seen, factor, cap, 1, HAS_LEFT, HAS_CAP, D, DV)
                 count += 1
             for _i in range(right_of, left_from):
                 start -= BLOCK_N
-                weights, acc, shrink, top, norm = _step(
-                    weights, acc, shrink, top, norm, count, q_ring, q_at, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
-                    start, seen, factor, cap, 0, HAS_LEFT, HAS_CAP, S_LAYOUT, BLOCK_N, STAGES, D, DV,
-                )  # fmt: skip
+                sums = _step(sums, count, q_ring, q_at, keys, values, start, seen, factor, cap, 0, HAS_LEFT, HAS_CAP, D, DV)
                 count += 1
             if HAS_LEFT or TWO:
                 for _i in range(left_from, tiles):
@@ -706,11 +706,12 @@ def _consume(  # type: ignore[no-untyped-def]
                     if TWO:  # read again, so that these need no registers in the other loops
                         also = _span(spans, begin + first + row // G, own, position, left, CHUNK, SPAN_RIGHT)
                         seen = upper, lower, also[0], also[1]  # type: ignore[assignment]
-                    weights, acc, shrink, top, norm = _step(
-                        weights, acc, shrink, top, norm, count, q_ring, q_at, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
-                        start, seen, factor, cap, 2 if TWO else 1, HAS_LEFT, HAS_CAP, S_LAYOUT, BLOCK_N, STAGES, D, DV,
-                    )  # fmt: skip
+                    MASKED: gl.constexpr = 2 if TWO else 1
+                    sums = _step(
+                        sums, count, q_ring, q_at, keys, values, start, seen, factor, cap, MASKED, HAS_LEFT, HAS_CAP, D, DV
+                    )
                     count += 1
+            weights, acc, shrink, top, norm = sums
             old = (count - 1) % STAGES
             mbarrier.wait(v_full.index(old), (count - 1) // STAGES & 1)
             if BLOCK_N == 128:
@@ -731,11 +732,10 @@ def _consume(  # type: ignore[no-untyped-def]
             if TWO:
                 also = _span(spans, begin + first + row // G, own, position, left, CHUNK, SPAN_RIGHT)
                 seen = upper, lower, also[0], also[1]  # type: ignore[assignment]
+            caches = key_cache, value_cache, k_strides, v_strides
             acc = _nan_safe(
-                q_tile, key_cache, value_cache, block_table, r, k_begin, kv_head, low, high, seen, top, factor, cap,
-                k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, D, DV, BLOCK_D, BLOCK_V, P, PAGED, HAS_LEFT,
-                TWO, HAS_CAP,
-            )  # fmt: skip
+                q_tile, caches, block_table, table_r, unit, seen, top, factor, cap, DV, BLOCK_V, P, D, PAGED, HAS_LEFT, HAS_CAP
+            )
         share = v_factor / gl.where(norm == 0, 1.0, norm)
         if HAS_SINKS:
             sink = gl.load(sinks + kv_head * G + row % G, mask=own, other=0.0) * 1.4426950408889634
@@ -762,27 +762,30 @@ def _consume(  # type: ignore[no-untyped-def]
         if COPIED:
             mbarrier.arrive(q_empty.index(q_at), count=1)
         wave += 1
-        r, kv_head, begin, q_len, first, context, k_begin, low, high = _take(units_ring, u_full, u_empty, wave, 4)
+        unit = _take(units_ring, u_bars, wave, 4)
 
 
 @gluon.jit
 def _nan_safe(  # type: ignore[no-untyped-def]
-    q_tile, key_cache, value_cache, block_table, r, k_begin, kv_head, low, high, seen, top, factor, cap,
-    k_block, k_slot, k_head, v_block, v_slot, v_head, table_r,
-    D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr, P: gl.constexpr, PAGED: gl.constexpr,
-    HAS_LEFT: gl.constexpr, TWO: gl.constexpr, HAS_CAP: gl.constexpr,
+    q_tile, caches, block_table, table_r, unit, seen, top, factor, cap, DV: gl.constexpr, BLOCK_V: gl.constexpr,
+    P: gl.constexpr, D: gl.constexpr, PAGED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr,
 ):  # fmt: skip
     """The weighted sum of values, one key at a time: keys that a row does not see are selected away, not multiplied by 0."""
+    key_cache, value_cache, k_strides, v_strides = caches
+    k_block, k_slot, k_head = k_strides
+    v_block, v_slot, v_head = v_strides
+    r, kv_head, begin, q_len, first, context, k_begin, low, high = unit
+    TWO: gl.constexpr = len(seen) == 4
     acc = _nothing(DV, BLOCK_V)
     LAYOUT: gl.constexpr = acc[0].type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, LAYOUT))
+    d = gl.arange(0, q_tile.shape[1], layout=gl.SliceLayout(0, LAYOUT))
     q = q_tile.load(LAYOUT).to(gl.float32)
     upper = gl.convert_layout(seen[0], ROW)
     lower = gl.convert_layout(seen[1], ROW)
     if TWO:
-        first = gl.convert_layout(seen[2], ROW)
-        last = gl.convert_layout(seen[3], ROW)
+        since = gl.convert_layout(seen[2], ROW)
+        until = gl.convert_layout(seen[3], ROW)
     top = gl.convert_layout(top, ROW)
     guard = gl.where(top == float("-inf"), 0.0, top)
     for j in range(low, high):
@@ -802,7 +805,7 @@ def _nan_safe(  # type: ignore[no-untyped-def]
         if HAS_LEFT:
             allowed = allowed & (j >= lower)
         if TWO:
-            allowed = allowed | ((j >= first) & (j <= last))
+            allowed = allowed | ((j >= since) & (j <= until))
         acc = _add_value(acc, p, allowed, value_cache + v_at + kv_head * v_head, DV, BLOCK_V)
     return acc
 
@@ -843,58 +846,53 @@ def prefill(  # type: ignore[no-untyped-def]
     k_ring = gl.allocate_shared_memory(dtype, [STAGES if WHOLE else STAGES * PIECES, BLOCK_N, BLOCK_D if WHOLE else 64], ring)
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_V], ring)
     units_ring = gl.allocate_shared_memory(gl.int32, [2 * _FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
-    u_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    u_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS * Q_STAGES, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS * Q_STAGES, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    u_bars = _bars(2)
+    q_bars = _bars(CONSUMERS * Q_STAGES)
+    k_bars = _bars(STAGES)
+    v_bars = _bars(STAGES)
     v_raw = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(CONSUMERS * Q_STAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=1)
+        mbarrier.init(q_bars[0].index(i), count=1)
+        mbarrier.init(q_bars[1].index(i), count=1)
     for i in gl.static_range(2):
-        mbarrier.init(u_full.index(i), count=1)
-        mbarrier.init(u_empty.index(i), count=CONSUMERS + 1)
+        mbarrier.init(u_bars[0].index(i), count=1)
+        mbarrier.init(u_bars[1].index(i), count=CONSUMERS + 1)
     for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=CONSUMERS)
-        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+        mbarrier.init(k_bars[0].index(i), count=1)
+        mbarrier.init(v_bars[0].index(i), count=1)
+        mbarrier.init(k_bars[1].index(i), count=CONSUMERS)
+        mbarrier.init(v_bars[1].index(i), count=CONSUMERS)
     mbarrier.init(v_raw, count=1)
     fence_async_shared()
     # a decode of the same batch may start on the multiprocessors that this grid leaves free
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
-    mask = spans, prefix, is_causal
+    mask = spans, prefix, is_causal, left, right  # what rows see
+    starts = query_start_loc, seq_lens
+    k_strides, v_strides = (k_block, k_slot, k_head), (v_block, v_slot, v_head)
     # each partition's arguments are written out: a constant cannot be assigned to a variable
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (_consume, (
-                    output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full,
-                    u_empty, k_full, k_empty, v_full, v_empty, block_table, sinks, mask, factor, v_factor, cap, left, right,
-                    o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D,
-                    BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, NEGATE, HAS_LEFT, HAS_CAP,
-                    HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, 0,
+                    output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_bars, u_bars, k_bars,
+                    v_bars, block_table, sinks, factor, v_factor, cap, mask, o_t, o_h, lse_h, q_t, q_h, k_strides, v_strides,
+                    table_r, G, D, DV, BLOCK_D, BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED,
+                    NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, 0,
                 )),
                 (_consume, (
-                    output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full,
-                    u_empty, k_full, k_empty, v_full, v_empty, block_table, sinks, mask, factor, v_factor, cap, left, right,
-                    o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D,
-                    BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, NEGATE, HAS_LEFT, HAS_CAP,
-                    HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, 1,
+                    output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_bars, u_bars, k_bars,
+                    v_bars, block_table, sinks, factor, v_factor, cap, mask, o_t, o_h, lse_h, q_t, q_h, k_strides, v_strides,
+                    table_r, G, D, DV, BLOCK_D, BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED,
+                    NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, 1,
                 )),
                 (_produce, (
-                    q_desc, k_desc, q_ring, k_ring, units_ring, q_full, q_empty, u_full, u_empty, k_full, k_empty, counters,
-                    query_start_loc, seq_lens, block_table, mask, left, right, min_query, num_reqs, num_pages, table_r, H // G,
-                    G, PIECES, P, BOX, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, RAGGED, HAS_RIGHT, CHUNK,
-                    SPAN_RIGHT,
+                    q_desc, k_desc, q_ring, k_ring, units_ring, q_bars, u_bars, k_bars, counters, starts, block_table, mask,
+                    min_query, num_reqs, num_pages, table_r, H // G, G, PIECES, P, BOX, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES,
+                    Q_STAGES, COPIED, PAGED, RAGGED, HAS_RIGHT, CHUNK, SPAN_RIGHT,
                 )),
                 (_produce_values, (
-                    v_desc, v_ring, units_ring, u_full, u_empty, v_full, v_empty, v_raw, block_table, mask, left, right,
-                    num_pages, table_r, BLOCK_V, P, BOX, BLOCK_Q, BLOCK_N, STAGES, PAGED, VALUES_AT, CHUNK, SPAN_RIGHT,
+                    v_desc, v_ring, units_ring, u_bars, v_bars, v_raw, block_table, mask, num_pages, table_r, BLOCK_V, P, BOX,
+                    BLOCK_Q, BLOCK_N, STAGES, PAGED, VALUES_AT, CHUNK, SPAN_RIGHT,
                 )),
             ],
             [4, 1, 1],
@@ -904,35 +902,31 @@ def prefill(  # type: ignore[no-untyped-def]
         gl.warp_specialize(
             [
                 (_consume, (
-                    output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full,
-                    u_empty, k_full, k_empty, v_full, v_empty, block_table, sinks, mask, factor, v_factor, cap, left, right,
-                    o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D,
-                    BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, NEGATE, HAS_LEFT, HAS_CAP,
-                    HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, 0,
+                    output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_bars, u_bars, k_bars,
+                    v_bars, block_table, sinks, factor, v_factor, cap, mask, o_t, o_h, lse_h, q_t, q_h, k_strides, v_strides,
+                    table_r, G, D, DV, BLOCK_D, BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED,
+                    NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, 0,
                 )),
                 (_consume, (
-                    output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full,
-                    u_empty, k_full, k_empty, v_full, v_empty, block_table, sinks, mask, factor, v_factor, cap, left, right,
-                    o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D,
-                    BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, NEGATE, HAS_LEFT, HAS_CAP,
-                    HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, 1,
+                    output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_bars, u_bars, k_bars,
+                    v_bars, block_table, sinks, factor, v_factor, cap, mask, o_t, o_h, lse_h, q_t, q_h, k_strides, v_strides,
+                    table_r, G, D, DV, BLOCK_D, BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED,
+                    NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, 1,
                 )),
                 (_consume, (
-                    output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full,
-                    u_empty, k_full, k_empty, v_full, v_empty, block_table, sinks, mask, factor, v_factor, cap, left, right,
-                    o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, G, D, DV, BLOCK_D,
-                    BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, NEGATE, HAS_LEFT, HAS_CAP,
-                    HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, 2,
+                    output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_bars, u_bars, k_bars,
+                    v_bars, block_table, sinks, factor, v_factor, cap, mask, o_t, o_h, lse_h, q_t, q_h, k_strides, v_strides,
+                    table_r, G, D, DV, BLOCK_D, BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED,
+                    NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, 2,
                 )),
                 (_produce, (
-                    q_desc, k_desc, q_ring, k_ring, units_ring, q_full, q_empty, u_full, u_empty, k_full, k_empty, counters,
-                    query_start_loc, seq_lens, block_table, mask, left, right, min_query, num_reqs, num_pages, table_r, H // G,
-                    G, PIECES, P, BOX, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, RAGGED, HAS_RIGHT, CHUNK,
-                    SPAN_RIGHT,
+                    q_desc, k_desc, q_ring, k_ring, units_ring, q_bars, u_bars, k_bars, counters, starts, block_table, mask,
+                    min_query, num_reqs, num_pages, table_r, H // G, G, PIECES, P, BOX, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES,
+                    Q_STAGES, COPIED, PAGED, RAGGED, HAS_RIGHT, CHUNK, SPAN_RIGHT,
                 )),
                 (_produce_values, (
-                    v_desc, v_ring, units_ring, u_full, u_empty, v_full, v_empty, v_raw, block_table, mask, left, right,
-                    num_pages, table_r, BLOCK_V, P, BOX, BLOCK_Q, BLOCK_N, STAGES, PAGED, VALUES_AT, CHUNK, SPAN_RIGHT,
+                    v_desc, v_ring, units_ring, u_bars, v_bars, v_raw, block_table, mask, num_pages, table_r, BLOCK_V, P, BOX,
+                    BLOCK_Q, BLOCK_N, STAGES, PAGED, VALUES_AT, CHUNK, SPAN_RIGHT,
                 )),
             ],
             [4, 4, 1, 1],

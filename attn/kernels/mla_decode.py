@@ -158,9 +158,8 @@ def _weighed(acc, p, shrink, k, own, dtype, PRECISION: tl.constexpr):  # type: i
 
 @triton.jit
 def _store(  # type: ignore[no-untyped-def]
-    out, partial, acc, norm, v_factor, at, head, live, column, o_t, o_h, state,
-    L: tl.constexpr, WIDTH: tl.constexpr, IS_PART,
-):  # fmt: skip
+    out, partial, acc, norm, v_factor, at, head, live, column, o_t, o_h, state, L: tl.constexpr, WIDTH: tl.constexpr, IS_PART
+):
     """Store the columns from `column` of the result: in the output, or in the state that `merge` merges."""
     d = column + tl.arange(0, WIDTH)
     result = tl.where(norm[:, None] == 0, 0.0, acc / norm[:, None]) * v_factor

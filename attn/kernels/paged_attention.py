@@ -420,7 +420,7 @@ def attention(  # type: ignore[no-untyped-def]
 @triton.jit
 def _sparse_tile(  # type: ignore[no-untyped-def]
     start, first, head, live, sparse_local, sparse_stride, sparse_shift, BLOCK_N: tl.constexpr, SPARSE: tl.constexpr
-):  # fmt: skip
+):
     """Whether some row of the tile may attend to keys start..start + BLOCK_N: the block-sparse pattern, before any load."""
     near = first // SPARSE - (start + BLOCK_N - 1) // SPARSE < sparse_local
     wanted = 0

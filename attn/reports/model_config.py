@@ -471,18 +471,24 @@ _MODELS: dict[str, _Model] = {
     "qwen3_moe": _Model(layers=_all_sliding, defaults={"use_sliding_window": False}),
     "smollm3": _Model(layers=_unknown_windows, defaults={"use_sliding_window": False}),
     "gemma2": _Model(
-        layers=_SLIDING, change=_gemma,
+        layers=_SLIDING,
+        change=_gemma,
         defaults={
-            "head_dim": 256, "sliding_window_pattern": 2, "sliding_window": 4096, "query_pre_attn_scalar": 256,
+            "head_dim": 256,
+            "sliding_window_pattern": 2,
+            "sliding_window": 4096,
+            "query_pre_attn_scalar": 256,
             "attn_logit_softcapping": 50.0,
         },
     ),
     "gemma3_text": _Model(
-        layers=_SLIDING, change=_gemma,
+        layers=_SLIDING,
+        change=_gemma,
         defaults={"head_dim": 256, "sliding_window_pattern": 6, "sliding_window": 4096, "query_pre_attn_scalar": 256},
     ),
     "gpt_oss": _Model(
-        layers=_SLIDING, change=_having(sinks=True),
+        layers=_SLIDING,
+        change=_having(sinks=True),
         defaults={"head_dim": 64, "sliding_window_pattern": 2, "sliding_window": 128},
     ),
     "cohere2": _Model(layers=_SLIDING, defaults={"sliding_window_pattern": 4, "sliding_window": 4096}),
@@ -493,8 +499,7 @@ _MODELS: dict[str, _Model] = {
     **dict.fromkeys(("granite", "granitemoe"), _Model(change=_granite, defaults={"attention_multiplier": 1.0})),
     "granitemoehybrid": _Model(_HYBRID, {"attention_multiplier": 1.0}, change=_granite),
     "qwen3_next": _Model(
-        layers=_every("full_attention_interval", "linear_attention"),
-        defaults={"head_dim": 256, "full_attention_interval": 4},
+        layers=_every("full_attention_interval", "linear_attention"), defaults={"head_dim": 256, "full_attention_interval": 4}
     ),
     "jamba": _Model(_HYBRID, {"attn_layer_period": 8, "attn_layer_offset": 4}, _jamba),
     "bamba": _Model(_HYBRID, {}, _bamba),
@@ -507,7 +512,7 @@ _MODELS: dict[str, _Model] = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra"), _Model(change=_bert)),
     **dict.fromkeys(("t5", "mt5", "umt5"), _Model(read=_t5)),
     **dict.fromkeys(("bart", "mbart"), _Model(read=_bart)),
-}  # fmt: skip
+}
 
 #: transformers' defaults of fields that a nested text_config often leaves out.
 _NESTED = {

@@ -22,9 +22,10 @@ NAME = "attn"
 
 #: Unsupported arguments of a call that change the meaning of attention -> the feature of backends, if any.
 UNKNOWN = {
-    "alibi": Feature.ALIBI, "alibi_slopes": Feature.ALIBI, "head_mask": None, "block_mask": None,
-    "indexer": Feature.SPARSE_MLA, "chunk_size": None, "block_indices": None, "sinks": None,
-}  # fmt: skip
+    **dict.fromkeys(("alibi", "alibi_slopes"), Feature.ALIBI),
+    "indexer": Feature.SPARSE_MLA,
+    **dict.fromkeys(("head_mask", "block_mask", "chunk_size", "block_indices", "sinks")),
+}
 #: What rows see without a window: every key, or none after their own.
 EVERYTHING, CAUSAL = Visibility(LayerMask(causal=False)), Visibility(LayerMask())
 

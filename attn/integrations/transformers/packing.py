@@ -78,9 +78,13 @@ def _who_serves(call: Call, heads: tuple[int, int], options: dict[str, Any]) -> 
     """Return a sentence on the backends that have the call's features, and those of them that serve it on this machine."""
     (mask, batch), cap, sinks = call.seen, call.soft_cap, call.sinks
     needs = {
-        Feature.SLIDING_WINDOW: mask.window[0], Feature.SOFT_CAP: cap, Feature.SINKS: sinks,
-        Feature.NON_CAUSAL: None if mask.causal else True, Feature.SPANS: batch.spans, Feature.CHUNK_SIZE: mask.chunk_size,
-    }  # fmt: skip
+        Feature.SLIDING_WINDOW: mask.window[0],
+        Feature.SOFT_CAP: cap,
+        Feature.SINKS: sinks,
+        Feature.NON_CAUSAL: None if mask.causal else True,
+        Feature.SPANS: batch.spans,
+        Feature.CHUNK_SIZE: mask.chunk_size,
+    }
     features = [feature for feature, value in needs.items() if value is not None]
     try:
         trace = Attention(*heads, **{**options, "backend": None}).selection.trace

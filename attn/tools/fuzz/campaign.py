@@ -335,9 +335,14 @@ class _Examiner:
 
 
 def run_fuzz(
-    names: Sequence[str] | None, seconds: float, seed: int, jobs: int = 1, most: int | None = None,
-    shown: Display | None = None, registry: str = "attention",
-) -> list[FuzzReport]:  # fmt: skip
+    names: Sequence[str] | None,
+    seconds: float,
+    seed: int,
+    jobs: int = 1,
+    most: int | None = None,
+    shown: Display | None = None,
+    registry: str = "attention",
+) -> list[FuzzReport]:
     """Fuzz the named backends or entries, or all that run on this machine, which share the time evenly.
 
     seconds: total time.
