@@ -454,6 +454,14 @@ DEFECTS = (
         "A step of keys that the window cuts for the last rows is not masked.",
     ),
     Defect(
+        "tpu_whole_block_not_clear",
+        "jax/kernels/tpu/_kernel.py",
+        "begin + first, begin + first + size)",
+        "begin + first, begin + first + cfg.chunk)",
+        PAGED_TPU,
+        "A block whose first step every row sees is processed without masks.",
+    ),
+    Defect(
         "tpu_long_chunk_not_clear",
         "jax/kernels/tpu/_long.py",
         "first >= _chunk_start(item.position + cfg.large - 1, chunk)",

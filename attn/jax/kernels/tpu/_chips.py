@@ -108,6 +108,8 @@ def blocks_for(name: str, shape: PagedShape) -> Blocks:
     large = smallest if max_query_len > 1 else 0
     # a product of float32 is six of bfloat16: 512 rows keep the matrix unit busy, and twice as many take long to compile
     long = chip.rows if itemsize == 2 else ROWS
+    if heads == 1 and long > ROWS:  # no other head's products hide what a step costs
+        long *= 2
     # rows of an item beyond its request's are computed for nothing: the most rows pay only for long requests
     while large and large < max_query_len and 2 * large * group <= (long if 16 * large <= max_query_len else ROWS):
         large *= 2

@@ -5,6 +5,7 @@ hardware's exponential. m (running maximum), l (sum) and acc are float32. Only b
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -49,15 +50,16 @@ def _longs(cfg: Config, refs: Refs) -> _pages.ItemOps:
         def step(first: jax.Array, size: int) -> _long.Step:
             return _long.Step(slot, first, begin + first, size)
 
-        def chunk(first: jax.Array) -> None:
-            clear = _long.is_clear(cfg, item, begin + first, begin + first + cfg.chunk)
+        def whole(first: jax.Array, size: int, parts: Callable[[jax.Array], None]) -> None:
+            """Keys that every row sees in one step, and others by parts."""
+            clear = _long.is_clear(cfg, item, begin + first, begin + first + size)
 
             @pl.when(clear)
             def _() -> None:
-                _long.attend(cfg, refs, item, step(first, cfg.chunk), 0)
-                _long.recompute(cfg, refs, item, step(first, cfg.chunk))
+                _long.attend(cfg, refs, item, step(first, size), 0)
+                _long.recompute(cfg, refs, item, step(first, size))
 
-            pl.when(jnp.logical_not(clear))(lambda: edge(first))
+            pl.when(jnp.logical_not(clear))(lambda: parts(first))
 
         def edge(first: jax.Array) -> None:
             """The same keys in smaller steps, with masks for those that need them."""
@@ -90,11 +92,18 @@ def _longs(cfg: Config, refs: Refs) -> _pages.ItemOps:
 
             lax.fori_loop(0, steps, one, None)
 
-        each = chunk if cfg.chunk > cfg.key_tile else edge
+        def chunk(first: jax.Array) -> None:
+            whole(first, cfg.chunk, edge) if cfg.chunk > cfg.key_tile else edge(first)
+
+        def chunks(_: jax.Array) -> None:
+            count = lax.div(jnp.clip(item.high - begin, 0, cfg.kv_block) + (cfg.chunk - 1), cfg.chunk)
+            lax.fori_loop(0, count, lambda n, _: chunk(pl.multiple_of(n * cfg.chunk, cfg.chunk)), None)
+
         if cfg.chunk == cfg.kv_block:
-            each(jnp.int32(0))
+            chunk(jnp.int32(0))
+        elif cfg.num_kv_heads * cfg.rows * cfg.kv_block <= cfg.stretch:  # with more heads, longer steps gain nothing
+            whole(jnp.int32(0), cfg.kv_block, chunks)
         else:
-            chunks = lax.div(jnp.clip(item.high - begin, 0, cfg.kv_block) + (cfg.chunk - 1), cfg.chunk)
-            lax.fori_loop(0, chunks, lambda n, _: each(pl.multiple_of(n * cfg.chunk, cfg.chunk)), None)
+            chunks(jnp.int32(0))
 
     return _pages.ItemOps(queries, outputs, lambda: _long.reset(cfg, refs), attend, lambda _: _long.finish(cfg, refs))

@@ -124,7 +124,7 @@ class PagedRefs:
 class Config(PagedConfig):
     """The ragged kernel's sizes and features. With one plane a row holds [key | value]."""
 
-    chunk: int  # keys per step of a long request if every row sees them all; any other step has `key_tile`
+    chunk: int  # keys per step of a long request if every row sees them but not a whole block; others have `key_tile`
     last: int  # except an item's last one if no row sees more keys of it than this; 0: that has `key_tile` too
     stretch: int  # scores per straight stretch of code
     logits_soft_cap: float | None

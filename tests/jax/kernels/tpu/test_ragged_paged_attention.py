@@ -177,6 +177,8 @@ SPANS[0], SPANS[2:5], SPANS[8:20], SPANS[20:22], SPANS[30:46] = (41, 50), (29, 3
 SPANS[46:48] = (3, 9), (0, 15)
 CASES: dict[str, dict[str, Any]] = {
     "leaping": {"mode": "eager", "gain": 60.0, "blocks": BLOCKS._replace(chunk=64)},
+    # two blocks that every row sees, each in one step; one whose second half holds the diagonal
+    "whole_blocks": {"mode": "eager", "lens": ((1, 40), (70, 201))},
     "float32": {"dtype": "float32", "alibi_slopes": SLOPES, "sinks": SINKS},
     # items whose last steps see 62, 30, 36, 64 and 8 keys
     "short_steps": {
@@ -239,7 +241,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 #: Each alone notices a defect of `tests.testing.planted`.
 KEPT = ("window", "bidirectional", "leaping", "fp8_by_hand", "int8", "chunks_of_a_window", "spans", "spans_of_a_window")
-KEPT += ("short_steps",)
+KEPT += ("short_steps", "whole_blocks")
 
 
 @pytest.mark.parametrize("name", sampled(list(CASES), 1, "ragged paged attention", lambda name: name in KEPT))
@@ -486,7 +488,8 @@ def test_blocks_of_short_requests() -> None:
 
 
 def test_items_of_the_longest_requests() -> None:
-    """1,024 rows on the chips that take them, for queries of two bytes: in float32 a stretch that long compiles for minutes."""
+    """1,024 rows on the chips that take them, and 2,048 there of one head, for queries of two bytes: in float32 a stretch
+    that long compiles for minutes."""
 
     def blocks(chip: str, itemsize: int) -> Blocks:
         return blocks_for(chip, dataclasses.replace(SHAPE, max_query_len=2048, itemsize=itemsize, cache_itemsize=itemsize))
@@ -494,6 +497,8 @@ def test_items_of_the_longest_requests() -> None:
     for chip, rows in (("v5e", 512), ("v6e", 1024), ("v7x", 1024)):
         assert (blocks(chip, 2).large * 4, blocks(chip, 4).large * 4) == (rows, 512)
         assert blocks(chip, 4).stretch == blocks("v5e", 4).stretch
+    one_head = dataclasses.replace(SHAPE, max_query_len=2048, num_kv_heads=1, group=8)
+    assert [blocks_for(chip, one_head).large * 8 for chip in ("v5e", "v6e", "v7x")] == [512, 2048, 2048]
 
 
 def test_short_last_steps() -> None:
