@@ -262,9 +262,8 @@ def _tables(case: Case, rng: np.random.Generator) -> tuple[Array, int]:
     """Return (block_table [R, B], N): random pages, a shared prefix, and stale entries after each row's last page."""
     used = [-(-m // case.block_size) for m in case.seq_lens]
     shared = case.shared_prefix // case.block_size
-    num_blocks = case.num_blocks or max(
-        8, next_power_of_two(2 * sum(used) + 2)
-    )  # few sizes: a compiled backend compiles for each
+    # few sizes: a compiled backend compiles for each
+    num_blocks = case.num_blocks or max(8, next_power_of_two(2 * sum(used) + 2))
     if num_blocks < shared + sum(used):
         raise ValueError(f"num_blocks={num_blocks} must be at least {shared + sum(used)}, the pages in use")
     free = rng.permutation(num_blocks).astype(np.int32)

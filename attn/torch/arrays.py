@@ -57,14 +57,14 @@ _Guards: Any = getattr(getattr(torch._C, "_dynamo", None) and torch._C._dynamo.g
 
 
 class Facts:
-    """`static` of a call's tensors, one object for equal ones, which knows other such tensors by a single comparison."""
+    """What `static` returns for a call's tensors, one object for equal results, which recognises such tensors at once."""
 
     def __init__(self) -> None:
         self._check: Any = None
         self._recorded, self._absent = False, list[int]()
 
     def hold(self, tensors: Sequence[Any]) -> bool:
-        """Whether they are those of tensors. False also of equal ones, unless `watch` was given such before."""
+        """Return whether tensors have these facts; False until `watch` was called with tensors that have them."""
         if self._check is None or torch.is_grad_enabled() is not self._recorded:
             return False
         given = [x for x in tensors if x is not None]
@@ -74,7 +74,7 @@ class Facts:
         return self._check(*given)  # type: ignore[no-any-return]
 
     def watch(self, tensors: Sequence[Any]) -> None:
-        """Let tensors be known again that have these facts."""
+        """Remember tensors that have these facts, so that `hold` recognises others that have them."""
         if _Guards is not None:
             given = [x for x in tensors if x is not None]
             sizes, strides = [list(x.shape) for x in given], [list(x.stride()) for x in given]

@@ -1914,8 +1914,8 @@ DEFECTS = (
     Defect(
         "fa4_masks_of_wrong_tiles",
         "torch/backends/_flash_providers.py",
-        "    if 64 < size <= 96 and not MASK_FEATURES.isdisjoint(request.features):\n",
-        "    if size > 999 and not MASK_FEATURES.isdisjoint(request.features):\n",
+        '("sm_90", MultipleOf(1, 65, 96), MASK_FEATURES,',
+        '("sm_90", MultipleOf(1, 997, 998), MASK_FEATURES,',
         ("torch/backends/test_flash_attn.py",),
         "FlashAttention 4 serves masks with heads of 80 and 96, for which its tiles over pages are wrong.",
     ),

@@ -131,7 +131,7 @@ def _fa4(module: Any, call: VarlenCall) -> State:
     plain = call.causal and call.window[0] is None
     window = (None, None) if plain else call.window
     if call.block_table is not None and 64 < call.query.shape[2] <= 96 and not plain and window == (None, None):
-        # hides no key, and gives tiles a size that is right over pages (`_fa4_over_pages`)
+        # hides no key, and gives tiles a size that is right over pages (`_FA4_WRONG_OVER_PAGES`)
         window = call.max_seq_len, call.max_seq_len
     rules: dict[str, Any] = {"causal": plain, "window_size": window}
     if call.mask is not None:
@@ -238,8 +238,9 @@ class Provider:
     attend: Callable[[Any, VarlenCall], State]
     narrow_values: Callable[[int, int], bool] = lambda keys, values: False  #: whether values need no padding
     sizes_on: tuple[tuple[str, MultipleOf], ...] = ()  #: head sizes on architectures that serve fewer than the record
-    #: why it does not serve a head size over pages, or ""
-    over_pages: Callable[[Request, Device | None], str] = lambda request, device: ""
+    sizes_over_pages: MultipleOf = MultipleOf(1)
+    #: head sizes that it gets wrong over pages: on which architectures, with which features (None: always), and why
+    wrong_over_pages: tuple[tuple[str, MultipleOf, frozenset[Feature] | None, str], ...] = ()
     compiled: str = ""
     mask_needs: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
@@ -266,8 +267,14 @@ class Provider:
                 why.append(f"head_size={request.head_size} on {device.arch} (supports {sizes})")
         if request.block_size is not None and request.block_size not in self.block_size:
             why.append(f"block_size={request.block_size} (supports {self.block_size})")
-        if request.block_size is not None and (told := self.over_pages(request, device)):
-            why.append(f"head_size={request.head_size} over pages ({told})")
+        if request.block_size is not None:
+            size, features = request.head_size, request.features
+            if size not in self.sizes_over_pages:
+                why.append(f"head_size={size} over pages (supports {self.sizes_over_pages})")
+            for rule, sizes, wrong, told in self.wrong_over_pages:
+                here = device is not None and arch_matches(device.arch, rule)
+                if here and size in sizes and (wrong is None or wrong & features):
+                    why.append(f"head_size={size} over pages ({told})")
         try:
             return why or ([] if assumed(self.module) else list(_lacking(self, not MASK_FEATURES.isdisjoint(request.features))))
         except BackendLoadError as error:
@@ -280,23 +287,13 @@ def _lacking(provider: Provider, masks: bool) -> tuple[str, ...]:
     return lacking(provider.module, provider.load(), provider.needs + (provider.mask_needs if masks else ()))
 
 
-def _fa4_over_pages(request: Request, device: Device | None) -> str:
-    """Why FlashAttention 4 does not serve a head size over pages, or "".
-
-    It asserts multiples of 16. Run on an H200, its release 4.0.0b36 ended in an illegal access with 160, and with 80 and 96 it
-    read other keys wherever its tiles have 144 of them: without causality or a window, and so under any `mask_mod`. All sizes
-    between those that ran right (64, 112, 128, 192, 256) are refused.
-    """
-    size = request.head_size
-    if size % 16:
-        return "supports multiples of 16"
-    if device is None or not arch_matches(device.arch, "sm_90"):
-        return ""
-    if 128 < size < 192:
-        return "4.0.0b36 reads outside of the cache on sm_90"
-    if 64 < size <= 96 and not MASK_FEATURES.isdisjoint(request.features):
-        return "4.0.0b36 is wrong with masks on sm_90"
-    return ""
+#: What FlashAttention 4's release 4.0.0b36 got wrong over pages on an H200: with 160 it ended in an illegal access, and with 80
+#: and 96 it read other keys wherever its tiles have 144 of them: without causality or a window, and so under any `mask_mod`.
+#: The sizes between those that ran right (64, 112, 128, 192, 256) are refused too.
+_FA4_WRONG_OVER_PAGES = (
+    ("sm_90", MultipleOf(1, 129, 191), None, "4.0.0b36 reads outside of the cache on sm_90"),
+    ("sm_90", MultipleOf(1, 65, 96), MASK_FEATURES, "4.0.0b36 is wrong with masks on sm_90"),
+)
 
 
 def _record(archs: tuple[str, ...], features: frozenset[Feature]) -> Capabilities:
@@ -342,7 +339,8 @@ PROVIDERS: tuple[Provider, ...] = (
         _record(("sm_90", "sm_10*"), _FEATURES | MASK_FEATURES), MultipleOf(16),
         (("flash_attn_varlen_func", ("page_table", "seqused_k", "window_size", "softcap", "return_lse")),), _fa4,
         sizes_on=(("sm_10*", MultipleOf(8, 32, 128)),),  # its interface asserts these; 256 has a kernel of its own there
-        over_pages=_fa4_over_pages,
+        sizes_over_pages=MultipleOf(16),  # it asserts this too, unless a page is a tile of keys
+        wrong_over_pages=_FA4_WRONG_OVER_PAGES,
         mask_needs=(("flash_attn_varlen_func", ("mask_mod", "aux_tensors")), ("utils.scalar_to_ssa", ())),
     ),
     Provider(
