@@ -175,8 +175,8 @@ def _describe(  # type: ignore[no-untyped-def]
     rest = of_request - together * K
     kv_head = gl.where(rest < 0, of_request // together, rest % K)
     from_last = gl.where(rest < 0, of_request % together, together + rest // K)
-    # the last rows are the longest: start them first, so that they do not end last
-    first = (tiles - 1 - from_last) * BLOCK_Q
+    # the last rows are the longest: start them first, so that they do not end last; past the last unit no row is read
+    first = gl.maximum(tiles - 1 - from_last, 0) * BLOCK_Q
     context = seq_len - q_len
     since, high = _extent(mask, r, begin, q_len, seq_len, first, context, BLOCK_Q, CHUNK, SPAN_RIGHT)
     low = gl.minimum(since // BLOCK_N * BLOCK_N, high)

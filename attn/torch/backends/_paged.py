@@ -180,7 +180,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             scale = self._check_output_scale(query, output_scale, output_block_scale)
         elif isinstance(attn_metadata, PagedAttentionMetadata) and not torch.compiler.is_compiling():
             kept = attn_metadata.kept()
-            signature = self._signature(layer, kept.facts((*given, kv_cache, output)))
+            signature = self._signature(layer, query, kept.facts((*given, kv_cache, output)))
             known = kept.calls.get(signature)
             if known is None and signature is not None and not envs.debug("device"):
                 kind = self._kind_of_batch(attn_metadata, kv_cache)
@@ -304,13 +304,17 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             return ()
         return [scale for scale in (layer._k_scale, layer._v_scale) if isinstance(scale, torch.Tensor)]
 
-    def _signature(self, layer: AttentionLayer, of_tensors: Facts | None) -> tuple[Any, ...] | None:
-        """Return what checks and launches of a call depend on beside its batch; None if `of_tensors` is."""
+    def _signature(self, layer: AttentionLayer, query: torch.Tensor, of_tensors: Facts | None) -> tuple[Any, ...] | None:
+        """Return what checks and launches of a call depend on beside its batch; None if `of_tensors` is, or if the call has yet
+        to move the per-head vectors to its device: launches of another layer's call would be given their addresses on the
+        host."""
         if of_tensors is None:
             return None
         facts = [of_tensors, *self._constants()]
         for per_head in (self.sinks, self.alibi_slopes):
-            facts.append(None if per_head is None else (per_head.dtype, per_head.device, per_head.stride()))
+            if per_head is not None and per_head.device != query.device:
+                return None
+            facts.append(None if per_head is None else (per_head.dtype, per_head.stride()))
         if self._quantised:
             facts += map(caches.of_scale, (layer._k_scale, layer._v_scale))
             facts += (getattr(layer, f"{which}_scale_float", None) for which in ("_k", "_v"))

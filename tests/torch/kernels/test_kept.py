@@ -225,6 +225,21 @@ for change, error in ((lambda x: x.float(), DTypeError), (lambda x: x.requires_g
         continue
     raise AssertionError(error)
 
+# a layer that has yet to move its vectors to the device does not repeat another layer's launches
+one, other = Layer(**plain, sinks=True), Layer(**plain, sinks=True)
+metadata = one.build()
+for layer in (one, other):
+    here = {name: getattr(layer.impl, name) for name in ("sinks", "alibi_slopes")}
+    vars(layer.impl).update({name: x.to("meta") for name, x in here.items()})
+    layer.impl._moved = lambda name, values, device, here=here: here[name]
+    layer(metadata)
+    assert used
+one(metadata)
+found = other(metadata)
+assert not used
+forget(metadata)
+assert other(metadata) == found
+
 # launches that another thread repeats at the time are made anew, and measured ones are not kept
 one, metadata = Layer(**plain), Layer(**plain).build()
 one(metadata)
