@@ -25,7 +25,8 @@ def pairwise(
 ) -> list[Choice]:
     """Return choices, at least `least` of them, that cover every pair of values that `to_valid` keeps.
 
-    `to_valid` may change a choice to make it meaningful, or return None to reject it. Deterministic for a given `seed`.
+    `to_valid` may change a choice to make it meaningful, or return None to reject it. If it rejects nearly all, there are fewer
+    than `least`. Deterministic for a given `seed`.
     """
     rng = random.Random(seed)
     names = [name for name in axes if len(axes[name]) > 1]
@@ -47,8 +48,10 @@ def pairwise(
         open_pairs -= gain or {target}  # a pair that no attempt kept is taken to be meaningless
         if best is not None:
             choices.append(best)
-    while len(choices) < least:
+    draws = _TRIES * max(0, least - len(choices))
+    while draws and len(choices) < least:
         valid = to_valid({name: rng.choice(list(values)) for name, values in axes.items()})
+        draws -= 1
         if valid is not None:
             choices.append(valid)
     return choices

@@ -12,6 +12,7 @@ from typing import Any
 from attn.backends.metadata import next_power_of_two
 from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, AttentionType, Feature, supports_size
 from attn.dtypes import DTYPES, KV_CACHE_DTYPES
+from attn.errors import UnsupportedError
 from attn.testing.bits import SCALED
 from attn.testing.case import Case
 from attn.testing.fixtures import fixtures, long_context, variety, vast
@@ -23,15 +24,20 @@ LEVELS = ("smoke", "quick", "full")
 
 
 def cases_of(subject: Subject, level: str = "quick") -> list[Case]:
-    """Return all cases of the suite for this subject, positive ones first. Raises ValueError for an unknown level."""
+    """Return all cases of the suite for this subject, positive ones first.
+
+    Raises ValueError for an unknown level, and UnsupportedError if the backend serves no case on the subject's device.
+    """
     if level not in LEVELS:
         raise ValueError(f"level={level!r} (supports {', '.join(LEVELS)})")
     full = level == "full"
-    if subject.is_latent:
-        positive = latent_cases(subject, level) + (invariance(subject, full) if level != "smoke" else [])
-        return [case for case in positive if subject.serves(case)] + refusals(subject)
     few_programs = subject.compiles and not full
-    positive = fixtures(subject)
+    positive = latent_cases(subject, level) if subject.is_latent else fixtures(subject)
+    if not any(map(subject.serves, positive)):
+        raise _nothing_served(subject, positive[0])
+    if subject.is_latent:
+        positive += invariance(subject, full) if level != "smoke" else []
+        return [case for case in positive if subject.serves(case)] + refusals(subject)
     if level != "smoke":
         positive += [*grid(subject, few_programs), *properties(subject, full), *long_context(subject, full)]
         positive += invariance(subject, full)
@@ -41,6 +47,17 @@ def cases_of(subject: Subject, level: str = "quick") -> list[Case]:
     # Unsupported features are covered by `refusals`.
     served = [case for case in positive if subject.serves(case)]
     return (_affordable(served) if few_programs else served) + refusals(subject)
+
+
+def _nothing_served(subject: Subject, case: Case) -> UnsupportedError:
+    """Return the error of a backend that serves no case, with its reasons to reject one of them."""
+    request = case.request()
+    reasons = list(subject.refuses(request)) or subject.capabilities.reasons(request)
+    return UnsupportedError(
+        f"{subject.name} serves no case of the conformance suite on {subject.device or 'any device'}: {'; '.join(reasons)}. "
+        "Pass kind='interpreted' to run_conformance to execute it without such a device, or device=Device(...) for its cases",
+        reasons,
+    )
 
 
 # limiting the number of compiled programs

@@ -35,5 +35,12 @@ def test_at_least_and_at_most() -> None:
     assert len(pairwise(AXES, lambda choice: choice, least=0, most=5)) == 5
 
 
+def test_few_valid_choices_are_fewer_than_the_least() -> None:
+    """The search ends where `to_valid` rejects every choice, as it does for a backend that its device rules out."""
+    assert pairwise(AXES, lambda choice: None) == []
+    only = {"a": 1, "b": "x", "c": 5, "d": True, "e": "only"}
+    assert 0 < len(pairwise(AXES, lambda choice: choice if choice == only else None, least=400)) < 400
+
+
 def test_the_same_seed_gives_the_same_choices() -> None:
     assert pairwise(AXES, dict, seed=3) == pairwise(AXES, dict, seed=3) != pairwise(AXES, dict, seed=4)

@@ -65,6 +65,17 @@ def test_a_combination_that_a_backend_refuses_is_not_asked_for() -> None:
     assert len([case for case in cases if case.name.startswith("grid")]) >= 60
 
 
+@pytest.mark.parametrize("features", [frozenset(), frozenset({Feature.MLA})])
+def test_a_backend_that_serves_nothing_here_is_an_error_with_its_reasons(features: frozenset[Feature]) -> None:
+    record = dataclasses.replace(SMALL, platforms=("cuda",), head_sizes=(MultipleOf(64),), features=features)
+    here = Device("torch", "cpu", "a laptop")
+    nowhere = subject(record, device=here, refuses=lambda request: record.device_reasons(here))
+    with pytest.raises(UnsupportedError, match=r"SMALL serves no case .* on a laptop \(torch\): .*kind='interpreted'") as error:
+        cases_of(nowhere)
+    assert error.value.reasons == ("platform=cpu (supports cuda)",)
+    assert cases_of(dataclasses.replace(nowhere, device=None, refuses=lambda request: ()))
+
+
 def test_an_encoder_only_backend_has_cases() -> None:
     encoder = dataclasses.replace(SMALL, attn_types=("encoder_only",))
     positive, refusals = split(cases_of(subject(encoder)))
