@@ -10,7 +10,7 @@ products are replaced by their dispatch alone, because a CPU would compute them.
 "us" that of the layers after it, which repeat its launches. With --entries each kernel's function is also called alone, with
 the arguments that the layer's first call passes to it. --build times what makes a batch instead: `from_lens` of lists of block
 ids, of arrays of them and of a table, and a builder of a device without memory (`meta`), from arrays of the host, copied and
-checked, and from tensors on that device; the device's part, which fills the table in, is left out. Figures are the least of
+checked, and from tensors on that device, for which launches cost nothing. Figures are the least of
 several runs, in processor time; torch's own attention over one key, in the same run, gives the scale.
 """
 
@@ -36,7 +36,6 @@ from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.registry import AttentionBackendEnum
 from attn.tools.aot.triton import _placeholder
 from attn.torch import kv_cache as caches
-from attn.torch import metadata as torch_metadata
 from attn.torch.backends.mla.prefill.triton import TritonPrefillBackend
 from attn.torch.kernels import direct
 from attn.torch.kernels import driver as direct_driver
@@ -190,18 +189,14 @@ def ways_of(requests: int, keys: int, ragged: bool) -> dict[str, Callable[[], An
 def builds() -> None:
     """Print what making a batch takes."""
 
-    def padded(blocks: torch.Tensor, number: torch.Tensor, begin: torch.Tensor, columns: int) -> torch.Tensor:
-        return blocks.new_empty(number.shape[0] * columns)
-
     print(f"{'requests':10s}{'keys':10s}" + "".join(f"{way:>16s}" for way in _WAYS))
-    with mock.patch.object(torch_metadata, "_padded", padded):
-        for requests, keys, ragged in BUILT:
-            ways = ways_of(requests, keys, ragged)
-            least = dict.fromkeys(ways, float("inf"))
-            for _ in range(REPEATS):
-                for way, call in ways.items():
-                    least[way] = min(least[way], timeit.timeit(call, timer=time.process_time, number=5) / 5 * 1e6)
-            print(f"{requests:<10d}{keys:<10d}" + "".join(f"{least[way]:16.1f}" for way in _WAYS), flush=True)
+    for requests, keys, ragged in BUILT:
+        ways = ways_of(requests, keys, ragged)
+        least = dict.fromkeys(ways, float("inf"))
+        for _ in range(REPEATS):
+            for way, call in ways.items():
+                least[way] = min(least[way], timeit.timeit(call, timer=time.process_time, number=5) / 5 * 1e6)
+        print(f"{requests:<10d}{keys:<10d}" + "".join(f"{least[way]:16.1f}" for way in _WAYS), flush=True)
 
 
 def main() -> None:

@@ -120,7 +120,7 @@ class CommonAttentionMetadata:
         import numpy as np
 
         q, s = _int32("query_lens", query_lens), _int32("seq_lens", seq_lens)
-        table = _table(block_table)
+        table, blocks, lens = _table(block_table)
         ends = np.cumsum(q, dtype=np.int64)
         if len(q) and ends[-1] > INT32_MAX:
             i = int((ends > INT32_MAX).argmax())
@@ -142,7 +142,8 @@ class CommonAttentionMetadata:
             block_size=block_size,
         )
         batch.validate(block_size, strict=_flag("strict", strict))
-        batch._check_blocks(block_size, INT32_MAX + 1)
+        whole = blocks is not None and bool((lens * block_size >= s).all())  # else a row may lack blocks
+        batch._check_blocks(block_size, INT32_MAX + 1, blocks if whole else None)
         if _flag("writes", writes):
             batch.slot_mapping = slots_of(table, *_rows_of(start, s), block_size)
             batch._check_slots(None)
@@ -255,7 +256,8 @@ class CommonAttentionMetadata:
     def check_ids(self, block_size: int, num_blocks: int, blocks: "IntArray | None" = None) -> None:
         """Check the block ids and slots of a valid batch, where they are on the host, against `num_blocks`; `validate` does it.
 
-        blocks: int32, the ids of all tokens' blocks, one request after another, where the caller has read them from the table.
+        blocks: int32, the ids of all tokens' blocks, or each request's largest as an unsigned number, where the caller has read
+        them from the table.
         Raises `MetadataError`.
         """
         self._check_blocks(block_size, num_blocks, blocks)
@@ -372,18 +374,22 @@ class CommonAttentionMetadata:
             raise MetadataError("spans", t, [int(first[t]), int(last[t])], bound)
 
     def _check_blocks(self, block_size: int, num_blocks: int, blocks: "IntArray | None" = None) -> None:
-        """Check the block ids in use against the number of blocks, if the table is on the host."""
+        """Check the block ids in use against the number of blocks, if the table is on the host.
+
+        blocks: int32 ids, at least one of them too large, as an unsigned number, if one in use is; None: not read yet.
+        """
         import numpy as np
 
         if isinstance(self.block_table, np.ndarray) and self.seq_lens_cpu is not None:
             table = self.block_table.view(np.uint32)  # one comparison: a negative id is a large unsigned one
             used = -(-self.seq_lens_cpu // block_size)
-            if blocks is None:
-                padded = 2 * int(used.sum()) < table.size  # reading the padding would take longer than leaving it out
-                none = table[:0].ravel()
-                blocks = np.concatenate([none, *rows_of(table, used)]) if padded or _most(table) >= num_blocks else none
-            if _most(blocks.view(np.uint32)) >= num_blocks:
+            if blocks is None:  # reading a lot of padding would take longer than leaving it out
+                is_padded = 2 * int(used.sum()) < table.size
+                blocks = np.concatenate([table[:0, 0], *rows_of(table, used)]) if is_padded else table
+            if blocks.size and int(blocks.view(np.uint32).max()) >= num_blocks:
                 bad = (table >= num_blocks) & (np.arange(table.shape[1]) < used[:, None])
+                if not bad.any():  # it is not in use
+                    return
                 r, c = (int(x) for x in np.argwhere(bad)[0])
                 why = f"{used[r]} blocks of {block_size} hold {self.seq_lens_cpu[r]} tokens"
                 bound = f"between 0 and {num_blocks - 1} ({why})"
@@ -547,15 +553,16 @@ def spans_of(groups: "Sequence[Sequence[int]] | Sequence[IntArray]", query_lens:
     return np.concatenate(spans)
 
 
-def _table(rows: "Sequence[Sequence[int]] | Sequence[IntArray] | IntArray") -> "IntArray":
+def _table(rows: "Sequence[Sequence[int]] | Sequence[IntArray] | IntArray") -> "tuple[IntArray, IntArray | None, IntArray]":
     """Convert a block table, ragged or not, to [R, B] int32, short rows padded with -1; always a copy.
 
-    Integers are converted at once. Other input is converted row by row, so that the error states the position.
+    Integers are converted at once. Other input is converted row by row, so that the error states the position. Returns the
+    table, the entries of a ragged one without padding, and the length of each row before it was padded.
     """
     import numpy as np
 
     if isinstance(rows, np.ndarray) and rows.ndim == 2 and rows.dtype.kind in "iu" and _fits_int32(rows):
-        return rows.astype(np.int32)
+        return rows.astype(np.int32), None, np.full(len(rows), rows.shape[1])
     rows = list(rows)
     flat = _joined(rows)
     if flat is None:
@@ -564,19 +571,19 @@ def _table(rows: "Sequence[Sequence[int]] | Sequence[IntArray] | IntArray") -> "
     table = np.full((len(rows), max(lens, default=0)), -1, np.int32)
     if table.size == flat.size:
         table[:] = flat.reshape(table.shape)
-        return table
-    for row, begin, n in zip(table, accumulate(lens, initial=0), lens, strict=False):
-        row[:n] = flat[begin : begin + n]
-    return table
+    else:
+        for row, begin, n in zip(table, accumulate(lens, initial=0), lens, strict=False):
+            row[:n] = flat[begin : begin + n]
+    return table, flat, np.array(lens, np.int64)
 
 
 def _joined(rows: list[Any]) -> "IntArray | None":
     """Concatenate the entries of all rows as int32; None if they are not all integers of 32 bits."""
     import numpy as np
 
-    if rows and all(isinstance(row, np.ndarray) and row.ndim == 1 and row.dtype.kind in "iu" for row in rows):
+    if rows and all([isinstance(row, np.ndarray) and row.ndim == 1 and row.dtype.kind in "iu" for row in rows]):
         flat = np.concatenate(rows)
-        return flat.astype(np.int32) if flat.dtype.kind in "iu" and _fits_int32(flat) else None
+        return flat.astype(np.int32, copy=False) if flat.dtype.kind in "iu" and _fits_int32(flat) else None
     if not {*map(type, rows)} <= {list, tuple, range} or any(type(row[0]) is bool for row in rows if row):
         return None
     try:  # the fastest conversion of a list that accepts only integers within range
@@ -596,13 +603,12 @@ def rows_of(block_table: "IntArray", counts: "IntArray") -> "list[IntArray]":
     return [row[:n] for row, n in zip(block_table, counts.tolist(), strict=True)]
 
 
-def _most(numbers: Any) -> int:
-    """The largest of unsigned integers, -1 if there are none."""
-    return int(numbers.max()) if numbers.size else -1
-
-
 def _fits_int32(numbers: "IntArray") -> bool:
-    return not numbers.size or (int(numbers.min()) > -INT32_MAX - 2 and int(numbers.max()) <= INT32_MAX)
+    return (
+        not numbers.size
+        or numbers.dtype.name == "int32"
+        or (int(numbers.min()) > -INT32_MAX - 2 and int(numbers.max()) <= INT32_MAX)
+    )
 
 
 def next_power_of_two(size: int) -> int:

@@ -4,7 +4,7 @@ import functools
 import itertools
 import json
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,7 +16,7 @@ from torch.utils._pytree import GetAttrKey, register_pytree_node
 from attn import envs
 from attn.arrays import to_framework
 from attn.backends.abstract import AttentionMetadataBuilder
-from attn.backends.metadata import PAD_SLOT_ID, AttentionMetadata, CommonAttentionMetadata, rows_of
+from attn.backends.metadata import PAD_SLOT_ID, AttentionMetadata, CommonAttentionMetadata
 from attn.errors import DeviceError, MetadataError
 from attn.torch.alignment import aligned
 from attn.torch.arrays import Facts, facts_of, from_foreign, static
@@ -271,9 +271,9 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         """
         batch, spec = common_attn_metadata, self.kv_cache_spec
         batch.validate(spec.block_size)
-        arrays, blocks = self._arrays(batch)
+        arrays, largest = self._arrays(batch)
         if spec.num_blocks is not None and not fast_build:  # while a device copies the arrays
-            batch.check_ids(spec.block_size, spec.num_blocks, blocks)
+            batch.check_ids(spec.block_size, spec.num_blocks, largest and largest())
         if envs.debug("device"):
             batch.on_host().validate(spec.block_size, spec.num_blocks)
         mask = BatchMask(*map(self._put, batch.mask, (torch.bool, torch.int32, torch.int32, torch.bool)))
@@ -318,9 +318,9 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
     def extend(self, metadata: Any, batch: CommonAttentionMetadata, fast_build: bool) -> None:
         """Fill what `metadata_cls` adds to `PagedAttentionMetadata`, after the batch was validated."""
 
-    def _arrays(self, batch: CommonAttentionMetadata) -> "tuple[list[torch.Tensor], IntArray | None]":
+    def _arrays(self, batch: CommonAttentionMetadata) -> "tuple[list[torch.Tensor], Callable[[], IntArray] | None]":
         """Return the batch's `ARRAYS` on the device: those of NumPy's in one copy, which the device makes while the host goes
-        on; tensors that are there already as they are. And the block ids of all tokens, where they were read for the copy."""
+        on; tensors that are there already as they are. And what `_put_together` returns besides."""
         given: list[Any] = [getattr(batch, name) for name in ARRAYS]
         target = None if self.device is None else torch.device(self.device)
         on_host = [i for i, array in enumerate(given) if isinstance(array, np.ndarray)]
@@ -331,9 +331,9 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         counts = None
         if isinstance(batch.block_table, np.ndarray) and batch.seq_lens_cpu is not None:
             counts = _counts(batch.block_table, batch.seq_lens_cpu, self.kv_cache_spec.block_size)
-        copies, blocks = _put_together([given[i] for i in on_host], counts, target)
+        copies, largest = _put_together([given[i] for i in on_host], counts, target)
         there = iter(copies)
-        return [next(there) if i in on_host else self._put(x, _DTYPES[i]) for i, x in enumerate(given)], blocks
+        return [next(there) if i in on_host else self._put(x, _DTYPES[i]) for i, x in enumerate(given)], largest
 
     def _put(self, array: Any, dtype: torch.dtype) -> Any:
         if array is None:
@@ -348,9 +348,60 @@ def _mirror(array: Any) -> "IntArray | None":
     return array if isinstance(array, np.ndarray) else None
 
 
-#: Tables of fewer entries are copied as they are, padding included.
-_SPARSE = 1 << 15
-_NO_BLOCK = np.full(1, -1, np.int32)
+#: Tables of fewer entries are copied as they are, padding included; others by chunks, of so many entries.
+_SPARSE, _CHUNK = 1 << 15, 64
+
+
+class _Used:
+    """The part in use of a table [R, B] that is mostly padding: the chunks that its rows begin and end in, and its last row.
+
+    NumPy copies chunks in one call; a slice for each row would take longer than the copy. begins: where each row begins in the
+    copy, [R]; what follows a row there is not read. The device makes rows of equal lengths of it again.
+    """
+
+    def __init__(self, table: "IntArray", counts: "IntArray") -> None:
+        """counts: `_counts` of the table."""
+        step, flat = table.strides[0] // 4, _flat(table)
+        at = np.arange(0, len(table) * step, step)
+        first = at // _CHUNK
+        number = -(-(at + counts) // _CHUNK) - first
+        number[-1] = 0  # its last chunk may be incomplete
+        ends = number.cumsum()
+        shift = first - ends + number
+        self._numbers = np.repeat(shift, number)
+        self._numbers += np.arange(ends[-1])
+        self.begins = at - shift * _CHUNK
+        self.begins[-1] = last = int(ends[-1]) * _CHUNK
+        self._chunks, self._last, self._counts = flat[: flat.size // _CHUNK * _CHUNK].reshape(-1, _CHUNK), table[-1], counts
+        self.size = last + len(self._last)
+
+    def copy_to(self, out: "IntArray") -> None:
+        last = len(out) - len(self._last)
+        np.take(self._chunks, self._numbers, axis=0, out=out[:last].reshape(-1, _CHUNK), mode="clip")  # "raise" copies twice
+        out[last:] = self._last
+
+    def largest(self, copy: "IntArray") -> "IntArray":
+        """Return the largest id of each row that has any, as an unsigned number."""
+        bounds = np.empty((len(self.begins), 2), np.int64)
+        bounds[:, 0] = self.begins
+        np.add(self.begins, self._counts, out=bounds[:, 1])
+        if not self._counts.all():
+            bounds = bounds[self._counts > 0]
+        ends = bounds.reshape(-1)
+        most = np.maximum.reduceat(copy[: ends[-1]].view(np.uint32), ends[:-1])[::2] if ends.size else copy[:0]
+        return most.view(np.int32)
+
+    def table(self, copy: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
+        """Return the rows of a copy on the device as a table [R, B]."""
+        return copy.unfold(0, len(self._last), 1).index_select(0, begins)
+
+
+def _flat(table: "IntArray") -> "IntArray":
+    """Return a table's memory from its first entry to its last one, [n]; what is between its rows too."""
+    rows, columns = table.shape
+    if table.flags.c_contiguous:
+        return table.reshape(-1)
+    return np.lib.stride_tricks.as_strided(table, ((rows - 1) * table.strides[0] // 4 + columns,), (4,))
 
 
 def _counts(table: "IntArray", seq_lens: "IntArray", block_size: int) -> "IntArray | None":
@@ -359,45 +410,37 @@ def _counts(table: "IntArray", seq_lens: "IntArray", block_size: int) -> "IntArr
     A row ends where the blocks of its tokens do, if a negative id or nothing follows them; a row that goes on, as one with
     blocks of tokens to come does, makes a table that is copied as it is.
     """
-    columns = table.shape[1]
-    if table.size < _SPARSE:
+    columns, (step, of_entries) = table.shape[1], table.strides
+    if table.size < _SPARSE or columns < _CHUNK or of_entries != 4 or step < 4 * columns or step % 4:
         return None
     counts: IntArray = -(-seq_lens // block_size)
     if 2 * int(counts.sum()) > table.size:
         return None
-    after = table[np.arange(len(counts)), np.minimum(counts, columns - 1)]
+    after = _flat(table).take(np.arange(0, len(table) * step // 4, step // 4) + np.minimum(counts, columns - 1))
     return counts if bool(((after < 0) | (counts >= columns)).all()) else None
 
 
 def _put_together(
     arrays: "Sequence[IntArray]", counts: "IntArray | None", device: torch.device
-) -> "tuple[list[torch.Tensor], IntArray | None]":
+) -> "tuple[list[torch.Tensor], Callable[[], IntArray] | None]":
     """Return arrays of a batch on `device`, int64 as they are and others as int32, in one copy. counts: `_counts` of the one
-    with two dimensions; the first entries of its rows, one row after another, are then returned too."""
+    with two dimensions; then also a function that returns the largest block id of each of its rows (`_Used.largest`)."""
     parts: list[Any] = [np.ascontiguousarray(x).view(np.int32) if x.dtype == np.int64 else x.ravel() for x in arrays]
-    which = next((i for i, x in enumerate(arrays) if x.ndim == 2), None)
-    blocks = None
-    if counts is None or which is None:
-        there = put_together(parts, device)
-    else:
-        # the rows without their padding, which the device adds, and where each begins
-        parts[which] = [*rows_of(arrays[which], counts), _NO_BLOCK]
-        parts.append(np.stack((counts, np.cumsum(counts) - counts)).ravel())
-        there, here = _copied(parts, device)
-        number, begin = there.pop().view(2, -1, 1)
-        blocks, there[which] = here[which][:-1], _padded(there[which], number, begin, arrays[which].shape[1])
-    there = [
-        x.view(torch.int64) if array.dtype == np.int64 else x.view(array.shape) for x, array in zip(there, arrays, strict=True)
-    ]
-    return there, blocks
-
-
-def _padded(blocks: torch.Tensor, number: torch.Tensor, begin: torch.Tensor, columns: int) -> torch.Tensor:
-    """Return the rows of a table, [R * columns], of `number` [R, 1] entries each, from `begin` [R, 1] on, and the last one of
-    `blocks` after them."""
-    column = torch.arange(columns, dtype=torch.int32, device=blocks.device)
-    at = torch.where(column < number, begin + column, len(blocks) - 1)
-    return blocks.index_select(0, at.view(-1))
+    which, used, largest = -1, None, None
+    if counts is not None:
+        which = next(i for i, x in enumerate(arrays) if x.ndim == 2)
+        parts[which] = used = _Used(arrays[which], counts)
+        parts.append(used.begins)
+    there, here = _copied(parts, device)
+    if used is not None:
+        there[which] = used.table(there[which], there.pop())
+        largest = functools.partial(used.largest, here[which])
+    for i, array in enumerate(arrays):
+        if array.dtype == np.int64:
+            there[i] = there[i].view(torch.int64)
+        elif there[i].shape != array.shape:
+            there[i] = there[i].view(array.shape)
+    return there, largest
 
 
 def put_together(parts: "Sequence[IntArray]", device: torch.device) -> list[torch.Tensor]:
@@ -411,15 +454,14 @@ def put_together(parts: "Sequence[IntArray]", device: torch.device) -> list[torc
 
 
 def _copied(parts: Sequence[Any], device: torch.device) -> "tuple[list[torch.Tensor], list[IntArray]]":
-    """`put_together`, and the arrays as they are on the host. A part may be a list of arrays, which follow one another."""
-    wanted = [sum(map(len, part)) if isinstance(part, list) else part.size for part in parts]
-    sizes = [size for n in wanted for size in (n, -n % 4)]  # each part, and its padding
+    """`put_together`, and the arrays as they are on the host. A part may be a `_Used`."""
+    sizes = [size for part in parts for size in (part.size, -part.size % 4)]  # each part, and its padding
     staged = torch.empty(sum(sizes), dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
     host, begins = staged.numpy(), itertools.accumulate(sizes, initial=0)
-    here = [host[at : at + n] for at, n in zip(itertools.islice(begins, 0, None, 2), wanted, strict=False)]
+    here = [host[at : at + part.size] for at, part in zip(itertools.islice(begins, 0, None, 2), parts, strict=False)]
     for x, part in zip(here, parts, strict=True):
-        if isinstance(part, list):
-            np.concatenate(part, out=x)
+        if isinstance(part, _Used):
+            part.copy_to(x)
         else:
             x[:] = part
     return list(staged.to(device, non_blocking=True).split_with_sizes(sizes)[::2]), here

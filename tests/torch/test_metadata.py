@@ -197,25 +197,35 @@ def test_arrays_reach_another_device_in_one_copy(slots: Any) -> None:
     ):
         arrays = [getattr(batch, name) for name in NAMES]
         arrays[-1] = arrays[-1].astype(np.int64)
-        got, blocks = metadata._put_together(arrays, None, torch.device("cpu"))
-        assert blocks is None
+        got, largest = metadata._put_together(arrays, None, torch.device("cpu"))
+        assert largest is None
         for name, array, tensor in zip(NAMES, arrays, got, strict=True):
             assert tensor.dtype == (torch.int64 if name == "slot_mapping" else torch.int32)
             assert tensor.is_contiguous() and tensor.storage_offset() * tensor.element_size() % 16 == 0
             assert tensor.shape == array.shape and tensor.tolist() == array.tolist()
 
 
-@pytest.mark.parametrize("preallocated", [False, True])
-def test_padding_of_a_long_table_is_added_on_the_device(preallocated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that go on after the blocks of their tokens are copied whole."""
+@pytest.mark.parametrize("chunk", [1, 4, 8, 25])
+@pytest.mark.parametrize("kind", ["dense", "wide", "transposed", "preallocated", "short"])
+def test_a_long_table_is_copied_without_most_of_its_padding(kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device makes the rows again, with the entries in use. A table with rows that go on after them is copied whole."""
     monkeypatch.setattr(metadata, "_SPARSE", 64)
-    rows = [[1, 2, 3], [4], [], [*range(5, 30)]]
-    seq_lens = [24, 1, 0, 200 - 7]
-    batch = CommonAttentionMetadata.from_lens([1, 1, 0, 1], seq_lens, rows, 8)
-    if preallocated:
+    monkeypatch.setattr(metadata, "_CHUNK", chunk)
+    rows, seq_lens = [[1, 2, 3], [4], [], [*range(5, 30)], [30, 31], [0] if kind == "short" else []], [24, 1, 0, 200 - 7, 16, 0]
+    if kind == "short":
+        seq_lens[-1] = 8
+    batch = CommonAttentionMetadata.from_lens([1, 1, 0, 1, 1, 0], seq_lens, rows, 8)
+    if kind == "preallocated":
         batch.block_table[1, 1] = 77
+    elif kind == "wide":
+        wide = np.full((6, 30), 99, np.int32)
+        wide[:, :25] = batch.block_table
+        batch.block_table = wide[:, :25]
+    elif kind == "transposed":
+        batch.block_table = batch.block_table.T.copy().T
     counts = metadata._counts(batch.block_table, np.array(seq_lens), 8)
-    assert counts is None if preallocated else counts is not None and counts.tolist() == [3, 1, 0, 25]
+    whole = kind in ("preallocated", "transposed")
+    assert (counts is None) == whole
     sizes, copied = list[int](), metadata._copied
 
     def record(parts: Any, device: Any) -> Any:
@@ -225,27 +235,54 @@ def test_padding_of_a_long_table_is_added_on_the_device(preallocated: bool, monk
 
     monkeypatch.setattr(metadata, "_copied", record)
     arrays = [getattr(batch, name) for name in NAMES]
-    got, blocks = metadata._put_together(arrays, counts, torch.device("cpu"))
-    assert blocks is None if preallocated else blocks.tolist() == [*range(1, 30)]
+    got, largest = metadata._put_together(arrays, counts, torch.device("cpu"))
     for name, array, tensor in zip(NAMES, arrays, got, strict=True):
         assert tensor.dtype == (torch.int64 if name == "slot_mapping" else torch.int32)
-        assert tensor.is_contiguous() and tensor.shape == array.shape and tensor.tolist() == array.tolist()
-    assert max(sizes) == (100 if preallocated else 29 + 1)
-    assert metadata._counts(np.full((4, 40), 3, np.int32), np.array([8, 8, 8, 8 * 40]), 8) is None
+        assert tensor.is_contiguous() and tensor.shape == array.shape
+        if name != "block_table" or whole:
+            assert tensor.tolist() == array.tolist()
+        else:
+            assert [row[: len(used)] for row, used in zip(tensor.tolist(), rows, strict=True)] == rows
+            assert set(tensor.flatten().tolist()) <= {*range(32), -1, 99}
+    assert max(sizes) <= (150 if whole else 32 + 2 * 6 * chunk + 25)
+    assert (largest is None) == whole
+    assert whole or largest().tolist() == [max(row) for row in rows if row]
 
 
-@pytest.mark.parametrize("wrong", [-1, 30])
-def test_blocks_of_a_long_table_are_checked_as_they_were_copied(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_tables_are_mostly_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "_SPARSE", 64)
-    spec = KVCacheSpec(block_size=8, num_kv_heads=2, head_size=16, dtype="float32", num_blocks=30)
+    table, seq_lens = np.full((4, 64), -1, np.int32), np.array([8, 8, 8, 8 * 64])
+    table[:, 0] = table[3] = 3
+    assert metadata._counts(table, seq_lens, 8).tolist() == [1, 1, 1, 64]
+    assert metadata._counts(np.full((4, 64), 3, np.int32), seq_lens, 8) is None  # rows go on
+    assert metadata._counts(table, seq_lens * 2, 16).tolist() == [1, 1, 1, 64]
+    assert metadata._counts(table, np.full(4, 8 * 33), 8) is None  # more than half is in use
+    assert metadata._counts(table[:, :63], np.array([8, 8, 8, 8 * 63]), 8) is None  # rows are shorter than a chunk
+    monkeypatch.setattr(metadata, "_SPARSE", 1 << 15)
+    assert metadata._counts(table, seq_lens, 8) is None
+
+
+@pytest.mark.parametrize("wrong", [-1, 31])
+@pytest.mark.parametrize("at", [(3, 24), (0, 1), (4, 0)])
+def test_blocks_of_a_long_table_are_checked_as_they_were_copied(
+    wrong: int, at: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metadata, "_SPARSE", 64)
+    monkeypatch.setattr(metadata, "_CHUNK", 4)
+    spec = KVCacheSpec(block_size=8, num_kv_heads=2, head_size=16, dtype="float32", num_blocks=31)
     builder = PagedAttentionMetadataBuilder(spec, device="meta")
-    batch = CommonAttentionMetadata.from_lens([1, 1, 1, 1], [24, 1, 8, 193], [[1, 2, 3], [4], [0], [*range(5, 30)]], 8)
-    assert builder._arrays(batch)[1].tolist() == [1, 2, 3, 4, 0, *range(5, 30)]
-    assert builder.build(0, batch).block_table.shape == (4, 25)
-    batch.block_table[3, 24] = wrong
-    with pytest.raises(MetadataError, match=rf"block_table\[3, 24\] = {wrong}: must be between 0 and 29"):
+    table = [[1, 2, 3], [4], [0], [*range(5, 30)], [30]]
+    batch = CommonAttentionMetadata.from_lens([1, 1, 1, 1, 1], [24, 1, 8, 193, 3], table, 8)
+    assert builder._arrays(batch)[1]().tolist() == [3, 4, 0, 29, 30]
+    assert builder.build(0, batch).block_table.shape == (5, 25)
+    batch.block_table[at] = wrong
+    with pytest.raises(MetadataError, match=rf"block_table\[{at[0]}, {at[1]}\] = {wrong}: must be between 0 and 30"):
         builder.build(0, batch)
-    assert builder.build(0, batch, fast_build=True).num_reqs == 4
+    assert builder.build(0, batch, fast_build=True).num_reqs == 5
+    empty = batch.replace(
+        seq_lens=np.zeros(5, np.int32), seq_lens_cpu=np.zeros(5, np.int32), block_table=np.full((5, 25), -1, np.int32)
+    )
+    assert builder._arrays(empty)[1]().size == 0 and builder.build(0, empty).num_reqs == 5
 
 
 def test_tensors_on_the_device_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
