@@ -49,6 +49,8 @@ BATCHES = {
     "64 decodes": [1] * 64,
     "200 ragged decodes": [1] * 200,
     "63 decodes and a prompt": [1] * 63 + [40],
+    "16 requests of 4 rows": [4] * 16,
+    "4 prompts": [300] * 4,
 }
 ROWS = [
     ("TRITON_ATTN", "auto"),
@@ -106,13 +108,13 @@ class Calls(NamedTuple):
 
 
 def calls_of(backend: str, kv_cache_dtype: str, query_lens: list[int]) -> Calls:
-    """Return a layer's eager calls over a batch of decodes with `KEYS` keys each, and of prompts without context."""
+    """Return a layer's eager calls over a batch: requests of up to 4 rows with `KEYS` keys each, prompts without context."""
     cls: Any = AttentionBackendEnum[backend].get_class()
     cls.is_interpreted = staticmethod(lambda: True)  # else tensors on the CPU are an error
     dtype, mla, tokens = torch.bfloat16, "MLA" in backend, sum(query_lens)
     size, kv_heads = (RANK + ROPE, 1) if mla else (128, HEADS)
     ragged = len(query_lens) > 64
-    seq_lens = [(KEYS * (i + 1) // len(query_lens) if ragged else KEYS) if n == 1 else n for i, n in enumerate(query_lens)]
+    seq_lens = [(KEYS * (i + 1) // len(query_lens) if ragged else KEYS) if n <= 4 else n for i, n in enumerate(query_lens)]
     columns = -(-max(seq_lens) // PAGE)
     tables = list(np.arange(len(query_lens) * columns, dtype=np.int32).reshape(-1, columns))
     spec = KVCacheSpec(PAGE, kv_heads, size, "bfloat16", kv_cache_dtype, len(tables) * columns)

@@ -93,15 +93,17 @@ class Compiled(NamedTuple):
         if self.launcher is None or not self.launcher(programs, columns, stream, arguments):
             self._run(programs, columns, stream, arguments)
 
-    def bind(self, programs: int, columns: int, arguments: Sequence[Any], changing: Sequence[int]) -> Bound:
-        """Return the launch of such a grid with these arguments, of which those at indices `changing` differ by call."""
+    def bind(
+        self, programs: int, columns: int, arguments: Sequence[Any], changing: Sequence[tuple[int, int]], slots: int
+    ) -> Bound:
+        """Return the launch of such a grid with these arguments, of which some are values of each call: see `Launcher.bind`."""
         if self.launcher is not None:
-            return self.launcher.bind(programs, columns, (*arguments, *self.last), changing)
+            return self.launcher.bind(programs, columns, (*arguments, *self.last), changing, slots)
         passed = [*arguments, *self.last]
 
         def run(stream: int, values: Sequence[Any]) -> bool:
-            for at, value in zip(changing, values, strict=True):
-                passed[at] = value
+            for at, n in changing:
+                passed[at] = values[n]
             self._run(programs, columns, stream, passed)
             return True
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
-#: `(stream, values of the arguments that change)` -> whether it launched; False if the thread has no CUDA context yet.
+#: `(stream, values of a call)` -> whether it launched; False if the thread has no CUDA context yet.
 Bound = Callable[[int, Sequence[Any]], bool]
 
 _CODES = {
@@ -148,20 +148,26 @@ class Launcher:
         self._free.append(buffer)
         return launched
 
-    def bind(self, programs: int, columns: int, arguments: Sequence[Any], changing: Sequence[int]) -> Bound:
-        """Return a launch of such a grid with these arguments, of which addresses and tensor maps at indices `changing` differ
-        from call to call. Threads must not call it at the same time."""
+    def bind(
+        self, programs: int, columns: int, arguments: Sequence[Any], changing: Sequence[tuple[int, int]], slots: int
+    ) -> Bound:
+        """Return a launch of such a grid with these arguments, some of which are values of each call.
+
+        changing: the index of each of these, and which value it is. The driver reads an address where it is among the values
+        that the caller has packed at address `slots`, as 8 bytes each; a tensor map is copied. Threads must not call the launch
+        at the same time.
+        """
         storage, skip, config, parameters = buffer = self._buffer()
         self._pack(buffer, programs, columns, 0, arguments)
-        octets = memoryview(storage).cast("B")[skip : skip + self._bytes]
+        octets = memoryview(storage).cast("B")[skip : skip + self._bytes + 8 * len(self._offsets)]
         words, launch, function = octets.cast("Q"), self._launch, self._function
-        plain = [(n, self._places[i] // 8) for n, i in enumerate(changing) if i not in self._encodings]
-        maps = [(n, i, self._places[i]) for n, i in enumerate(changing) if i in self._encodings]
+        maps = [(n, i, self._places[i]) for i, n in changing if i in self._encodings]
+        for i, n in changing:
+            if i not in self._encodings:
+                words[self._bytes // 8 + self._offsets.index(self._places[i])] = slots + 8 * n
 
         def run(stream: int, values: Sequence[Any]) -> bool:
             words[_STREAM] = stream
-            for n, at in plain:
-                words[at] = values[n]
             for n, i, place in maps:
                 packed = self._packed(values[n], i)
                 octets[place : place + len(packed)] = packed

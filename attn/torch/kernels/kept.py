@@ -5,11 +5,13 @@ a `Keeper` collects what the first one launched, and `Kept` launches it again wi
 the device. It is kept by everything else that calls depend on (`attn.torch.metadata.of_kind`).
 """
 
+import ctypes
 import functools
+import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from operator import itemgetter, or_
+from operator import or_
 from threading import get_ident
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -18,6 +20,7 @@ import torch
 import triton
 
 from attn.torch.kernels.direct import Compiled, is_profiled, keepers, memory_of_stream
+from attn.torch.kernels.driver import Bound
 
 _ALIGNED = 16  #: bytes, of a call's tensors and of every part of its temporary memory
 Place = tuple[str, Any]  #: what is at an address, see `_Step`
@@ -156,13 +159,16 @@ class Kept:
         order += [("map", which) for which in maps]
         at = {place: i for i, place in enumerate(order)}
         self._maps = [(at[place], about) for place, about in maps]
-        bound = [
-            (step.compiled.bind(step.programs, step.columns, step.arguments, [i for i, _ in step.changing]), step.changing)
-            for step in steps
-        ]
-        self._compiled = [step.compiled for step in steps]  # alive, with their code
-        #: Each launch, and which values it takes. One thread has them at a time.
-        self._idle = [[(launch, _picker([at[place] for _, place in changing])) for launch, changing in bound]]
+        addresses = struct.Struct(f"={len(order) - len(maps)}Q")
+        slots = ctypes.create_string_buffer(addresses.size)
+        self._pack = functools.partial(addresses.pack_into, slots, 0)
+        bound = list[Bound]()
+        for step in steps:
+            changing = [(i, at[place]) for i, place in step.changing]
+            bound.append(step.compiled.bind(step.programs, step.columns, step.arguments, changing, ctypes.addressof(slots)))
+        self._held = slots, [step.compiled for step in steps]  # memory that launches read, and kernels with their code
+        #: The launches. One thread has them at a time.
+        self._idle = [bound]
 
     def __call__(self, tensors: Sequence[torch.Tensor], batch: Sequence[int]) -> bool:
         """Repeat the launches for tensors of a call, and of a batch at these addresses. Returns whether it did; False: a tensor
@@ -175,7 +181,7 @@ class Kept:
         if self._index is not None and torch._C._cuda_getDevice() != self._index:
             return False
         try:
-            steps = self._idle.pop()
+            launches = self._idle.pop()
         except IndexError:
             return False
         try:
@@ -187,12 +193,13 @@ class Kept:
                 values += [address + begin for begin in self._begins]
             for floats, counters in self._of_stream:
                 values += [x.data_ptr() for x in memory_of_stream(self._device, floats, counters)]
+            self._pack(*values)
             for i, about in self._maps:
                 values.append(_descriptor()(values[i], *about))
             stream = self._stream(self._number)
-            return all([launch(stream, pick(values)) for launch, pick in steps])
+            return all([launch(stream, values) for launch in launches])
         finally:
-            self._idle.append(steps)
+            self._idle.append(launches)
 
 
 def _extent(x: torch.Tensor) -> int:
@@ -208,10 +215,3 @@ def _descriptor() -> Callable[..., Any]:
     from attn.kernels.gluon import descriptor
 
     return descriptor
-
-
-def _picker(indices: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
-    """Return a function that picks items of a list."""
-    if len(indices) > 1:
-        return itemgetter(*indices)
-    return lambda values: [values[i] for i in indices]
