@@ -53,10 +53,8 @@ def fill(  # type: ignore[no-untyped-def]
         _whole_or_cut(whole, cut, query_start_loc, seq_lens, num_reqs, left, most, keys_per_tile, whole_from, BLOCK_R)
     if counters is not None:
         tl.store(counters + tl.arange(0, 2), tl.zeros([2], tl.int32))
-    fill_rows(
-        tl.program_id(0).to(tl.int64) * ROWS, output, lse, query_start_loc, num_reqs, tokens, lse_h, H, COLUMNS, BLOCK_H, BLOCK,
-        ROWS,
-    )  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    fill_rows(first, output, lse, query_start_loc, num_reqs, tokens, lse_h, H, COLUMNS, BLOCK_H, BLOCK, ROWS)
 
 
 @triton.jit

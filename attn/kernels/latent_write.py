@@ -24,14 +24,14 @@ from attn.kernels.launch import FUSED, power_of_two
 
 
 @triton.jit
-def _code(x, k_scale, factor, KIND: tl.constexpr, HAS_SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _code(x, k_scale, factor, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     """Convert elements x [n] to the bits of the cache's elements."""
     if KIND == "":
         return x
     elif KIND == "bf16":
         return bf16_code(x.to(tl.float32))
     else:
-        by = tl.zeros_like(x.to(tl.float32)) + (tl.load(k_scale) if HAS_SCALE else factor)
+        by = tl.zeros_like(x.to(tl.float32)) + (factor if k_scale is None else tl.load(k_scale))
         x = tl.math.div_rn(x.to(tl.float32), by)
         return fp8_code(x, 3, 7, 448.0) if KIND == "e4m3" else fp8_code(x, 2, 15, 57344.0)
 
@@ -41,10 +41,10 @@ def write(  # type: ignore[no-untyped-def]
     kv_c, k_pe, cache, slots, k_scale, query, absorbed, factor, tokens, copied,
     kv_c_t, k_pe_t, c_block, c_slot, q_t, q_h, a_t, a_h,
     L: tl.constexpr, DR: tl.constexpr, P: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, KIND: tl.constexpr,
-    HAS_SCALE: tl.constexpr, NOPE: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr, HAS_QUERY: tl.constexpr,
+    NOPE: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    if HAS_QUERY and token < copied:
+    if query is not None and token < copied:
         e = tl.arange(0, BLOCK_R)
         for first in tl.range(0, H, BLOCK_H):
             h = (first + tl.arange(0, BLOCK_H))[:, None]
@@ -52,19 +52,17 @@ def write(  # type: ignore[no-untyped-def]
             rope = tl.load(query + token * q_t + h * q_h + NOPE + e[None, :], mask=live)
             tl.store(absorbed + token * a_t + h * a_h + L + e[None, :], rope, mask=live)
     if token < tokens:
-        write_row(
-            token, kv_c, k_pe, cache, slots, k_scale, factor, kv_c_t, k_pe_t, c_block, c_slot,
-            L, DR, P, BLOCK_L, BLOCK_R, KIND, HAS_SCALE,
-        )  # fmt: skip
+        at = kv_c_t, k_pe_t, c_block, c_slot
+        write_row(token, kv_c, k_pe, cache, slots, k_scale, factor, at, L, DR, P, BLOCK_L, BLOCK_R, KIND)
 
 
 @triton.jit
 def write_row(  # type: ignore[no-untyped-def]
-    token, kv_c, k_pe, cache, slots, k_scale, factor, kv_c_t, k_pe_t, c_block, c_slot,
+    token, kv_c, k_pe, cache, slots, k_scale, factor, strides,
     L: tl.constexpr, DR: tl.constexpr, P: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, KIND: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Store the row of a token, a 64-bit number."""
+    """Store the row of a token, a 64-bit number. strides: of a row of kv_c and of k_pe, of a block of the cache, of a slot."""
+    kv_c_t, k_pe_t, c_block, c_slot = strides
     slot = tl.load(slots + token).to(tl.int64)
     e = tl.arange(0, BLOCK_R)
     if slot >= 0:
@@ -87,8 +85,8 @@ def write_row(  # type: ignore[no-untyped-def]
                 tl.store(row.to(tl.pointer_type(tl.uint16)) + 264 + e, bf16_code(rope.to(tl.float32)))
         else:
             d = tl.arange(0, BLOCK_L)
-            latent = _code(tl.load(kv_c + token * kv_c_t + d, mask=d < L), k_scale, factor, KIND, HAS_SCALE)
-            rope = _code(rope, k_scale, factor, KIND, HAS_SCALE)
+            latent = _code(tl.load(kv_c + token * kv_c_t + d, mask=d < L), k_scale, factor, KIND)
+            rope = _code(rope, k_scale, factor, KIND)
             if KIND == "bf16":
                 row = row.to(tl.pointer_type(tl.uint16))
             tl.store(row + d, latent.to(row.dtype.element_ty), mask=d < L)
@@ -100,9 +98,9 @@ def code_of(given: str, stored: str) -> str:
     return "packed" if stored == "uint8" else kind_of_code(given, stored)
 
 
-def constants(rank: int, rope: int, page: int, code: str, has_scale: bool, heads: int, nope: int) -> dict[str, Any]:
-    """The constants and options of `write`. code: `code_of`; has_scale: whether the scale is on the device; heads, nope: H and
-    Dn of queries whose rotary part is copied, or 0."""
+def constants(rank: int, rope: int, page: int, code: str, heads: int, nope: int) -> dict[str, Any]:
+    """The constants and options of `write`. code: `code_of`; heads, nope: H and Dn of queries whose rotary part
+    is copied, or 0."""
     block_l, block_r = power_of_two(rank), power_of_two(rope)
     return {
         "L": rank,
@@ -111,11 +109,9 @@ def constants(rank: int, rope: int, page: int, code: str, has_scale: bool, heads
         "BLOCK_L": block_l,
         "BLOCK_R": block_r,
         "KIND": code,
-        "HAS_SCALE": has_scale,
         "NOPE": nope,
         "H": heads,
         "BLOCK_H": min(power_of_two(heads), max(1, 2048 // block_r)),
-        "HAS_QUERY": heads > 0,
         "num_warps": min(4, max(1, block_l // 128)),
         **FUSED,
     }

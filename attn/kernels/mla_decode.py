@@ -31,25 +31,25 @@ import triton
 import triton.language as tl
 
 from attn.kernels.codes import number_in
+from attn.kernels.plan import FIELDS_OF_ITEM
 
 _BATCH = ("splits", "split", "groups", "max_query", "lse_h", "table_r")  # changes between batches do not recompile
 
 
 @triton.jit
 def _places(  # type: ignore[no-untyped-def]
-    start, last, table, chosen, seq_len,
-    MASKED: tl.constexpr, SPARSE: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    start, last, table, chosen, seq_len, MASKED: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr
+):
     """(key indices j, whether a list's entry is valid, page, slot in it) of a tile; past the last key a valid one is read."""
     j = start + tl.arange(0, BLOCK_N)
     at = tl.minimum(j, last) if MASKED else j
     real = j <= last
-    if SPARSE:
+    if chosen is not None:
         position = tl.load(chosen + at)
         real = real & (position >= 0) & (position < seq_len)
         # missing keys read an existing address, the sequence's first key, and are masked
         at = tl.where(real, position, 0)
-    if P % BLOCK_N == 0 and not SPARSE:  # noqa: SIM108  (one is known when compiling)
+    if P % BLOCK_N == 0 and chosen is None:  # noqa: SIM108  (one is known when compiling)
         page = tl.load(table + start // P)
     else:
         page = tl.load(table + at // P)
@@ -71,7 +71,7 @@ def _softmax(s, norm, top, factor):  # type: ignore[no-untyped-def]
 @triton.jit
 def _step(  # type: ignore[no-untyped-def]
     acc, norm, top, q, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len, factor,
-    MASKED: tl.constexpr, NAN_SAFE: tl.constexpr, SPARSE: tl.constexpr, P: tl.constexpr, L: tl.constexpr, DR: tl.constexpr,
+    MASKED: tl.constexpr, NAN_SAFE: tl.constexpr, P: tl.constexpr, L: tl.constexpr, DR: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Process one tile of keys.
@@ -79,12 +79,12 @@ def _step(  # type: ignore[no-untyped-def]
     `seen` [M]: number of keys that each row sees; `last`: the last key that some row sees. Without MASKED every row sees
     every key of the tile.
     """
-    j, real, page, slot = _places(start, last, table, chosen, seq_len, MASKED, SPARSE, P, BLOCK_N, WIDE)
+    j, real, page, slot = _places(start, last, table, chosen, seq_len, MASKED, P, BLOCK_N, WIDE)
     d = tl.arange(0, BLOCK_L)
     e = tl.arange(0, BLOCK_R)
     rows = cache + (page * c_block + slot * c_slot)[:, None]
     rope_at = rows + L + e[None, :]
-    if SPARSE:  # zeros where there is no key, so that arbitrary cache contents are never multiplied by a weight of 0
+    if chosen is not None:  # zeros where there is no key: arbitrary cache contents are never multiplied by a weight of 0
         k = tl.load(rows + d[None, :], mask=real[:, None] & (d < L)[None, :], other=0.0)
         k_rope = tl.load(rope_at, mask=real[:, None] & (e < DR)[None, :], other=0.0)
     else:
@@ -93,7 +93,7 @@ def _step(  # type: ignore[no-untyped-def]
     k, k_rope = number_in(k, q.dtype), number_in(k_rope, q.dtype)
     s = tl.dot(q_rope, tl.trans(k_rope), input_precision=PRECISION)
     s = tl.dot(q, tl.trans(k), s, input_precision=PRECISION)
-    if SPARSE:
+    if chosen is not None:
         s = tl.where(real[None, :], s, float("-inf"))
     elif MASKED:
         s = tl.where(j[None, :] < seen[:, None], s, float("-inf"))
@@ -116,15 +116,15 @@ def _quarter(codes, own, at):  # type: ignore[no-untyped-def]
 @triton.jit
 def _packed_step(  # type: ignore[no-untyped-def]
     a0, a1, a2, a3, norm, top, q0, q1, q2, q3, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len,
-    factor, SPARSE: tl.constexpr, P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr, BYTES: tl.constexpr,
+    factor, P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    BYTES: tl.constexpr,
 ):  # fmt: skip
     """`_step` for rows of 656 bytes.
 
     A quarter's scale multiplies its scores and its weights, so that codes stay codes, which are exact in every dtype of a
     query.
     """
-    j, real, page, slot = _places(start, last, table, chosen, seq_len, True, SPARSE, P, BLOCK_N, WIDE)
+    j, real, page, slot = _places(start, last, table, chosen, seq_len, True, P, BLOCK_N, WIDE)
     rows = cache + page * c_block + slot * c_slot
     codes = rows if BYTES else rows.to(tl.pointer_type(tl.float8e4nv))
     own = rows.to(tl.pointer_type(tl.float32)) + 128
@@ -139,7 +139,7 @@ def _packed_step(  # type: ignore[no-untyped-def]
     s += tl.dot(q1, tl.trans(k1.to(dtype)), input_precision=PRECISION) * w1[None, :]
     s += tl.dot(q2, tl.trans(k2.to(dtype)), input_precision=PRECISION) * w2[None, :]
     s += tl.dot(q3, tl.trans(k3.to(dtype)), input_precision=PRECISION) * w3[None, :]
-    s = tl.where(real[None, :], s, float("-inf")) if SPARSE else tl.where(j[None, :] < seen[:, None], s, float("-inf"))
+    s = tl.where(j[None, :] < seen[:, None] if chosen is None else real[None, :], s, float("-inf"))
     p, shrink, norm, top = _softmax(s, norm, top, factor)
     a0 = _weighed(a0, p, shrink, k0, w0, dtype, PRECISION)
     a1 = _weighed(a1, p, shrink, k1, w1, dtype, PRECISION)
@@ -176,17 +176,16 @@ def _rows(  # type: ignore[no-untyped-def]
     r, begin, q_len, seq_len, tile, begins, stop, state, factor, v_factor, splits, split, lse_h, table_r, topk, indices_t,
     o_t, o_h, q_t, q_h, c_block, c_slot,
     H: tl.constexpr, L: tl.constexpr, DR: tl.constexpr, P: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, TILES: tl.constexpr,
-    SEVERAL: tl.constexpr, SPARSE: tl.constexpr, HAS_SPLITS: tl.constexpr, HAS_LIMITS: tl.constexpr, HAS_LSE: tl.constexpr,
-    HAS_K_SCALE: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, BYTES: tl.constexpr,
-    PLANNED: tl.constexpr, ROPE_T: tl.constexpr, ROPE_H: tl.constexpr, ROPE_AT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr,
+    SEVERAL: tl.constexpr, HAS_SPLITS: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    BYTES: tl.constexpr, PLANNED: tl.constexpr, ROPE_T: tl.constexpr, ROPE_H: tl.constexpr, ROPE_AT: tl.constexpr,
 ):  # fmt: skip
     """Compute one row tile of a request over a part of its keys: the program's split, or keys begins..stop of an item.
 
     state: the first of the item's rows among all states, -1 if the item is all keys of its rows.
     """
     row = tl.arange(0, BLOCK_M)
-    if SPARSE:  # a tile is BLOCK_M heads of one token
+    if indices is not None:  # a tile is BLOCK_M heads of one token
         heads: tl.constexpr = (H + BLOCK_M - 1) // BLOCK_M
         token = tile // heads + tl.zeros((BLOCK_M,), tl.int32)
         head = tile % heads * BLOCK_M + row
@@ -198,13 +197,13 @@ def _rows(  # type: ignore[no-untyped-def]
     live = (token < q_len) & (head < H)
     at = (begin + token).to(tl.int64)
     chosen = indices
-    if SPARSE:
+    if indices is not None:
         seen = tl.zeros((BLOCK_M,), tl.int32)
         low, high = topk, topk
         chosen = indices + (begin + first).to(tl.int64) * indices_t
     else:
         seen = seq_len - q_len + token + 1
-        if HAS_LIMITS:
+        if limits is not None:
             seen = tl.load(limits + at, mask=live, other=0)
         seen = tl.maximum(tl.where(live, seen, 0), 0)
         high = tl.minimum(tl.max(seen, 0), seq_len)  # keys that some row of the tile sees
@@ -235,14 +234,14 @@ def _rows(  # type: ignore[no-untyped-def]
         else:
             rope_at = rope + at[:, None] * ROPE_T + head[:, None] * ROPE_H + ROPE_AT
         q_rope = tl.load(rope_at + e[None, :], mask=live[:, None] & (e < DR)[None, :], other=0.0)
-        if HAS_K_SCALE:
+        if k_scale is not None:
             scale = tl.load(k_scale)
             factor = factor * scale
             v_factor = v_factor * scale
         table = block_table + r.to(tl.int64) * table_r
         norm = tl.zeros((BLOCK_M,), tl.float32)
         top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        if SPARSE:  # a sequence without keys has none to read in place of a missing one
+        if indices is not None:  # a sequence without keys has none to read in place of a missing one
             stop = tl.where(seq_len > 0, stop, begins)
             last = topk - 1
         else:
@@ -258,7 +257,7 @@ def _rows(  # type: ignore[no-untyped-def]
             for start in tl.range(begins, stop, BLOCK_N):
                 a0, a1, a2, a3, norm, top = _packed_step(
                     a0, a1, a2, a3, norm, top, q0, q1, q2, q3, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot,
-                    seq_len, factor, SPARSE, P, BLOCK_R, BLOCK_N, WIDE, PRECISION, BYTES,
+                    seq_len, factor, P, BLOCK_R, BLOCK_N, WIDE, PRECISION, BYTES,
                 )  # fmt: skip
             _store(out, partial, a0, norm, v_factor, at, head, live, 0, o_t, o_h, place, L, 128, is_part)
             _store(out, partial, a1, norm, v_factor, at, head, live, 128, o_t, o_h, place, L, 128, is_part)
@@ -267,31 +266,22 @@ def _rows(  # type: ignore[no-untyped-def]
         else:
             q = tl.load(q_at + d[None, :], mask=live[:, None] & (d < L)[None, :], other=0.0)
             acc = tl.zeros((BLOCK_M, BLOCK_L), tl.float32)
-            # every row sees the keys below `low`, so whole tiles below it need no mask
-            rest = begins if SPARSE else tl.maximum(begins, tl.minimum(low, stop) // BLOCK_N * BLOCK_N)
-            if not SPARSE:
-                for start in tl.range(begins, rest, BLOCK_N):
+            # every row sees the keys below `low`, so whole tiles below it need no mask; selected keys are all masked
+            DENSE: tl.constexpr = indices is None
+            rest = tl.maximum(begins, tl.minimum(low, stop) // BLOCK_N * BLOCK_N) if DENSE else begins
+            for part in tl.static_range(0 if DENSE else 1, 2):
+                end = stop if part else rest
+                for start in tl.range(rest if part else begins, end, BLOCK_N, num_stages=1 if part and DENSE else None):
                     acc, norm, top = _step(
                         acc, norm, top, q, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len, factor,
-                        False, False, False, P, L, DR, BLOCK_L, BLOCK_R, BLOCK_N, WIDE, PRECISION,
-                    )  # fmt: skip
-                for start in tl.range(rest, stop, BLOCK_N, num_stages=1):
-                    acc, norm, top = _step(
-                        acc, norm, top, q, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len, factor,
-                        True, SEVERAL, False, P, L, DR, BLOCK_L, BLOCK_R, BLOCK_N, WIDE, PRECISION,
-                    )  # fmt: skip
-            else:
-                for start in tl.range(begins, stop, BLOCK_N):
-                    acc, norm, top = _step(
-                        acc, norm, top, q, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len, factor,
-                        True, False, True, P, L, DR, BLOCK_L, BLOCK_R, BLOCK_N, WIDE, PRECISION,
+                        part == 1, part == 1 and DENSE and SEVERAL, P, L, DR, BLOCK_L, BLOCK_R, BLOCK_N, WIDE, PRECISION,
                     )  # fmt: skip
             _store(out, partial, acc, norm, v_factor, at, head, live, 0, o_t, o_h, place, L, BLOCK_L, is_part)
 
         log = tl.where(norm == 0, float("-inf"), top + tl.log2(norm))
         if is_part:
             tl.store(partial_lse + place, log, mask=live)
-        elif HAS_LSE:
+        elif lse is not None:
             tl.store(lse + head * lse_h + at, log * 0.6931471805599453, mask=live)
 
 
@@ -301,9 +291,8 @@ def attend(  # type: ignore[no-untyped-def]
     factor, v_factor, splits, split, lse_h, table_r, topk, indices_t, o_t, o_h, q_t, q_h, c_block, c_slot,
     H: tl.constexpr, L: tl.constexpr, DR: tl.constexpr, P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, TILES: tl.constexpr,
-    SEVERAL: tl.constexpr, SPARSE: tl.constexpr, HAS_SPLITS: tl.constexpr, HAS_LIMITS: tl.constexpr, HAS_LSE: tl.constexpr,
-    HAS_K_SCALE: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
-    BYTES: tl.constexpr, PLANNED: tl.constexpr, FIELDS: tl.constexpr, ROPE_T: tl.constexpr, ROPE_H: tl.constexpr,
+    SEVERAL: tl.constexpr, HAS_SPLITS: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr, BYTES: tl.constexpr, PLANNED: tl.constexpr, ROPE_T: tl.constexpr, ROPE_H: tl.constexpr,
     ROPE_AT: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
@@ -314,7 +303,7 @@ def attend(  # type: ignore[no-untyped-def]
     if PLANNED:
         rest = items + 2 * (tl.num_programs(0) // TILES)
         for i in tl.range(tl.load(items + 2 * group), tl.load(items + 2 * group + 1), num_stages=1):
-            item = rest + i * FIELDS
+            item = rest + i * FIELDS_OF_ITEM
             begins = tl.load(item + 5)
             state = ((2 * group + (begins == 0)) * TILES + tile) * BLOCK_M
             _rows(
@@ -322,8 +311,8 @@ def attend(  # type: ignore[no-untyped-def]
                 tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4) * TILES + tile,
                 begins, tl.load(item + 6), tl.where(tl.load(item + 7) > 1, state, -1),
                 factor, v_factor, splits, split, lse_h, table_r, topk, indices_t, o_t, o_h, q_t, q_h, c_block, c_slot,
-                H, L, DR, P, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R, TILES, SEVERAL, SPARSE, HAS_SPLITS, HAS_LIMITS, HAS_LSE,
-                HAS_K_SCALE, PACKED, WIDE, PRECISION, BYTES, PLANNED, ROPE_T, ROPE_H, ROPE_AT,
+                H, L, DR, P, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R, SEVERAL, HAS_SPLITS, PACKED, WIDE, PRECISION, BYTES, PLANNED,
+                ROPE_T, ROPE_H, ROPE_AT,
             )  # fmt: skip
     else:
         begin = tl.load(query_start_loc + group)
@@ -331,8 +320,8 @@ def attend(  # type: ignore[no-untyped-def]
             out, lse, partial, partial_lse, query, rope, cache, limits, block_table, indices, k_scale,
             group, begin, tl.load(query_start_loc + group + 1) - begin, tl.load(seq_lens + group), tile, 0, 0, -1,
             factor, v_factor, splits, split, lse_h, table_r, topk, indices_t, o_t, o_h, q_t, q_h, c_block, c_slot,
-            H, L, DR, P, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R, TILES, SEVERAL, SPARSE, HAS_SPLITS, HAS_LIMITS, HAS_LSE,
-            HAS_K_SCALE, PACKED, WIDE, PRECISION, BYTES, PLANNED, ROPE_T, ROPE_H, ROPE_AT,
+            H, L, DR, P, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R, SEVERAL, HAS_SPLITS, PACKED, WIDE, PRECISION, BYTES, PLANNED,
+            ROPE_T, ROPE_H, ROPE_AT,
         )  # fmt: skip
 
 
@@ -341,8 +330,7 @@ def merge(  # type: ignore[no-untyped-def]
     out, lse, partial, partial_lse, query_start_loc, seq_lens, limits, items, splits, split, groups, max_query, lse_h,
     topk, o_t, o_h,
     H: tl.constexpr, L: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_S: tl.constexpr,
-    SPARSE: tl.constexpr, HAS_LIMITS: tl.constexpr, HAS_LSE: tl.constexpr, EARLY: tl.constexpr,
-    PLANNED: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr,
+    SPARSE: tl.constexpr, EARLY: tl.constexpr, PLANNED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The second stage: one program merges the parts of one row. Parts without keys are not read.
 
@@ -353,7 +341,7 @@ def merge(  # type: ignore[no-untyped-def]
         end = tl.load(items + 2 * group + 1)
         if end == tl.load(items + 2 * group):
             return
-        item = items + 2 * groups + (end - 1) * FIELDS
+        item = items + 2 * groups + (end - 1) * FIELDS_OF_ITEM
         count = tl.load(item + 7)
         if (count == 1) | (tl.load(item + 5) > 0):
             return
@@ -381,7 +369,7 @@ def merge(  # type: ignore[no-untyped-def]
         tail = tl.minimum((((token * H + head) // BLOCK_M + 1) * BLOCK_M - 1) // H, q_len - 1)
         seq_len = tl.load(seq_lens + r)
         high = seq_len - q_len + tail + 1
-        if HAS_LIMITS:
+        if limits is not None:
             head_token = (token * H + head) // BLOCK_M * BLOCK_M // H
             high = 0
             for i in tl.range(head_token, tail + 1, num_stages=1):
@@ -421,6 +409,6 @@ def merge(  # type: ignore[no-untyped-def]
         norm += tl.sum(weight, 0)
     result = tl.where(norm == 0, 0.0, acc / norm)
     tl.store(out + at * o_t + head * o_h + d, result.to(out.dtype.element_ty), mask=d < L)
-    if HAS_LSE:
+    if lse is not None:
         log = tl.where(norm == 0, float("-inf"), top + tl.log2(norm))
         tl.store(lse + head * lse_h + at, log * 0.6931471805599453)

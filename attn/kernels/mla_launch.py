@@ -8,7 +8,7 @@ import functools
 from typing import Any, NamedTuple
 
 from attn.kernels import hopper
-from attn.kernels.launch import FIELDS, FUSED, LEAST, STARTED, Launch, converts_e4m3, power_of_two
+from attn.kernels.launch import FUSED, LEAST, STARTED, Launch, converts_e4m3, power_of_two
 from attn.kernels.memory import SHARED_MEMORY, UNKNOWN
 
 
@@ -197,8 +197,6 @@ class Decode(NamedTuple):
     fixed_split: int
     sparse: bool
     packed: bool
-    has_limits: bool
-    has_lse: bool
     uneven: bool
     rope_from: RopeFrom = BESIDE
 
@@ -253,12 +251,13 @@ def launches_of(of: Decode) -> Launches:
         tiles, splits = shares.span, 1
     early = of.early and (splits > 1 or shares is not None)
     common = {"H": of.heads, "L": of.rank, "BLOCK_M": rule.block_m, "BLOCK_L": power_of_two(of.rank), "EARLY": early, **FUSED}
-    common |= {"PLANNED": shares is not None, "FIELDS": FIELDS, "SPARSE": of.sparse, "HAS_LIMITS": of.has_limits}
-    common["HAS_LSE"] = of.has_lse
+    common["PLANNED"] = shares is not None
     sizes = {"DR": of.rope, "P": of.page, "BLOCK_N": rule.block_n, "BLOCK_R": max(16, power_of_two(of.rope)), "TILES": tiles}
     attend: dict[str, Any] = {**common, **sizes, "SEVERAL": of.max_query_len > 1, "HAS_SPLITS": splits > 1, "PACKED": of.packed}
     attend["PRECISION"] = "tf32x3" if of.itemsize == 4 and of.arch.startswith("sm") else "ieee"
     attend |= {"BYTES": not converts_e4m3(of.arch), **of.rope_from.constants()}
     attend |= {"num_warps": rule.num_warps, "num_stages": rule.num_stages}
-    merge = {**common, "ROWS": tiles * rule.block_m, "BLOCK_S": 8, "num_warps": 4, **({"launch_pdl": True} if early else {})}
+    merge = {**common, "SPARSE": of.sparse, "ROWS": tiles * rule.block_m, "BLOCK_S": 8, "num_warps": 4}
+    if early:
+        merge["launch_pdl"] = True
     return Launches(tiles, splits, split, shares, rule.block_m, rule.block_n, attend, merge)

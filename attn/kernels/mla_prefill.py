@@ -59,7 +59,7 @@ def attend(  # type: ignore[no-untyped-def]
     out, lse, query, key, value, query_start_loc, key_start_loc, factor, num_reqs, lse_h,
     o_t, o_h, q_t, q_h, k_t, k_h, v_t, v_h,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, HAS_LSE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     r = request_of(query_start_loc, tl.program_id(0), num_reqs, BLOCK_M)
     begin = tl.load(query_start_loc + r)
@@ -91,25 +91,21 @@ def attend(  # type: ignore[no-untyped-def]
     norm = tl.zeros((BLOCK_M,), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     rest = full // BLOCK_N * BLOCK_N
-    for start in tl.range(0, rest, BLOCK_N):
-        acc, norm, top = _step(
-            acc, norm, top, q, q_rest, start, upper, k_len - 1, k_base, v_base, k_t, v_t, factor,
-            False, D, D1, D2, DV, BLOCK_V, BLOCK_N, PRECISION,
-        )  # fmt: skip
-    for start in tl.range(rest, stop, BLOCK_N):
-        acc, norm, top = _step(
-            acc, norm, top, q, q_rest, start, upper, k_len - 1, k_base, v_base, k_t, v_t, factor,
-            True, D, D1, D2, DV, BLOCK_V, BLOCK_N, PRECISION,
-        )  # fmt: skip
+    for part in tl.static_range(2):
+        for start in tl.range(rest if part else 0, stop if part else rest, BLOCK_N):
+            acc, norm, top = _step(
+                acc, norm, top, q, q_rest, start, upper, k_len - 1, k_base, v_base, k_t, v_t, factor,
+                part == 1, D, D1, D2, DV, BLOCK_V, BLOCK_N, PRECISION,
+            )  # fmt: skip
     result = tl.where(norm[:, None] == 0, 0.0, acc / norm[:, None])
     lanes = live[:, None] & (dv < DV)[None, :]
     tl.store(out + at[:, None] * o_t + head * o_h + dv[None, :], result.to(out.dtype.element_ty), mask=lanes)
-    if HAS_LSE:
+    if lse is not None:
         log = tl.where(norm == 0, float("-inf"), top + tl.log2(norm))
         tl.store(lse + head * lse_h + at, log * 0.6931471805599453, mask=live)
 
 
-def constants(rule: Launch, arch: str, sizes: tuple[int, int], itemsize: int, causal: bool, has_lse: bool) -> dict[str, Any]:
+def constants(rule: Launch, arch: str, sizes: tuple[int, int], itemsize: int, causal: bool) -> dict[str, Any]:
     """The constants and options of `attend`. sizes: of a head of queries, and of values; itemsize: bytes of an element."""
     size, width = sizes
     first = power_of_two(size) // (1 if power_of_two(size) == size else 2)
@@ -117,6 +113,6 @@ def constants(rule: Launch, arch: str, sizes: tuple[int, int], itemsize: int, ca
         first //= 2
     return {
         **{"D": size, "D1": first, "D2": max(16, power_of_two(size - first)), "DV": width, "BLOCK_V": power_of_two(width)},
-        **{"BLOCK_M": rule.block_m, "BLOCK_N": rule.block_n, "CAUSAL": causal, "HAS_LSE": has_lse},
+        **{"BLOCK_M": rule.block_m, "BLOCK_N": rule.block_n, "CAUSAL": causal},
         **{"PRECISION": "tf32x3" if itemsize == 4 and arch.startswith("sm") else "ieee", **rule.options()},
     }

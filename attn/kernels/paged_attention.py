@@ -120,7 +120,7 @@ def _step(  # type: ignore[no-untyped-def]
         s = s - slope[:, None] * tl.abs(j[None, :] - position[:, None]).to(tl.float32)
     if MASKED:
         allowed = _allowed(
-            j, low, upper, position, head, token, context, q_len, left, is_tree, tree_row, tree_w,
+            j, upper, position, head, token, context, q_len, left, is_tree, tree_row, tree_w,
             sparse_local, sparse_stride, sparse_shift, span_low, span_high, prefix_end, chunk, HAS_LEFT, HAS_TREE, SPARSE,
             HAS_SPANS, HAS_PREFIX, HAS_CHUNK,
         )  # fmt: skip
@@ -161,7 +161,7 @@ def _step(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _allowed(  # type: ignore[no-untyped-def]
-    j, low, upper, position, head, token, context, q_len, left, is_tree, tree_row, tree_w,
+    j, upper, position, head, token, context, q_len, left, is_tree, tree_row, tree_w,
     sparse_local, sparse_stride, sparse_shift, span_low, span_high, prefix_end, chunk, HAS_LEFT: tl.constexpr,
     HAS_TREE: tl.constexpr, SPARSE: tl.constexpr, HAS_SPANS: tl.constexpr, HAS_PREFIX: tl.constexpr, HAS_CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -206,11 +206,11 @@ def attention(  # type: ignore[no-untyped-def]
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, PER_TOKEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
     DECODE: tl.constexpr, TILED: tl.constexpr, BLOCK_R: tl.constexpr, PAGED: tl.constexpr, NEGATE: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     HAS_TREE: tl.constexpr, HAS_SPANS: tl.constexpr, HAS_PREFIX: tl.constexpr, MIXED: tl.constexpr, HAS_CHUNK: tl.constexpr,
-    SPAN_LEFT: tl.constexpr, HAS_LSE: tl.constexpr, HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr,
+    SPAN_LEFT: tl.constexpr, HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr,
     SPARSE: tl.constexpr, MAY_BE_NONFINITE: tl.constexpr, SAME: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
-    PRECISION: tl.constexpr, EARLY: tl.constexpr, BESIDE: tl.constexpr, IN_HALF: tl.constexpr, TO_FP8: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr, BESIDE: tl.constexpr, IN_HALF: tl.constexpr,
 ):  # fmt: skip
     K: tl.constexpr = H // G
     if value_cache is None:
@@ -411,10 +411,7 @@ def attention(  # type: ignore[no-untyped-def]
             tl.store(scratch + state[:, None] * D + d[None, :], result, mask=lanes)
             tl.store(scratch + states.to(tl.int64) * D + state, log, mask=live)
             return
-    _finish(
-        output, lse, sinks, output_scale, result, log, v_factor, at, head, d, live, lanes, o_t, o_h, lse_h,
-        HAS_SINKS, HAS_LSE, TO_FP8,
-    )  # fmt: skip
+    _finish(output, lse, sinks, output_scale, result, log, v_factor, at, head, d, live, lanes, o_t, o_h, lse_h)
 
 
 @triton.jit
@@ -433,20 +430,19 @@ def _sparse_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _finish(  # type: ignore[no-untyped-def]
-    output, lse, sinks, output_scale, result, log, v_factor, at, head, d, live, lanes, o_t, o_h, lse_h,
-    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, TO_FP8: tl.constexpr,
-):  # fmt: skip
+    output, lse, sinks, output_scale, result, log, v_factor, at, head, d, live, lanes, o_t, o_h, lse_h
+):
     """Scale, apply the sink, and store rows (or their e4m3 codes); `log` is the log-sum-exp in base 2."""
     result = result * v_factor
-    if HAS_SINKS:
+    if sinks is not None:
         sink = tl.load(sinks + head, mask=live, other=0.0) * 1.4426950408889634
         # a row without keys is 0 whatever its sink
         share = 1.0 / (1.0 + tl.exp2(sink - log))
         result = tl.where((log == float("-inf"))[:, None], 0.0, result * share[:, None])
-    if TO_FP8:
+    if output_scale is not None:
         result = fp8_code(tl.math.div_rn(result, tl.zeros_like(result) + tl.load(output_scale)), 3, 7, 448.0)
     tl.store(output + at[:, None] * o_t + head[:, None] * o_h + d[None, :], result.to(output.dtype.element_ty), mask=lanes)
-    if HAS_LSE:
+    if lse is not None:
         tl.store(lse + head * lse_h + at, log * 0.6931471805599453, mask=live)
 
 
@@ -454,8 +450,7 @@ def _finish(  # type: ignore[no-untyped-def]
 def merge(  # type: ignore[no-untyped-def]
     scratch, output, lse, query_start_loc, sinks, v_scale, output_scale, v_factor, states, lse_h, o_t, o_h, vscale_h,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_S: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, HAS_V_SCALE: tl.constexpr, EARLY: tl.constexpr,
-    TO_FP8: tl.constexpr,
+    BLOCK_S: tl.constexpr, HAS_V_SCALE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The second stage: grid (R x BLOCK_Q x H, most tiles of a request), one program merges the parts of one row."""
     r = tl.program_id(0) // (BLOCK_Q * H)
@@ -502,7 +497,4 @@ def merge(  # type: ignore[no-untyped-def]
     at = (begin + token).to(tl.int64) + tl.zeros((1,), tl.int64)
     live = head >= 0
     lanes = live[:, None] & (d < D)[None, :]
-    _finish(
-        output, lse, sinks, output_scale, result, log, v_factor, at, head, d, live, lanes, o_t, o_h, lse_h,
-        HAS_SINKS, HAS_LSE, TO_FP8,
-    )  # fmt: skip
+    _finish(output, lse, sinks, output_scale, result, log, v_factor, at, head, d, live, lanes, o_t, o_h, lse_h)

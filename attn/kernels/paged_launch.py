@@ -152,15 +152,13 @@ class Launches:
             rows = {"DECODE": False, "min_query": most, "max_query": UNBOUNDED}
             self.prefill = self._tiled(prefill, self.prefill_tokens, 0) | rows
         launch = {"num_warps": 4, **({"launch_pdl": True} if kinds.early else {}), **FUSED}
-        self.merge = {**self._common(dtypes), "BLOCK_Q": most, "BLOCK_S": 32, "EARLY": kinds.early, **launch}
+        self.merge = {**self._common(), "BLOCK_Q": most, "BLOCK_S": 32, "EARLY": kinds.early, **launch}
 
-    def _common(self, dtypes: dict[str, str | None]) -> dict[str, Any]:
+    def _common(self) -> dict[str, Any]:
         """Constants of `attention` and of `merge`."""
         heads, size, v_scales = *self.kinds.shape[:2], self.kinds.scales[1]
         sizes = {"H": heads, "G": heads // self.kv_heads, "D": size, "BLOCK_D": power_of_two(size)}
-        scaled = {"vscale_h": 1 if v_scales else 0, "HAS_V_SCALE": v_scales is not None and len(v_scales) < 3}
-        flags = {"HAS_SINKS": "sinks", "HAS_LSE": "lse", "TO_FP8": "output_scale"}
-        return {**sizes, **scaled, **{flag: dtypes[name] is not None for flag, name in flags.items()}}
+        return {**sizes, "vscale_h": 1 if v_scales else 0, "HAS_V_SCALE": v_scales is not None and len(v_scales) < 3}
 
     def _constants(self, dtypes: dict[str, str | None], in_row: bool) -> dict[str, Any]:
         """Constants of every launch of `attention`."""
@@ -173,7 +171,7 @@ class Launches:
         masks = {flag: dtypes[array] is not None for flag, array in flags.items()}
         numbers = {"kscale_h": 1 if k_scales else 0, "scale_block": scale_block, "scale_slot": scale_slot, "values_at": 0}
         return {
-            **{**self._common(dtypes), **self.layer.constants(), **numbers, **masks, "BESIDE": self.beside},
+            **{**self._common(), **self.layer.constants(), **numbers, **masks, "BESIDE": self.beside},
             "P": UNBOUNDED if in_row else self.kinds.shape[2] if self.paged else 1,
             **{"PAGED": self.paged, "PER_TOKEN": per_token, "HAS_K_SCALE": k_scales is not None and not per_token},
             "MAY_BE_NONFINITE": per_token or stored != "int8",

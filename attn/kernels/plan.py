@@ -13,6 +13,8 @@ import triton.language as tl
 
 from attn.kernels.launch import FIELDS, FUSED, LEAST, STARTED
 
+FIELDS_OF_ITEM, _LEAST, _STARTED = tl.constexpr(FIELDS), tl.constexpr(LEAST), tl.constexpr(STARTED)
+
 
 @triton.jit
 def visible(  # type: ignore[no-untyped-def]
@@ -91,21 +93,16 @@ def item_of(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=("num_reqs", "groups", "rows"))
 def shares(  # type: ignore[no-untyped-def]
-    table, query_start_loc, seq_lens, num_reqs, groups, rows,
-    H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STARTED: tl.constexpr, SHORTEST: tl.constexpr,
-    FIELDS: tl.constexpr,
-):  # fmt: skip
+    table, query_start_loc, seq_lens, num_reqs, groups, rows, H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr
+):
     """Fill the table of equal shares, which `attn.torch.kernels.plan` describes. Grid (groups)."""
-    g = tl.program_id(0)
-    share(g, table, query_start_loc, seq_lens, num_reqs, groups, rows, H, BLOCK_N, BLOCK_R, STARTED, SHORTEST, FIELDS)
+    share(tl.program_id(0), table, query_start_loc, seq_lens, num_reqs, groups, rows, H, BLOCK_N, BLOCK_R)
 
 
 @triton.jit
 def share(  # type: ignore[no-untyped-def]
-    g, table, query_start_loc, seq_lens, num_reqs, groups, rows,
-    H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STARTED: tl.constexpr, SHORTEST: tl.constexpr,
-    FIELDS: tl.constexpr,
-):  # fmt: skip
+    g, table, query_start_loc, seq_lens, num_reqs, groups, rows, H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr
+):
     """Write the items of group `g` to the table of equal shares."""
     n = tl.arange(0, BLOCK_R)
     begin = tl.load(query_start_loc + n, mask=n < num_reqs, other=0)
@@ -113,10 +110,10 @@ def share(  # type: ignore[no-untyped-def]
     seq_len = tl.load(seq_lens + n, mask=n < num_reqs, other=0)
     blocks = tl.cdiv(q_len * H, rows)
     work = tl.maximum(tl.cdiv(seq_len, BLOCK_N), 1)
-    cost = work + STARTED
+    cost = work + _STARTED
     count = tl.sum(blocks, 0)
     total = tl.sum(blocks * cost, 0)
-    share = tl.maximum(tl.cdiv(total, groups), SHORTEST)
+    share = tl.maximum(tl.cdiv(total, groups), _LEAST)
     longest = tl.max(tl.where(blocks > 0, cost, 0), 0)
     if (count <= groups) & (5 * count >= 4 * groups) & (4 * longest * count <= 5 * total):
         cost = cost * 0 + longest  # blocks of about equal length nearly fill the device: one each
@@ -128,11 +125,11 @@ def share(  # type: ignore[no-untyped-def]
     last = tl.where(high > begins, tl.minimum(tl.cdiv(high - begins, cost), blocks), 0)
     tl.store(table + 2 * g, g + tl.sum(first, 0))
     tl.store(table + 2 * g + 1, g + tl.sum(last, 0))
-    rest = table + 2 * groups + (g + tl.cumsum(blocks, 0) - blocks) * FIELDS
+    rest = table + 2 * groups + (g + tl.cumsum(blocks, 0) - blocks) * FIELDS_OF_ITEM
     for i in tl.range(0, tl.max(last - first, 0), num_stages=1):
         block = first + i
         start = begins + block * cost
-        item = rest + block * FIELDS
+        item = rest + block * FIELDS_OF_ITEM
         own = block < last
         tl.store(item, n, mask=own)
         tl.store(item + 1, begin, mask=own)
@@ -146,5 +143,4 @@ def share(  # type: ignore[no-untyped-def]
 
 def constants(heads: int, block_n: int, block_r: int) -> dict[str, Any]:
     """The constants and options of `shares`. block_r: `launch.block_of`."""
-    sizes = {"H": heads, "BLOCK_N": block_n, "BLOCK_R": block_r, "STARTED": STARTED, "SHORTEST": LEAST, "FIELDS": FIELDS}
-    return {**sizes, "num_warps": max(1, min(8, block_r // 64)), **FUSED}
+    return {"H": heads, "BLOCK_N": block_n, "BLOCK_R": block_r, "num_warps": max(1, min(8, block_r // 64)), **FUSED}

@@ -30,7 +30,7 @@ LOG2E = 1.4426950408889634
 def _quantize(  # type: ignore[no-untyped-def]
     codes, scales, shift, x, mean, lens, factor, rows, padded, x_b, x_s, x_h, mean_b, mean_h,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
-    IS_QUERY: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_SHIFT: tl.constexpr,
+    IS_QUERY: tl.constexpr,
 ):  # fmt: skip
     """Quantise one tile.
 
@@ -52,9 +52,9 @@ def _quantize(  # type: ignore[no-untyped-def]
     lanes = live[:, None] & (d < D)[None, :]
     values = tl.load(at, mask=lanes, other=0.0).to(tl.float32)
     out = unit.to(tl.int64) * padded + row
-    if HAS_MEAN:
+    if mean is not None:
         middle = tl.load(mean + b.to(tl.int64) * mean_b + head // G * mean_h + d, mask=d < D, other=0.0)
-        if HAS_SHIFT:
+        if shift is not None:
             tl.store(shift + out, tl.sum(values * middle[None, :], 1) * factor)
         if not IS_QUERY:
             values = tl.where(lanes, values - middle[None, :], 0.0)
@@ -116,7 +116,7 @@ def _attend(  # type: ignore[no-untyped-def]
     output, lse, shift, q_codes, q_scales, k_codes, k_scales, value, lens, rows, q_padded, k_padded,
     o_b, o_s, o_h, lse_b, lse_h, v_b, v_s, v_h,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_LSE: tl.constexpr, HAS_SHIFT: tl.constexpr, WIDE: tl.constexpr,
+    CAUSAL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     tiles = q_padded // BLOCK_M
     pid = tl.program_id(0)
@@ -146,23 +146,19 @@ def _attend(  # type: ignore[no-untyped-def]
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     norm = tl.zeros((BLOCK_M,), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    for start in tl.range(0, full, BLOCK_N):
-        acc, norm, top = _step(
-            acc, norm, top, q, q_scale, k_at, scales_at, v_at, start, length, upper, v_s,
-            False, CAUSAL, WIDE, D, BLOCK_D, BLOCK_N,
-        )  # fmt: skip
-    for start in tl.range(full, high, BLOCK_N):
-        acc, norm, top = _step(
-            acc, norm, top, q, q_scale, k_at, scales_at, v_at, start, length, upper, v_s,
-            True, CAUSAL, WIDE, D, BLOCK_D, BLOCK_N,
-        )  # fmt: skip
+    for part in tl.static_range(2):
+        for start in tl.range(full if part else 0, high if part else full, BLOCK_N):
+            acc, norm, top = _step(
+                acc, norm, top, q, q_scale, k_at, scales_at, v_at, start, length, upper, v_s,
+                part == 1, CAUSAL, WIDE, D, BLOCK_D, BLOCK_N,
+            )  # fmt: skip
     live = row < rows
     result = tl.where(norm[:, None] == 0, 0.0, acc / norm[:, None])
     o_rows = output + b.to(tl.int64) * o_b + head.to(tl.int64) * o_h + row.to(tl.int64)[:, None] * o_s
     tl.store(o_rows + d[None, :], result.to(output.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
-    if HAS_LSE:
+    if lse is not None:
         log = top + tl.log2(norm)
-        if HAS_SHIFT:
+        if shift is not None:
             log = log + tl.load(shift + at)
         log = tl.where(norm == 0, float("-inf"), log)
         tl.store(lse + b.to(tl.int64) * lse_b + head.to(tl.int64) * lse_h + row, log * 0.6931471805599453, mask=live)
@@ -208,8 +204,6 @@ def int8_attention(
         BLOCK_M=launch.block_m,
         BLOCK_N=launch.block_n,
         CAUSAL=causal,
-        HAS_LSE=lse is not None,
-        HAS_SHIFT=has_shift,
         WIDE=key.shape[1] * value.stride(1) >= 2**31,
         **launch.options(),
     )
@@ -217,24 +211,22 @@ def int8_attention(
 
 def _quantised(
     x: torch.Tensor, keys: Keys, block: int, scale: float, is_query: bool = False, has_shift: bool = False
-) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor | None]:
     """Return ((codes, scales), shift) of the queries or keys x [B, rows, heads, D], in tiles of `block` rows."""
     batch, rows, heads, size = x.shape
     tiles, block_d = -(-rows // block), power_of_two(size)
     codes = torch.empty(batch * heads * tiles * block * block_d, dtype=torch.int8, device=x.device)
     scales = torch.empty(batch * heads * tiles * (block if is_query else 1), dtype=torch.float32, device=x.device)
-    shift = torch.empty_like(scales) if has_shift else scales
-    mean = x if keys.mean is None else keys.mean
+    shift = torch.empty_like(scales) if has_shift else None
+    mean_strides = (0, 0) if keys.mean is None else keys.mean.stride()[:2]
     _quantize[(tiles * heads * batch,)](
-        *(codes, scales, shift, x, mean, keys.lens, scale * LOG2E, rows, tiles * block, *x.stride()[:3], *mean.stride()[:2]),
+        *(codes, scales, shift, x, keys.mean, keys.lens, scale * LOG2E, rows, tiles * block, *x.stride()[:3], *mean_strides),
         H=heads,
         G=heads // keys.key.shape[2],
         D=size,
         BLOCK_D=block_d,
         BLOCK=block,
         IS_QUERY=is_query,
-        HAS_MEAN=keys.mean is not None,
-        HAS_SHIFT=has_shift,
         num_warps=4 if block_d <= 128 else 8,
         **FUSED,
     )

@@ -16,7 +16,7 @@ def _code(source: torch.dtype, stored: torch.dtype) -> str:
 @functools.lru_cache(maxsize=1024)
 def _prepared(kind: Kind, rank: int, rope: int, page: int, code: str, heads: int, nope: int) -> Prepared:
     """The kernel for calls that agree in these."""
-    return Prepared(write, **constants(rank, rope, page, code, kind[1][4] is not None, heads, nope))
+    return Prepared(write, **constants(rank, rope, page, code, heads, nope))
 
 
 @operator("triton_write_latents", "cache", "absorbed")
@@ -47,6 +47,8 @@ def write_latents(
         if query.stride(2) != 1:
             query = query.contiguous()
         (q_t, q_h, _), (a_t, a_h, _) = query.stride(), absorbed.stride()
+    else:
+        query = absorbed = None
     if max(tokens, copied) == 0:
         return
     check_stride("cache", cache)

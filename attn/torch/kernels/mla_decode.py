@@ -95,8 +95,6 @@ def mla_decode(
             fixed_split=fixed_split,
             sparse=sparse,
             packed=packed,
-            has_limits=limits is not None,
-            has_lse=lse is not None,
             uneven=uneven,
         )
     )
@@ -131,6 +129,6 @@ def _attend_generally(
     listed = (0, 0) if indices is None else (indices.shape[1], indices.stride(0))
     strides = *listed, *out.stride()[:2], *query.stride()[:2], *cache.stride()[:2]
     wide = cache.shape[0] * cache.stride(0) >= 2**31
-    kernel = stage(kind_of(arrays, strides), HAS_K_SCALE=k_scale is not None, WIDE=wide)
+    kernel = stage(kind_of(arrays, strides), WIDE=wide)
     numbers = plan.splits, plan.split, 0 if lse is None else lse.stride(0), block_table.stride(0)
     kernel(plan.programs(requests), arrays, *factors, *numbers, *strides, columns=plan.splits)

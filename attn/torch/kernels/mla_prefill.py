@@ -51,7 +51,7 @@ def mla_prefill(
 @functools.lru_cache(maxsize=1024)
 def _prepared(name: str, kind: Kind, size: int, width: int, causal: bool) -> tuple[Prepared, int]:
     """The kernel for calls that agree in these, and the rows of a tile."""
-    _, lse, query, *_ = kind[1]
+    query = kind[1][2]
     assert query is not None
     rule = mla_prefill_launch(name, size, width, query.itemsize)
-    return Prepared(attend, **constants(rule, name, (size, width), query.itemsize, causal, lse is not None)), rule.block_m
+    return Prepared(attend, **constants(rule, name, (size, width), query.itemsize, causal)), rule.block_m

@@ -108,7 +108,7 @@ def _attend_on_hopper(of: Decode, made: Launches, args: dict[str, Any]) -> dict[
     from attn.kernels import hopper_mla
 
     cache = args["cache"]
-    there = {"limits": of.has_limits, "lse": of.has_lse, "sparse": False, "planned": made.shares is not None}
+    there = {name: args[name] is not None for name in ("limits", "lse")} | {"sparse": False, "planned": made.shares is not None}
     arguments = args | {
         "desc": Boxed(cache, *hopper_mla.map_of(cache.shape, dense_strides(cache.shape))),
         "row_tiles": made.tiles,
@@ -145,8 +145,6 @@ def _decode(args: dict[str, Any], rules: Rules) -> Decode:
         fixed_split=0,
         sparse=False,
         packed=cache.dtype == jnp.uint8,
-        has_limits=args["limits"] is not None,
-        has_lse=args["lse"] is not None,
         uneven=True,
         rope_from=RopeFrom(heads * width, width, width - rules.rope),
     )
@@ -165,7 +163,6 @@ def _numbers(of: Decode, made: Launches, args: dict[str, Any]) -> dict[str, Any]
         "topk": 0,
         "indices_t": 0,
         **{"o_t": of.heads * rank, "o_h": rank, "q_t": of.heads * rank, "q_h": rank, "c_block": page * row, "c_slot": row},
-        "HAS_K_SCALE": args["k_scale"] is not None,
         "WIDE": args["cache"].size >= 2**31,
     }
 
@@ -195,9 +192,7 @@ def _prepared(of: Decode, made: Launches, args: dict[str, Any], new: New | None)
         "tokens": tokens,
         "lse_h": tokens,
         **{"kv_c_t": rank, "k_pe_t": of.rope, "c_block": args["c_block"], "c_slot": args["c_slot"]},
-        **mla_prepare.constants(
-            (of.heads, made.block_n, block_of(of.requests)), (rank, of.rope, of.page), code, args["k_scale"] is not None
-        ),
+        **mla_prepare.constants((of.heads, made.block_n, block_of(of.requests)), (rank, of.rope, of.page), code),
     }
     written = {"out": "output", "lse": "lse", "items": "table", "cache": "cache"}
     written = {name: parameter for name, parameter in written.items() if arguments[parameter] is not None}
@@ -243,7 +238,7 @@ def write_latents(
         "tokens": tokens,
         "copied": 0,
         **{"kv_c_t": rank, "k_pe_t": rope, "c_block": page * row, "c_slot": row, "q_t": 0, "q_h": 0, "a_t": 0, "a_h": 0},
-        **latent_write.constants(rank, rope, page, code, k_scale is not None, 0, 0),
+        **latent_write.constants(rank, rope, page, code, 0, 0),
     }
     codes = {"cache": "uint8"} if code in ("e4m3", "e5m2") else {}
     return launch(latent_write.write, target()[0], (tokens,), arguments, ["cache"], **codes)[0]

@@ -50,7 +50,7 @@ def mla_prefill(
         "num_reqs": num_reqs,
         "lse_h": tokens,
         **dict(zip(_STRIDES, strides, strict=True)),
-        **constants(rule, arch, sizes, itemsize, causal, True),
+        **constants(rule, arch, sizes, itemsize, causal),
     }
     return launch(attend, arch, (tokens // rule.block_m + num_reqs, heads), arguments, ["out", "lse"])  # type: ignore[return-value]
 

@@ -34,7 +34,7 @@ def by_jax(kernel, arch, grid, arguments, writes, **types):
     if name == "prepare":  # torch's caller writes rows of no request, and each of the others is a launch
         if given["kv_c"] is not None:
             of_rows = {x: given[x] for x in latent_write.write.arg_names if x in given} | {"query": None, "absorbed": None}
-            apart = dict(tokens=given["new"], copied=0, q_t=0, q_h=0, a_t=0, a_h=0, NOPE=0, H=0, BLOCK_H=1, HAS_QUERY=False)
+            apart = dict(tokens=given["new"], copied=0, q_t=0, q_h=0, a_t=0, a_h=0, NOPE=0, H=0, BLOCK_H=1)
             found["jax"].append(("write", (given["new"], 1), of_rows | apart))
         if given["table"] is not None:
             of_shares = {x: given[x] for x in plan.shares.arg_names} | {"BLOCK_R": given["BLOCK_Q"]}
