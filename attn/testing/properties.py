@@ -15,7 +15,7 @@ from attn.capabilities import Feature
 from attn.errors import UnsupportedError
 from attn.reference import merge_states
 from attn.testing import transform as to
-from attn.testing.bits import FP8, Array, as_bytes, decode, encode, rounded
+from attn.testing.bits import Array, as_bytes, rounded
 from attn.testing.case import Case
 from attn.testing.draw import Call, Result, draw
 from attn.testing.expected import Expected, expect
@@ -184,33 +184,6 @@ def captured(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     call = draw(case)
     _, want, violations = oracle_of(call, run, score)
     yield from violations + judged(call, run.captured, score, want)[1]  # type: ignore[attr-defined]
-
-
-@check
-def fp8_output(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """An fp8 output is out / output_scale, saturated and rounded to nearest even, for an `out` within its budget."""
-    call = draw(case)
-    result = run(call)
-    yield from check_cache(call, result)
-    if result.dtype != FP8:
-        yield Violation("A", "output does not have the dtype that an output scale requests", case, got=result.dtype, want=FP8)
-        return
-    want, live = expect(call, result), slice(0, call.num_tokens)
-    out = want.out[live]
-    margin = 4 * BUDGETS[case.dtype].hard * (np.sqrt(np.mean(np.square(out), -1, keepdims=True)) + 1e-3)
-    margin[np.isneginf(want.lse[:, live]).T] = 0.0  # rows without keys are exactly 0
-    low, high = (decode(encode(out + side * margin, FP8, np.float32(case.output_scale)), FP8) for side in (-1, 1))
-    wrong = ~((result.output[live] >= low) & (result.output[live] <= high))
-    if wrong.any():
-        row, head, d = (int(i) for i in np.argwhere(wrong)[0])
-        what = f"not the nearest code of {out[row, head, d]:.6g} / {case.output_scale} ({int(wrong.sum())} places)"
-        yield Violation("B", what, case, row, head, result.output[row, head, d], (low[row, head, d], high[row, head, d]))
-    if case.lse and result.lse is not None:
-        plain = Result(rounded(want.out, case.dtype), result.lse, None, None, case.dtype)
-        yield from compare(case, plain, want, score)
-    padding = result.output[call.num_tokens :]
-    if not np.isnan(padding).all():
-        yield Violation("A", "a padding row was written", case)
 
 
 @check

@@ -3,7 +3,7 @@
 A row is one (token, head). Tolerances depend on the dtype only, never on the backend:
 
 A  finite where the oracle is; NaN and -inf exactly where it has them; empty rows exactly 0; padding rows not written.
-B  rms(out - ref) <= R(dtype) * (rms(ref) + 1e-3), row by row.
+B  rms(out - ref) <= R(dtype) * (rms(ref) + 1e-3), row by row; of an fp8 output, each code is that of a number within about R.
 C  16-bit only, per case: max|out - ref| <= 2 max|eager - ref| + 2 max|(ref + .3 - .3) - ref|   (3x under a soft cap).
 D  |lse - ref| <= 1e-4 + 1e-5 |ref| (1e-7 times that for float64); plus rounding errors for one-byte caches in 16 bits
    (`lse_budget`) and, for 16-bit MLA, of the products of its inputs (`expected._lse_noise`).
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from attn.testing.bits import Array, decode
+from attn.testing.bits import FP8, Array, decode, encode
 from attn.testing.case import Case
 from attn.testing.draw import Call, Result
 from attn.testing.expected import ROUNDOFF, Expected, wrong_bytes
@@ -91,14 +91,18 @@ def compare(case: Case, result: Result, expected: Expected, score: Score | None 
     if result.output.shape != expected.out.shape:
         return [Violation("A", "output has another shape", case, got=result.output.shape, want=expected.out.shape)]
     violations = []
-    if result.dtype != case.dtype:
-        violations.append(Violation("A", "output has another dtype than the query", case, got=result.dtype, want=case.dtype))
+    asked = case.dtype if case.output_scale is None else FP8
+    if result.dtype != asked:
+        violations.append(Violation("A", "output has another dtype than it must have", case, got=result.dtype, want=asked))
     out, want = result.output[:live].astype(np.float64), expected.out[:live]
     violations += _padding(case, result, live)
-    violations += _pattern(case, out, want, expected.lse[:, :live])
-    violations += _rows(case, out, want, score)
-    if expected.slack is not None:
-        violations += _worst_element(case, out, want, expected.slack)
+    if case.output_scale is not None:
+        violations += _codes(case, case.output_scale, out, want, expected.lse[:, :live])
+    else:
+        violations += _pattern(case, out, want, expected.lse[:, :live])
+        violations += _rows(case, out, want, score)
+        if expected.slack is not None:
+            violations += _worst_element(case, out, want, expected.slack)
     if case.lse:
         if result.lse is None:
             violations.append(Violation("D", "no lse was returned", case))
@@ -150,6 +154,15 @@ def _rows(case: Case, out: Array, want: Array, score: Score) -> Iterator[Violati
                 out[row, head, d],
                 want[row, head, d],
             )
+
+
+def _codes(case: Case, scale: float, out: Array, want: Array, lse: Array) -> Iterator[Violation]:
+    """Check that an fp8 output is `want` / scale, saturated and rounded to nearest even, for a `want` within its budget."""
+    margin = 4 * BUDGETS[case.dtype].hard * (np.sqrt(np.mean(np.square(want), -1, keepdims=True)) + 1e-3)
+    margin[np.isneginf(lse).T] = 0.0  # rows without keys are exactly 0
+    low, high = (decode(encode(want + side * margin, FP8, np.float32(scale)), FP8) for side in (-1, 1))
+    wrong = ~((out >= low) & (out <= high))
+    yield from _at(case, "B", f"not the nearest code of a result in units of {scale}", wrong, out, want)
 
 
 def _worst_element(case: Case, out: Array, want: Array, slack: float) -> Iterator[Violation]:

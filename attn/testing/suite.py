@@ -1,9 +1,10 @@
 """The cases of a backend, positive and negative, derived from its capabilities.
 
-Declared features are tested by fixtures, a pairwise grid, random configurations, long context and metamorphic properties;
-undeclared features must be rejected, by selection and by the constructor, with a reason that names them. No case is specific
-to a backend. Level `quick` is for every push; `full` has more of the same cases and, on a GPU, caches whose page numbers and
-offsets need more than 16 and 32 bits; `smoke` has the fixtures only, for interpreted kernels.
+Declared features are tested by fixtures, a pairwise grid, random configurations, long context and metamorphic properties, and
+each alone in batches that kernels launch in many ways. Undeclared features must be rejected, by selection and by the
+constructor, with a reason that names them. No case is specific to a backend. Level `quick` is for every push; `full` has more
+of the same cases and, on a GPU, caches whose page numbers and offsets need more than 16 and 32 bits; `smoke` has the fixtures
+only, for interpreted kernels.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from attn.backends.metadata import next_power_of_two
 from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, AttentionType, Feature, supports_size
 from attn.dtypes import DTYPES, KV_CACHE_DTYPES
 from attn.errors import UnsupportedError
-from attn.testing.bits import SCALED
+from attn.testing.bits import SCALED, SELF_SCALED
 from attn.testing.case import Case
 from attn.testing.fixtures import fixtures, long_context, variety, vast
 from attn.testing.grid import grid, random_cases
@@ -42,11 +43,16 @@ def cases_of(subject: Subject, level: str = "quick") -> list[Case]:
         positive += [*grid(subject, few_programs), *properties(subject, full), *long_context(subject, full)]
         positive += invariance(subject, full)
         positive += [*variety(subject), *random_cases(subject, 100 if full else 12)]
-    if full and subject.device is not None and subject.device.platform in ("cuda", "rocm"):
+        positive += [] if few_programs else features_alone(subject)
+    if full and _on_gpu(subject):
         positive += vast(subject)
     # Unsupported features are covered by `refusals`.
     served = [case for case in positive if subject.serves(case)]
     return (_affordable(served) if few_programs else served) + refusals(subject)
+
+
+def _on_gpu(subject: Subject) -> bool:
+    return subject.device is not None and subject.device.platform in ("cuda", "rocm")
 
 
 def _nothing_served(subject: Subject, case: Case) -> UnsupportedError:
@@ -127,7 +133,7 @@ def properties(subject: Subject, full: bool) -> list[Case]:
                 shared_prefix=2 * page,
             ),
         ]
-        cases.append(of("fp8_output", output_scale=0.004))
+        cases.append(of("oracle", output_scale=0.004).replace(name=f"fp8_output, {dtype}"))
         if dtype != "float16":  # powers of two reach float16's subnormals
             cases += [
                 of("powers_of_two"),
@@ -225,6 +231,63 @@ def invariance(subject: Subject, full: bool) -> list[Case]:
     return [*cases, of(main[0], shared, "shared_pages", shared_prefix=2 * page)]
 
 
+def _asking(feature: Feature, reach: int) -> dict[str, Any]:
+    """Return the changes of a case that request a feature. reach: about how many keys a row sees in a window or chunk."""
+    changes: dict[Feature, dict[str, Any]] = {
+        Feature.NON_CAUSAL: {"causal": False},
+        Feature.SLIDING_WINDOW: {"sliding_window": reach},
+        Feature.TWO_SIDED_WINDOW: {"sliding_window": (None, 2), "causal": False},
+        Feature.SOFT_CAP: {"logits_soft_cap": 30.0},
+        Feature.ALIBI: {"alibi": True},
+        Feature.SINKS: {"sinks": "randn"},
+        Feature.TREE_MASK: {"tree": 8},
+        Feature.SPANS: {"spans": 2 + reach // 8},
+        Feature.MIXED_CAUSAL: {"causal": "mixed"},
+        Feature.CHUNK_SIZE: {"chunk_size": 2 * reach},
+        Feature.KV_SHARING: {"kv_sharing": True},
+        Feature.PER_HEAD_SCALES: per_head_scales(2),
+        Feature.OUTPUT_SCALE: {"output_scale": 0.02},
+    }
+    return changes.get(feature, {})
+
+
+#: Batches of a draft, a decode, a prompt, another decode and a short prompt, as (new tokens, length). Kernels hold few rows in
+#: a tile, cut the keys of decodes into parts, and may launch prompts with the decodes: that depends on a batch's lengths.
+_SHORT = ((8, 20), (1, 33), (70, 80), (1, 17), (20, 40))
+_LONG = ((8, 450), (1, 450), (70, 100), (1, 17), (20, 450))
+
+
+def features_alone(subject: Subject) -> list[Case]:
+    """Return cases of each feature, kind of attention and quantised cache alone, in batches that kernels launch in many ways.
+
+    A kernel for common layers leaves some features to a general one, as most of the grid's combinations are. These cases reach
+    every launch that serves a feature: those of the whole batch, of a request alone, and of decodes and prompts apart.
+    """
+    c = subject.capabilities
+    sizes, dtypes = subject.sizes((64, 96, 128, 256), c.head_sizes), [d for d in main_dtypes(subject) if d != "float32"]
+    quantised = [stored for stored in c.kv_cache_dtypes if stored in (*SCALED, *SELF_SCALED)]
+    cases = []
+    for reach, lens in ((4, _SHORT), (150, _LONG))[: 2 if _on_gpu(subject) else 1]:  # long ones are slow elsewhere
+        asked = {feature.value: changes for feature in Feature if (changes := _asking(feature, reach))}
+        asked["two_sided_window"] = {"sliding_window": (reach, 2), "causal": False}
+        asked["per_head_scales"] |= {"kv_cache_dtype": "int8" if "int8" in quantised else "fp8"}
+        ways: dict[str, dict[str, Any]] = {
+            **{"no feature": {}, **asked},
+            "spans cut by a window": asked["spans"] | asked["two_sided_window"] | {"span_window": True},
+            "a prefix": {"prefix": 3 * reach},
+            "a prefix under a window": {"prefix": 3 * reach, "sliding_window": reach},
+            **{f"{stored} cache": {"kv_cache_dtype": stored} for stored in quantised},
+            **{kind: {"attn_type": kind, "causal": False} for kind in c.attn_types if kind != AttentionType.DECODER},
+        }
+        for i, (words, changes) in enumerate(ways.items()):
+            q, m = zip(*((n, n if changes.get("attn_type") in ENCODER_TYPES else m) for n, m in lens), strict=True)
+            more = {"head_size": sizes[(i + reach // 75) % len(sizes)], "check": "batch_order", "num_blocks": None}
+            more |= {"dtype": dtypes[i // 2 % len(dtypes)]} if dtypes else {}
+            name = f"alone: {words}, up to {max(m)} keys"
+            cases.append(base_case(subject, name, q, m, **{"lse": subject.lse and i % 2 == 0, **more, **changes}))
+    return cases
+
+
 def refusals(subject: Subject) -> list[Case]:
     """Return one case for each undeclared feature, dtype or size; `check` is `refusal=<what the rejection must name>`."""
     c = subject.capabilities
@@ -233,25 +296,10 @@ def refusals(subject: Subject) -> list[Case]:
     def refused(what: str, **changes: Any) -> Case:
         return plain.replace(name=f"refuses {what}", check=f"refusal={what}", **changes)
 
-    asked: dict[Feature, dict[str, Any]] = {
-        Feature.NON_CAUSAL: {"causal": False},
-        Feature.SLIDING_WINDOW: {"sliding_window": 4},
-        Feature.TWO_SIDED_WINDOW: {"sliding_window": (None, 2), "causal": False},
-        Feature.SOFT_CAP: {"logits_soft_cap": 30.0},
-        Feature.ALIBI: {"alibi": True},
-        Feature.SINKS: {"sinks": "randn"},
-        Feature.TREE_MASK: {"tree": 4},
-        Feature.SPANS: {"spans": 2},
-        Feature.MIXED_CAUSAL: {"causal": "mixed"},
-        Feature.CHUNK_SIZE: {"chunk_size": 8},
-        Feature.KV_SHARING: {"kv_sharing": True},
-        Feature.PER_HEAD_SCALES: per_head_scales(plain.num_kv_heads),
-        Feature.OUTPUT_SCALE: {"output_scale": 0.02},
-    }
     cases = []
     for feature in Feature:
         if not (subject.lse if feature == Feature.LSE else feature.value in c.features):
-            cases.append(refused(feature.value, features=(feature.value,), **asked.get(feature, {})))
+            cases.append(refused(feature.value, features=(feature.value,), **_asking(feature, 4)))
     for name, known, declared in (
         ("dtype", [d for d, info in DTYPES.items() if info.kind == "float"], c.dtypes),
         ("kv_cache_dtype", list(KV_CACHE_DTYPES), c.kv_cache_dtypes),

@@ -1,6 +1,7 @@
-"""Cases follow from capabilities: all declared features, no others, and a rejection for each of the others (2 s)."""
+"""Cases follow from capabilities: all declared features, no others, and a rejection for each of the others (20 s)."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from attn.testing.properties import run_check
 from attn.testing.simulated import SimulatedKernel
 from attn.testing.subject import Subject
 from attn.testing.suite import cases_of
+from tests.compilers import needs_triton, output
 from tests.testing.mutants import SUBJECT
 
 SMALL = Capabilities("torch", ("cpu",), ("bfloat16",), head_sizes=(128,), features=frozenset({Feature.SLIDING_WINDOW}))
@@ -149,3 +151,73 @@ def test_a_cache_that_kernels_cannot_count_is_to_be_refused() -> None:
 def test_unknown_levels_are_refused() -> None:
     with pytest.raises(ValueError, match="level='slow'"):
         cases_of(SUBJECT, "slow")
+
+
+#: Prints the pairs of a launch and a feature that no case of TRITON_ATTN reaches on an H100, which it plans for without one.
+UNREACHED = """
+from itertools import product
+import attn.torch.kernels.paged_attention as module
+from attn.backends.registry import AttentionBackendEnum
+from attn.capabilities import Device
+from attn.kernels import hopper
+from attn.testing import cases_for, runner_for
+from attn.testing.bits import SCALED, SELF_SCALED
+from attn.testing.properties import run_check
+from attn.torch.backends._triton import _UNKNOWN, TritonPagedImpl
+from attn.torch.kernels import hopper_prefill
+
+backend, launched = AttentionBackendEnum["TRITON_ATTN"].get_class(), set()
+
+class Prepared:
+    def __init__(self, kernel, **constants):
+        self.kernel, self.constants = kernel, constants
+
+    def __call__(self, *args, **kwargs):
+        if self.kernel is module.merge:
+            return
+        c, cut = self.constants, "split" if self.constants["BLOCK_R"] else "whole"
+        whose = "together" if c["TILED"] else "drafts" if c["BLOCK_Q"] > 1 else f"{'beside' if c['BESIDE'] else 'decode'} {cut}"
+        launched.add(whose if c["DECODE"] else "general prefill" if c["PAGED"] else "ragged")
+
+def plan(self, meta, cache):
+    starts, lens = meta.query_start_loc_cpu, meta.seq_lens_cpu
+    if self._fixed_split() or starts is None or lens is None:
+        return _UNKNOWN
+    return self._planned(starts[1:] - starts[:-1], lens, meta.max_query_len, cache.element_size(), "sm_90", 132)
+
+module.Prepared, module.arch, module.multiprocessors = Prepared, lambda: "sm_90", lambda device: 132
+hopper_prefill.prefill, hopper.is_on = lambda *args: launched.add("hopper prefill"), lambda kernel: True
+backend.is_interpreted = staticmethod(lambda: True)  # else tensors on the CPU are an error
+TritonPagedImpl._plan, TritonPagedImpl._writes_by_kernel = plan, lambda *args: False
+
+def facts(case):
+    yield from case.request().features
+    yield from (case.kv_cache_dtype, case.head_size, case.dtype)
+    if case.prefix:
+        yield "a prefix under a window" if case.sliding_window else "a prefix"
+    if case.spans and case.span_window and case.sliding_window:
+        yield "spans cut by a window"
+
+quantised = {name for name in backend.capabilities.kv_cache_dtypes if name in SCALED or name in SELF_SCALED}
+general = {"alibi", "tree_mask", "per_head_scales", "output_scale", "a prefix under a window", *quantised}
+features = {str(x) for x in backend.capabilities.features} - {"batch_invariant"} | general | {"lse", "a prefix"}
+features |= {"spans cut by a window", "bfloat16", "float16", 64, 96, 128, 256}
+every = {"decode whole", "decode split", "drafts", "together"}
+left = set(product(every | {"general prefill"}, general)) | {("general prefill", "batch_invariant")}
+left |= set(product(every | {"hopper prefill", "beside whole", "beside split"}, features - general))
+left.remove(("together", 256))  # decodes' tiles of 64 rows hold heads of up to 128
+run = runner_for(backend, Device("torch", "cpu"))
+for case in reversed(cases_for(backend, Device("torch", "cuda", "H100", "sm_90"))):
+    if left and case.dtype != "float32" and not case.check.startswith("refusal"):
+        launched.clear()
+        run_check(case, run)
+        left -= set(product(launched, facts(case)))
+print(*sorted(f"{launch}: {feature}" for launch, feature in left), sep="\\n", end="")
+"""
+
+
+@needs_triton
+def test_every_launch_on_hopper_is_reached_under_every_feature(tmp_path: Path) -> None:
+    """In 16 bits, of a paged cache: prompts by either kernel, decodes cut or whole, alone or beside prompts, drafts, and all
+    requests in one launch."""
+    assert output(UNREACHED, tmp_path, PYTHONWARNINGS="ignore") == ""

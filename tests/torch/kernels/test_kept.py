@@ -26,7 +26,12 @@ class Everything:
     def __contains__(self, value):
         return True
 
-given = Everything()  # addresses as they are
+given, plainly = Everything(), passed  # addresses as they are
+
+def passed(value, kind):
+    # an address with a mark: how large one is depends on the machine's allocator
+    value = plainly(value, kind)
+    return ("at", value) if kind.startswith("*") and value is not None else value
 
 def counted_prepared(self, *args, **kwargs):
     used.append(self)
@@ -89,8 +94,8 @@ class Layer:
         for name, hash_, grid, values in taken():
             named = []
             for value in values:
-                if isinstance(value, int) and value > 1 << 32 and value not in known:
-                    value = "own", own.setdefault(value, len(own))
+                if isinstance(value, tuple) and value[0] == "at" and value[1] not in known:
+                    value = "own", own.setdefault(value[1], len(own))
                 named.append(value)
             found.append((name, hash_, grid, named))
         return found

@@ -20,6 +20,7 @@ from attn.kernels.launch import UNBOUNDED, Launch, split_kv_for, split_tiles_of
 from attn.kernels.plan import item_of
 from attn.torch.interpreter import correct_bfloat16
 from attn.torch.kernels import paged_attention as module
+from attn.torch.kernels.direct import arch
 from attn.torch.kernels.paged_attention import paged_attention
 from tests.levels import sampled
 
@@ -171,16 +172,18 @@ def test_a_batch_in_one_launch(case: str, whole: bool, monkeypatch: pytest.Monke
     if "tree" in choice:
         choice["tree"] = torch.eye(4, dtype=torch.bool, device=DEVICE).tril().expand(5, 4, 4).contiguous()
         choice["tree"][..., 0] = True
-    found, launched, call = [], list[dict[str, Any]](), module.Prepared.__call__
-    monkeypatch.setattr(module.Prepared, "__call__", lambda *a, **k: launched.append(a[0]._constants) or call(*a, **k))
+    found, launched, call = [], list[module.Prepared](), module.Prepared.__call__
+    monkeypatch.setattr(module.Prepared, "__call__", lambda *a, **k: launched.append(a[0]) or call(*a, **k))
+    of_prompts = "hopper" if arch() == "sm_90" and case not in ("trees", "a quantized cache") else "prompts"
     for together in (False, True):
         launched.clear()
         output, lse = torch.full_like(query, torch.nan), torch.full((2, tokens), torch.nan, device=DEVICE)
         of = (output, lse, query, *caches, starts, lens, table, max(q_lens), max(seq_lens), size**-0.5)
         paged_attention(*of, **{"right": 0, **choice}, whole=whole, together=together)
         found.append((output, lse))
-        assert [c.get("DECODE") for c in launched] == ([True] if together else [False, True]) + [None] * (not whole)
-        assert "BLOCK_N" not in launched[-1] or whole
+        kernels = {device_code.merge: "merge", device_code.attention: "prompts"}
+        names = ["decodes" if x._constants.get("DECODE") else kernels.get(x._kernel, "hopper") for x in launched]
+        assert names == [of_prompts] * (not together) + ["decodes"] + ["merge"] * (not whole)
     assert not any(bool(x.isnan().any()) for pair in found for x in pair)
     for ours, apart in zip(*found, strict=True):
         torch.testing.assert_close(ours, apart, rtol=2e-3, atol=2e-3)
