@@ -2,6 +2,7 @@
 
     python -m benchmarks.host [--only MLA] [--entries] [--profile]
     python -m benchmarks.host --build
+    python -m benchmarks.host --adapters
 
 Needs Triton but no GPU: tensors are on the CPU, a placeholder driver stands for a GPU (sm_90), for which kernels are compiled,
 and a launch only counts. So a figure contains the checks, the launch rules, torch's operators and Triton's handling of the
@@ -10,8 +11,9 @@ products are replaced by their dispatch alone, because a CPU would compute them.
 "us" that of the layers after it, which repeat its launches. With --entries each kernel's function is also called alone, with
 the arguments that the layer's first call passes to it. --build times what makes a batch instead: `from_lens` of lists of block
 ids, of arrays of them and of a table, and a builder of a device without memory (`meta`), from arrays of the host, copied and
-checked, and from tensors on that device, for which launches cost nothing. Figures are the least of
-several runs, in processor time; torch's own attention over one key, in the same run, gives the scale.
+checked, and from tensors on that device, for which launches cost nothing. --adapters times a layer's call by FLASH_ATTN and
+FLASHINFER instead, of 64 decodes of which nothing is written, around a vendor's function that does nothing. Figures are the
+least of several runs, in processor time; torch's own attention over one key, in the same run, gives the scale.
 """
 
 import argparse
@@ -36,6 +38,7 @@ from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.registry import AttentionBackendEnum
 from attn.tools.aot.triton import _placeholder
 from attn.torch import kv_cache as caches
+from attn.torch.backends import _flash_providers
 from attn.torch.backends.mla.prefill.triton import TritonPrefillBackend
 from attn.torch.kernels import direct
 from attn.torch.kernels import driver as direct_driver
@@ -201,17 +204,46 @@ def builds() -> None:
         print(f"{requests:<10d}{keys:<10d}" + "".join(f"{least[way]:16.1f}" for way in _WAYS), flush=True)
 
 
+def adapters() -> None:
+    """Print what a layer's call takes beside the vendor's function and, for scale, a copy of its output."""
+    query = torch.zeros(64, 4, 64, dtype=torch.bfloat16)
+    log, out = torch.zeros(4, 64), torch.zeros_like(query)
+    vendor = SimpleNamespace(
+        flash_attn_with_kvcache=lambda *_, **__: (query, log), run=lambda *_, out=None, **__: query if out is None else out
+    )
+    provider = next(provider for provider in _flash_providers.PROVIDERS if provider.name == "FlashAttention 3")
+    provider = SimpleNamespace(attend=provider.attend, load=lambda: vendor)
+    layer = SimpleNamespace(_k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0), _k_scale_float=1.0, _v_scale_float=1.0)
+    calls: dict[str, Callable[[], Any]] = {"copy": functools.partial(out.copy_, query)}
+    batch = CommonAttentionMetadata.from_lens([1] * 64, [KEYS] * 64, np.arange(64 * 63, dtype=np.int32).reshape(64, 63), 16)
+    for backend in ("FLASH_ATTN", "FLASHINFER"):
+        cls: Any = AttentionBackendEnum[backend].get_class()
+        spec = KVCacheSpec(16, 2, 64, "bfloat16", "auto", 64 * 63)
+        metadata = cls.get_builder_cls()(spec, ["layer"], None, torch.device("cpu")).build(0, batch)
+        impl, cache = cls.get_impl_cls()(4, 64, 0.1, 2), caches.allocate(cls, spec, 64 * 63)
+        impl._provider, metadata.planned = lambda *_: provider, lambda group: vendor
+        calls[backend] = functools.partial(impl.forward, layer, query, None, None, cache, metadata, out)
+        calls[f"{backend}, new output"] = functools.partial(impl.forward, layer, query, None, None, cache, metadata)
+    least = dict.fromkeys(calls, float("inf"))
+    with torch.no_grad():
+        for _ in range(2 * REPEATS):
+            for name, call in calls.items():
+                least[name] = min(least[name], timeit.timeit(call, timer=time.process_time, number=NUMBER) / NUMBER * 1e6)
+    print("\n".join(f"{name:32s}{took:8.1f}" for name, took in least.items()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows whose backend contains this")
     parser.add_argument("--entries", action="store_true", help="also time each kernel's function alone")
     parser.add_argument("--profile", action="store_true", help="print where the time of each row goes")
     parser.add_argument("--build", action="store_true", help="time what makes a batch instead")
+    parser.add_argument("--adapters", action="store_true", help="time the adapters of vendors' functions instead")
     arguments = parser.parse_args()
-    if arguments.build:
-        builds()
-        return
     torch.set_num_threads(1)
+    if arguments.build or arguments.adapters:
+        builds() if arguments.build else adapters()
+        return
     with without_kernels() as seen, torch.no_grad():
         one = torch.ones(1, 1, 1, 8)
         sdpa = functools.partial(torch.nn.functional.scaled_dot_product_attention, one, one, one)

@@ -44,6 +44,8 @@ class PagedCall(NamedTuple):
     query, key and value are aligned for vector reads (`attn.torch.alignment`); layer: provides `_k_scale` and `_v_scale` of a
     quantised cache. output_scale: [] float32 on the device, or None; always None unless the capabilities include it. If given,
     output is float8_e4m3fn and receives result / output_scale, saturated and rounded to nearest even.
+    held: what `_attend` derived from the first such call over this batch, for the next ones; empty at the first. None: no other
+    call follows.
     Under jax, k_scale, v_scale: the scales of a quantised cache, a scalar or [K].
     """
 
@@ -59,6 +61,7 @@ class PagedCall(NamedTuple):
     output_scale: Any = None
     k_scale: Any = 1.0
     v_scale: Any = 1.0
+    held: dict[str, Any] | None = None
 
     @property
     def window(self) -> Window:

@@ -181,7 +181,11 @@ class PagedAttentionMetadata(AttentionMetadata):
     def has_own_keys(self) -> bool:
         """Whether the host knows that every new token's own key is in the cache, so that no row of a decoder sees no key."""
         starts, lens = self.query_start_loc_cpu, self.seq_lens_cpu
-        return starts is not None and lens is not None and bool((starts[1:] - starts[:-1] <= lens).all())
+        if starts is None or lens is None:
+            return False
+        if lens.size and lens[lens.argmin()] >= self.max_query_len:  # in most batches, and found in a fifth of the time
+            return True
+        return bool((starts[1:] - starts[:-1] <= lens).all())
 
     def host_lens(self) -> "tuple[IntArray, IntArray]":
         """(query_start_loc [R + 1], seq_lens [R]) on the host: the caller's mirrors, or fetched from the device.

@@ -83,7 +83,7 @@ class Known(NamedTuple):
 
     shape, strides: of its output [T, H, D]; has_lse: whether it returns a log-sum-exp; launches: repeats its launches with
     other tensors (`attn.torch.kernels.kept`), or None; stages: repeats the write of the cache alone where nothing repeats the
-    attention, or None.
+    attention, or None. held: of its `PagedCall`, for calls over the same batch.
     """
 
     shape: tuple[int, ...]
@@ -91,6 +91,7 @@ class Known(NamedTuple):
     has_lse: bool
     launches: Callable[..., bool] | None
     stages: "Stages | None"
+    held: dict[str, Any]
 
 
 @functools.cache
@@ -186,7 +187,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
                 kind = self._kind_of_batch(attn_metadata, kv_cache)
                 shared = None if kind is None else kept.of_kind
                 if shared is not None and (known := shared.get((signature, kind))) is not None:
-                    kept.calls[signature] = known
+                    kept.calls[signature] = known = known._replace(held={})
             if known is not None and known.launches is not None:
                 result = self._repeat(known, kept.addresses, layer, given, kv_cache, output)
                 if result is not None:
@@ -195,7 +196,14 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         key = None if key is None else self._by_head("key", key, self.num_kv_heads)
         value = None if value is None else self._by_head("value", value, self.num_kv_heads)
         out_dtype = query.dtype if scale is None else FUSED_OUTPUT
-        out = torch.empty_like(query, dtype=out_dtype) if output is None else self._check_output(query, output, out_dtype)
+        if output is None:
+            out = torch.empty_like(query, dtype=out_dtype)
+        else:
+            out = (
+                self._check_output(query, output, out_dtype)
+                if known is None
+                else (output if output.shape == query.shape else output.view(query.shape))
+            )
         if attn_metadata is None:
             out.zero_()
             return out if output is None else output
@@ -206,6 +214,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         lse = None
         if self.need_to_return_lse_for_decode:
             lse = query.new_empty(self.num_heads, query.shape[0], dtype=torch.promote_types(query.dtype, torch.float32))
+        held = {} if known is None else known.held
         call = PagedCall(
             query,
             attn_metadata,
@@ -217,6 +226,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             output=out,
             lse=lse,
             output_scale=scale,
+            held=held,
         )
         if known is not None or signature is None or envs.debug("device"):
             self._run(call, None if known is None else known.stages)
@@ -226,9 +236,9 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
                 launches = self._run_first(call, given)
             else:
                 self._run(call, stages)
-            kept.calls[signature] = known = Known(out.shape, out.stride(), lse is not None, launches, stages)
+            kept.calls[signature] = known = Known(out.shape, out.stride(), lse is not None, launches, stages, held)
             if known.launches is not None and shared is not None:
-                keep(shared, (signature, kind), known)
+                keep(shared, (signature, kind), known._replace(held={}))
         result = out if output is None else output
         return result if lse is None else (result, lse)
 
@@ -447,7 +457,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             )
             raise DTypeError(f"{name}: output has dtype {output.dtype}, {why}")
         check_placed(self, "output", output, query)
-        return output.view(query.shape)
+        return output if output.shape == query.shape else output.view(query.shape)
 
     def _check_cache(self, layer: AttentionLayer, query: torch.Tensor, kv_cache: torch.Tensor, block_size: int | None) -> None:
         if torch.compiler.is_compiling():  # extents may be symbols, which must not leave the graph

@@ -110,24 +110,34 @@ class FlashAttentionImpl(PagedAttentionImpl, backend=FlashAttentionBackend):
 
     def _compute(self, call: PagedCall, **keys: Any) -> None:
         """Attend `keys`, the fields of `VarlenCall` that describe the keys."""
-        meta, rows = call.meta, call.meta.num_actual_tokens
+        rows, held, query, output = call.meta.num_actual_tokens, {} if call.held is None else call.held, call.query, call.output
         if rows == 0:
             return
-        (layer, batch), longest = call.mask, keys["max_seq_len"]
+        if rows < query.shape[0]:
+            query, output = query[:rows], output[:rows]
+        if "rules" not in held:
+            held["rules"], held["chosen"] = self._rules(call, keys["max_seq_len"], "block_table" in keys)
+        attend, module = held["chosen"]
+        out, log = attend(module, VarlenCall(query=query, alibi_slopes=self.alibi_slopes, **held["rules"], **keys))
+        if self.sinks is None and call.lse is None and not self._may_lack_keys(call):
+            output.copy_(out)
+        else:
+            fill(out, log, self.sinks, output, call.lse)
+
+    def _rules(self, call: PagedCall, longest: int, is_paged: bool) -> tuple[dict[str, Any], Any]:
+        """Return what `VarlenCall`s like a call's have in common, and what serves them: see `_chosen`."""
+        meta, (layer, batch) = call.meta, call.mask
         asked = frozenset[str]() if batch.is_plain else batch_features(batch)
         window_is_all = not asked and (layer.chunk_size is None or layer.chunk_size >= longest)
-        provided = VarlenCall(
-            query=call.query[:rows],
-            starts=meta.query_start_loc,
-            max_query_len=meta.max_query_len,
-            scale=self.scale,
-            window=call.window,
-            soft_cap=self.logits_soft_cap or 0.0,
-            alibi_slopes=self.alibi_slopes,
-            mask=None if window_is_all else call.mask,
-            **keys,
-        )
-        block_size = None if provided.block_table is None else meta.block_size
+        rules = {
+            "starts": meta.query_start_loc,
+            "max_query_len": meta.max_query_len,
+            "scale": self.scale,
+            "window": call.window,
+            "soft_cap": self.logits_soft_cap or 0.0,
+            "mask": None if window_is_all else call.mask,
+        }
+        block_size = meta.block_size if is_paged else None
         kind = call.query.dtype, block_size, call.query.device, asked
         if kind not in self._chosen:
             own = self.request()
@@ -135,12 +145,7 @@ class FlashAttentionImpl(PagedAttentionImpl, backend=FlashAttentionBackend):
             request = replace(own, dtype=dtype_name(call.query.dtype), block_size=block_size, features=features)
             provider = self._provider(request, arch_of(call.query.device))
             self._chosen[kind] = provider.attend, provider.load()
-        attend, module = self._chosen[kind]
-        out, log = attend(module, provided)
-        if self.sinks is None and call.lse is None and not self._may_lack_keys(call):
-            call.output[:rows] = out
-        else:
-            fill(out, log, self.sinks, call.output, call.lse)
+        return rules, self._chosen[kind]
 
     def _provider(self, request: Request, arch: str) -> providers.Provider:
         """Return the best provider that serves a request."""

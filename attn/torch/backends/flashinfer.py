@@ -219,21 +219,30 @@ class FlashInferImpl(PagedAttentionImpl, backend=FlashInferBackend):
         scales = {}
         if caches.is_quantised(call.kv_cache.dtype):
             scales = {"k_scale": call.layer._k_scale_float, "v_scale": call.layer._v_scale_float}
-        decodes, requests = meta.num_decodes, meta.num_reqs
+        held, logs = {} if call.held is None else call.held, call.lse is not None or self.sinks is not None
+        if "parts" not in held:
+            held["parts"] = self._parts_of(call, logs)
+        for group, part, unplanned in held["parts"]:
+            if unplanned and trtllm.fits(meta, group, logs):
+                state = trtllm.run(unplanned, group, meta, call.query[part].contiguous(), keys, logs, **scales)
+                self._fill(call, part, *state)
+            else:
+                self._planned(call, group, part, (keys,), scales)
+
+    def _parts_of(self, call: PagedCall, logs: bool) -> list[tuple[Group, slice, Any]]:
+        """Return the group of each part of a batch, its rows, and what serves it without a plan, or None. logs: whether
+        log-sum-exps are read."""
+        meta = call.meta
+        decodes, requests, rows = meta.num_decodes, meta.num_reqs, meta.num_actual_tokens
         if call.lse is not None and self.num_heads // self.num_kv_heads not in PLAIN_GROUPS:
             decodes = 0  # prefill's FA3 kernels sum unrounded weights
-        rows = meta.num_actual_tokens
-        parts = [("decode", 0, decodes, slice(0, decodes)), ("prefill", decodes, requests, slice(decodes, rows))]
-        arch, logs = arch_of(call.query.device), call.lse is not None or self.sinks is not None
-        for kind, first, last, part in parts:
-            if part.stop > part.start:
+        found, arch = list[tuple[Group, slice, Any]](), arch_of(call.query.device)
+        for kind, first, last, end in (("decode", 0, decodes, decodes), ("prefill", decodes, requests, rows)):
+            if end > first:
                 group = self._group(call, kind, first, last, call.kv_cache.dtype)
                 unplanned = trtllm.backend_for(arch, group._replace(first=0, last=0), meta.block_size, logs)
-                if unplanned and trtllm.fits(meta, group, logs):
-                    state = trtllm.run(unplanned, group, meta, call.query[part].contiguous(), keys, logs, **scales)
-                    self._fill(call, part, *state)
-                else:
-                    self._planned(call, group, part, (keys,), scales)
+                found.append((group, slice(first, end), unplanned))
+        return found
 
     def _attend_ragged(self, call: PagedCall) -> None:
         part = slice(0, call.meta.num_actual_tokens)

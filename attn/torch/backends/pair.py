@@ -188,6 +188,7 @@ class PairedImpl(PagedAttentionImpl):
                 mask=self.visible(meta),
                 output=call.output[rows],
                 lse=None if call.lse is None else call.lse[:, rows],
+                held=None if call.held is None else call.held.setdefault(which, {}),
             )
             self._member(which)._attend(part)
 

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from attn import reference
+from attn.backends.abstract import KVCacheSpec
+from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.paged import PagedCall
 from attn.capabilities import MASK_FEATURES, Device, Feature, Request
 from attn.errors import UnsupportedError
@@ -458,3 +460,35 @@ def test_the_window_passed_to_flash_attention_2(
     if name.startswith("vLLM"):
         assert told["seqused_k"] is seqs and "cu_seqlens_k" not in told and told["return_softmax_lse"] is True
         assert told["fa_version"] == int(name[-1]) and told["args"][3:] == (max(lens), starts, 7)
+
+
+@torch.no_grad()
+def test_layers_of_a_shape_derive_the_arguments_of_a_batch_once(
+    only: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slopes, caches, queries and outputs are each layer's and each call's own."""
+    only("FlashAttention 2")
+    rules, derived = FlashAttentionImpl._rules, list[Any]()
+    monkeypatch.setattr(FlashAttentionImpl, "_rules", lambda self, *of: derived.append(self) or rules(self, *of))
+    torch.manual_seed(0)
+    spec = KVCacheSpec(block_size=256, num_kv_heads=2, head_size=64, dtype="bfloat16")
+    builder = FlashAttentionBackend.get_builder_cls()(spec)
+    batch = CommonAttentionMetadata.from_lens([1, 3], [300, 9], [[0, 1], [2]], 256)
+    one = torch.ones(())
+    layer = SimpleNamespace(_k_scale=one, _v_scale=one)
+    impls = [FlashAttentionImpl(4, 64, 0.125, 2, alibi_slopes=slopes) for slopes in ([0.5] * 4, [0.1] * 4)]
+    caches = [torch.randn(2, 3, 256, 2, 64, dtype=torch.bfloat16) for _ in impls]
+
+    def call(which: int, query: torch.Tensor, meta: Any) -> torch.Tensor:
+        return impls[which].forward(layer, query, None, None, caches[which], meta)  # type: ignore[no-any-return]
+
+    calls = [(which, torch.randn(4, 4, 64, dtype=torch.bfloat16)) for which in (0, 1, 0, 1)]
+    shared = builder.build(0, batch)
+    got = [call(*given, shared) for given in calls]
+    assert len(derived) == 1
+    for given, result in zip(calls, got, strict=True):
+        assert torch.equal(result, call(*given, builder.build(0, batch)))
+    shared.seq_lens = torch.tensor([200, 9]).int()
+    shared.key_starts = torch.tensor([0, 200, 209]).int()
+    derived.clear()
+    assert not torch.equal(call(*calls[0], shared), got[0]) and len(derived) == 1

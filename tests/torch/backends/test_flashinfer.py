@@ -385,3 +385,26 @@ def test_a_captured_graph_without_plans_reads_the_captured_tensors(
     captured.block_table.copy_(torch.from_numpy(np.asarray(padded.block_table)))
     captured.seq_lens.copy_(torch.from_numpy(np.asarray(padded.seq_lens)))
     torch.testing.assert_close(step(captured), step.want(padded))
+
+
+@torch.no_grad()
+def test_layers_of_a_shape_divide_a_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches, queries and outputs are each layer's and each call's own; another batch is divided anew."""
+    parts, divided = FlashInferImpl._parts_of, list[Any]()
+    monkeypatch.setattr(FlashInferImpl, "_parts_of", lambda self, *of: divided.append(self) or parts(self, *of))
+    builder, one = FlashInferBackend.get_builder_cls()(SPEC), torch.ones(())
+    layer = SimpleNamespace(_k_scale=one, _v_scale=one)
+    torch.manual_seed(0)
+    impls = [FlashInferImpl(8, 64, 0.125, 2) for _ in range(2)]
+    caches = [torch.randn(FlashInferBackend.get_kv_cache_shape(8, 16, 2, 64), dtype=torch.bfloat16) for _ in impls]
+    calls = [(which, torch.randn(4, 8, 64, dtype=torch.bfloat16)) for which in (0, 1, 0, 1)]
+
+    def call(which: int, query: torch.Tensor, meta: Any) -> torch.Tensor:
+        return impls[which].forward(layer, query, None, None, caches[which], meta)  # type: ignore[no-any-return]
+
+    shared, other = _built(builder, [1, 3], [40, 5]), _built(builder, [3, 1], [33, 12])
+    got = [call(*given, shared) for given in calls]
+    assert len(divided) == 1
+    for given, result in zip(calls, got, strict=True):
+        assert torch.equal(result, call(*given, _built(builder, [1, 3], [40, 5])))
+        assert torch.equal(call(*given, other), call(*given, _built(builder, [3, 1], [33, 12])))
