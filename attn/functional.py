@@ -202,7 +202,7 @@ def _check_shapes(q: Array, k: Array, v: Array, layout: str | None) -> bool:
     if ranks not in ({3}, {4}):
         order = "[B, heads, S, head_size]" if layout == "BHSD" else "[B, S, heads, head_size]"
         raise ShapeError(f"q, k, v have shapes {_words(shapes)}: must be {order}, or all without B")
-    sq, sk, sv = (_swapped(shape) for shape in shapes) if layout == "BHSD" else shapes
+    sq, sk, sv = ((*s[:-3], s[-2], s[-3], s[-1]) for s in shapes) if layout == "BHSD" else shapes
     if sq[:-3] != sk[:-3] or sk[:-1] != sv[:-1] or sq[-1] != sk[-1]:
         raise ShapeError(
             f"q, k, v have shapes {_words(shapes)}: batches must agree, k and v in keys and heads, q and k in head_size"
@@ -231,11 +231,6 @@ def _check_layout(sq: tuple[int, ...], sk: tuple[int, ...], words: str) -> None:
             f'layout="BSHD" if these are {n} rows of {heads} heads',
             stacklevel=4,
         )
-
-
-def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a shape with rows and heads exchanged."""
-    return (*shape[:-3], shape[-2], shape[-3], shape[-1])
 
 
 def _words(shapes: list[tuple[int, ...]]) -> str:
@@ -375,8 +370,8 @@ def _through_backend(
     q, k, v = qkv
     selection = selector.select(selector.make_request(q.shape[-1], q.dtype), backend=backend)
     cls: Any = selection.require()
-    for feature, wanted in ((Feature.MASK, extras.mask is not None), (Feature.HEAD_SIZE_V, v.shape[-1] != q.shape[-1])):
-        if wanted:  # paged backends support neither
+    for feature, used in ((Feature.MASK, extras.mask is not None), (Feature.HEAD_SIZE_V, v.shape[-1] != q.shape[-1])):
+        if used:  # paged backends support neither
             raise UnsupportedError(f"{selection.name}: {feature.value} not supported over a paged cache, which backend= uses")
     target = cls.get_impl_cls().framework
     allowed = cls.get_supported_kernel_block_size()

@@ -270,12 +270,10 @@ def _cached_get_attn_backend(
     # Types are in the key because True == 1 == 1.0; the loaded frameworks matter only for a dtype given as a string.
     loaded = ("torch" in sys.modules, "jax" in sys.modules) if type(dtype) is str else None
     environment = envs.selecting()
+    sizes = head_size, type(head_size), dtype, kv_cache_dtype, block_size, type(block_size)
+    state = loaded, _forced.get(), _per_kind.get(), generation(), environment, environment[_PREFERENCES] and _measuring(dtype)
     # A plain tuple in `_Key`'s order: it equals the NamedTuple, whose constructor takes as long as the look-up.
-    plain = (
-        head_size, type(head_size), dtype, kv_cache_dtype, block_size, type(block_size), is_attention_free, is_blocksparse,
-        use_mla, loaded, _forced.get(), _per_kind.get(), generation(), environment,
-        environment[_PREFERENCES] and _measuring(dtype),
-    )  # fmt: skip
+    plain = sizes + (is_attention_free, is_blocksparse, use_mla) + state
     try:
         return _cache[plain]  # type: ignore[index]
     except (KeyError, TypeError):  # TypeError: an unhashable argument; make_request reports it

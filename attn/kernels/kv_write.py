@@ -55,7 +55,7 @@ def write(  # type: ignore[no-untyped-def]
     key_t, value_t, kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head, kscale_h, vscale_h,
     scale_block, scale_slot, values_at,
     HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr,
-    OWN: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
 ):  # fmt: skip
     if value_cache is None:
         value_cache = key_cache + values_at  # one array holds the keys, and the values behind them
@@ -64,13 +64,13 @@ def write(  # type: ignore[no-untyped-def]
     if slot >= 0:
         h, d = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
         live = (h < HEADS) & (d < D)
-        block, place = slot // P, slot % P
+        block, offset = slot // P, slot % P
         k = tl.load(key + token * key_t + h * D + d, mask=live)
         v = tl.load(value + token * value_t + h * D + d, mask=live)
-        if OWN:
+        if PER_TOKEN:
             k, k_own = _scaled_by_itself(k.to(tl.float32), live, KIND)
             v, v_own = _scaled_by_itself(v.to(tl.float32), live, KIND)
-            at = block * scale_block + place * scale_slot + tl.arange(0, BLOCK_H)
+            at = block * scale_block + offset * scale_slot + tl.arange(0, BLOCK_H)
             tl.store(k_scale + at, k_own, mask=tl.arange(0, BLOCK_H) < HEADS)
             tl.store(v_scale + at, v_own, mask=tl.arange(0, BLOCK_H) < HEADS)
         elif KIND == "bf16":
@@ -80,12 +80,14 @@ def write(  # type: ignore[no-untyped-def]
             v_by = tl.load(v_scale + h * vscale_h, mask=h < HEADS, other=1.0)
             k = _code(tl.math.div_rn(k.to(tl.float32), tl.broadcast_to(k_by, (BLOCK_H, BLOCK_D))), KIND)
             v = _code(tl.math.div_rn(v.to(tl.float32), tl.broadcast_to(v_by, (BLOCK_H, BLOCK_D))), KIND)
-        k_at = key_cache + block * kc_block + place * kc_slot + h * kc_head + d
-        v_at = value_cache + block * vc_block + place * vc_slot + h * vc_head + d
+        k_at = key_cache + block * kc_block + offset * kc_slot + h * kc_head + d
+        v_at = value_cache + block * vc_block + offset * vc_slot + h * vc_head + d
         tl.store(k_at, k.to(key_cache.dtype.element_ty), mask=live)
         tl.store(v_at, v.to(value_cache.dtype.element_ty), mask=live)
 
 
+#: The strides of both scales, () for a number or none.
+Scales = tuple[tuple[int, ...], ...]
 _KINDS = {"int8": "int8", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "bfloat16": "bf16"}
 
 
@@ -95,11 +97,10 @@ def kind_of_code(given: str, stored: str) -> str:
     return "" if stored == given else _KINDS.get(stored, "")
 
 
-def constants(heads: int, size: int, page: int, code: str, scales: tuple[tuple[int, ...], ...], own: bool) -> dict[str, Any]:
-    """The constants and options of `write`. code: `kind_of_code`. scales: the strides of both scales, () for a number or
-    none. own: whether each token and head gets its own."""
+def constants(heads: int, size: int, page: int, code: str, scales: Scales, per_token: bool) -> dict[str, Any]:
+    """The constants and options of `write`. code: `kind_of_code`. per_token: whether each token and head gets its own scale."""
     (k_scales, v_scales), block_h, block_d = scales, power_of_two(heads), power_of_two(size)
-    scale_block, scale_slot = k_scales[:2] if own else (0, 0)
+    scale_block, scale_slot = k_scales[:2] if per_token else (0, 0)
     return {
         "kscale_h": 1 if k_scales else 0,
         "vscale_h": 1 if v_scales else 0,
@@ -112,7 +113,7 @@ def constants(heads: int, size: int, page: int, code: str, scales: tuple[tuple[i
         "BLOCK_H": block_h,
         "BLOCK_D": block_d,
         "KIND": code,
-        "OWN": own,
+        "PER_TOKEN": per_token,
         "num_warps": min(8, max(1, block_h * block_d // 256)),
         **FUSED,
     }

@@ -107,10 +107,10 @@ def _step(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _quarter(codes, own, at):  # type: ignore[no-untyped-def]
+def _quarter(codes, scales, at):  # type: ignore[no-untyped-def]
     """(codes [N, 128] of one quarter as numbers, its scale [N]) of packed rows."""
     k = number_in(tl.load(codes[:, None] + at + tl.arange(0, 128)[None, :]), tl.float32)
-    return k, tl.load(own + at // 128)
+    return k, tl.load(scales + at // 128)
 
 
 @triton.jit
@@ -127,14 +127,14 @@ def _packed_step(  # type: ignore[no-untyped-def]
     j, real, page, slot = _places(start, last, table, chosen, seq_len, True, P, BLOCK_N, WIDE)
     rows = cache + page * c_block + slot * c_slot
     codes = rows if BYTES else rows.to(tl.pointer_type(tl.float8e4nv))
-    own = rows.to(tl.pointer_type(tl.float32)) + 128
+    scales = rows.to(tl.pointer_type(tl.float32)) + 128
     rope_at = (rows.to(tl.pointer_type(tl.bfloat16)) + 264)[:, None] + tl.arange(0, BLOCK_R)[None, :]
     dtype = q0.dtype
     s = tl.dot(q_rope, tl.trans(tl.load(rope_at).to(dtype)), input_precision=PRECISION)
-    k0, w0 = _quarter(codes, own, 0)
-    k1, w1 = _quarter(codes, own, 128)
-    k2, w2 = _quarter(codes, own, 256)
-    k3, w3 = _quarter(codes, own, 384)
+    k0, w0 = _quarter(codes, scales, 0)
+    k1, w1 = _quarter(codes, scales, 128)
+    k2, w2 = _quarter(codes, scales, 256)
+    k3, w3 = _quarter(codes, scales, 384)
     s += tl.dot(q0, tl.trans(k0.to(dtype)), input_precision=PRECISION) * w0[None, :]
     s += tl.dot(q1, tl.trans(k1.to(dtype)), input_precision=PRECISION) * w1[None, :]
     s += tl.dot(q2, tl.trans(k2.to(dtype)), input_precision=PRECISION) * w2[None, :]
@@ -149,11 +149,11 @@ def _packed_step(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _weighed(acc, p, shrink, k, own, dtype, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+def _weighed(acc, p, shrink, k, scale, dtype, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
     """Add a quarter's values to acc; non-finite values count as 0, since rows that see them have NaN as a weight."""
-    own = tl.where((own - own) != 0.0, 0.0, own)
+    scale = tl.where((scale - scale) != 0.0, 0.0, scale)
     values = tl.where(k != k, 0.0, k).to(dtype)
-    return tl.dot((p * own[None, :]).to(dtype), values, acc * shrink[:, None], input_precision=PRECISION)
+    return tl.dot((p * scale[None, :]).to(dtype), values, acc * shrink[:, None], input_precision=PRECISION)
 
 
 @triton.jit
@@ -210,17 +210,17 @@ def _rows(  # type: ignore[no-untyped-def]
         low = tl.min(tl.where(live, seen, high), 0)  # keys that every live row sees
     has_work = first < q_len
     is_part = False
-    place = at * 0
+    part_at = at * 0
     if PLANNED:
         stop = tl.minimum(high, stop)
         is_part = state >= 0
-        place = state.to(tl.int64) + row
+        part_at = state.to(tl.int64) + row
     elif HAS_SPLITS:
         s = tl.program_id(1)
         count = tl.cdiv(high, split)
         has_work = has_work & (s < tl.maximum(count, 1))
         is_part = count > 1
-        place = (at * H + head) * splits + s
+        part_at = (at * H + head) * splits + s
         begins = s * split
         stop = tl.minimum(high, begins + split)
     else:
@@ -259,10 +259,10 @@ def _rows(  # type: ignore[no-untyped-def]
                     a0, a1, a2, a3, norm, top, q0, q1, q2, q3, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot,
                     seq_len, factor, P, BLOCK_R, BLOCK_N, WIDE, PRECISION, BYTES,
                 )  # fmt: skip
-            _store(out, partial, a0, norm, v_factor, at, head, live, 0, o_t, o_h, place, L, 128, is_part)
-            _store(out, partial, a1, norm, v_factor, at, head, live, 128, o_t, o_h, place, L, 128, is_part)
-            _store(out, partial, a2, norm, v_factor, at, head, live, 256, o_t, o_h, place, L, 128, is_part)
-            _store(out, partial, a3, norm, v_factor, at, head, live, 384, o_t, o_h, place, L, 128, is_part)
+            _store(out, partial, a0, norm, v_factor, at, head, live, 0, o_t, o_h, part_at, L, 128, is_part)
+            _store(out, partial, a1, norm, v_factor, at, head, live, 128, o_t, o_h, part_at, L, 128, is_part)
+            _store(out, partial, a2, norm, v_factor, at, head, live, 256, o_t, o_h, part_at, L, 128, is_part)
+            _store(out, partial, a3, norm, v_factor, at, head, live, 384, o_t, o_h, part_at, L, 128, is_part)
         else:
             q = tl.load(q_at + d[None, :], mask=live[:, None] & (d < L)[None, :], other=0.0)
             acc = tl.zeros((BLOCK_M, BLOCK_L), tl.float32)
@@ -276,11 +276,11 @@ def _rows(  # type: ignore[no-untyped-def]
                         acc, norm, top, q, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len, factor,
                         part == 1, part == 1 and DENSE and SEVERAL, P, L, DR, BLOCK_L, BLOCK_R, BLOCK_N, WIDE, PRECISION,
                     )  # fmt: skip
-            _store(out, partial, acc, norm, v_factor, at, head, live, 0, o_t, o_h, place, L, BLOCK_L, is_part)
+            _store(out, partial, acc, norm, v_factor, at, head, live, 0, o_t, o_h, part_at, L, BLOCK_L, is_part)
 
         log = tl.where(norm == 0, float("-inf"), top + tl.log2(norm))
         if is_part:
-            tl.store(partial_lse + place, log, mask=live)
+            tl.store(partial_lse + part_at, log, mask=live)
         elif lse is not None:
             tl.store(lse + head * lse_h + at, log * 0.6931471805599453, mask=live)
 

@@ -81,17 +81,17 @@ def _step(  # type: ignore[no-untyped-def]
     if PAGED:
         if P % BLOCK_N == 0:
             page = tl.load(table + start // P)
-            place = at % P
+            slot = at % P
         elif BLOCK_N % P == 0 and not MASKED:
             page = tl.load(table + start // P + n // P)
-            place = n % P  # known before the loop
+            slot = n % P  # known before the loop
         else:
             page = tl.load(table + at // P)
-            place = at % P
+            slot = at % P
         if WIDE:
             page = page.to(tl.int64)
-        k_rows = page * k_block + place * k_slot
-        v_rows = k_rows if SAME else page * v_block + place * v_slot
+        k_rows = page * k_block + slot * k_slot
+        v_rows = k_rows if SAME else page * v_block + slot * v_slot
     else:
         at = at.to(tl.int64)
         k_rows = at * k_slot
@@ -106,7 +106,7 @@ def _step(  # type: ignore[no-untyped-def]
         v = tl.load(v_at)
     s = tl.dot(q, tl.trans(number_in(k, q.dtype)), input_precision=PRECISION)
     if PER_TOKEN:
-        scale_rows = page * scale_block + place * scale_slot
+        scale_rows = page * scale_block + slot * scale_slot
         s = s * tl.load(k_scale + scale_rows)[None, :]
         v_by = tl.load(v_scale + scale_rows)
 
@@ -420,12 +420,12 @@ def _sparse_tile(  # type: ignore[no-untyped-def]
 ):
     """Whether some row of the tile may attend to keys start..start + BLOCK_N: the block-sparse pattern, before any load."""
     near = first // SPARSE - (start + BLOCK_N - 1) // SPARSE < sparse_local
-    wanted = 0
+    rows_seen = 0
     if not near:
         for block in tl.range(start // SPARSE, (start + BLOCK_N - 1) // SPARSE + 1):
             column = (block + head * sparse_shift + 1) % sparse_stride == 0
-            wanted += tl.max((column & live).to(tl.int32), 0)
-    return near | (wanted > 0)
+            rows_seen += tl.max((column & live).to(tl.int32), 0)
+    return near | (rows_seen > 0)
 
 
 @triton.jit
@@ -481,8 +481,8 @@ def merge(  # type: ignore[no-untyped-def]
     for s in tl.range(0, count, BLOCK_S, num_stages=1):
         rows = state + (s + part) * (BLOCK_Q * H)
         logs = tl.load(logs_at + rows, mask=s + part < count, other=float("-inf"))
-        own = (s + part < count)[:, None] & (d < D)[None, :]
-        values = tl.load(scratch + rows[:, None] * D + d[None, :], mask=own, other=0.0)
+        present = (s + part < count)[:, None] & (d < D)[None, :]
+        values = tl.load(scratch + rows[:, None] * D + d[None, :], mask=present, other=0.0)
         above = tl.maximum(top, tl.max(logs, 0))
         guard = tl.where(above == float("-inf"), 0.0, above)
         weight = tl.exp2(logs - guard)

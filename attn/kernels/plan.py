@@ -77,14 +77,14 @@ def item_of(  # type: ignore[no-untyped-def]
     target = tl.where(item < before, item, item - before)
     ends = tl.cumsum(counts, 0)
     r = tl.sum((ends <= target).to(tl.int32), 0)
-    own = n == r
-    count = tl.sum(tl.where(own & (counts > 0), parts, 0), 0)
-    part = target - tl.sum(tl.where(own, ends - counts, 0), 0)
+    selected = n == r
+    count = tl.sum(tl.where(selected & (counts > 0), parts, 0), 0)
+    part = target - tl.sum(tl.where(selected, ends - counts, 0), 0)
     block = 0
     if BLOCK_Q > 0:
         block = part // tl.maximum(count, 1)
         part -= block * count
-    whole = tl.sum(tl.where(own, tiles, 0), 0)
+    whole = tl.sum(tl.where(selected, tiles, 0), 0)
     of = tl.maximum(count, 1)
     first = tl.where(max_splits > 0, part * whole // of, part * split_tiles)
     last = tl.where(max_splits > 0, (part + 1) * whole // of, tl.minimum((part + 1) * split_tiles, whole))
@@ -130,15 +130,15 @@ def share(  # type: ignore[no-untyped-def]
         block = first + i
         start = begins + block * cost
         item = rest + block * FIELDS_OF_ITEM
-        own = block < last
-        tl.store(item, n, mask=own)
-        tl.store(item + 1, begin, mask=own)
-        tl.store(item + 2, q_len, mask=own)
-        tl.store(item + 3, seq_len, mask=own)
-        tl.store(item + 4, block, mask=own)
-        tl.store(item + 5, tl.maximum(low - start, 0) * BLOCK_N, mask=own)
-        tl.store(item + 6, tl.minimum(high - start, work) * BLOCK_N, mask=own)
-        tl.store(item + 7, (start + work - 1) // share - start // share + 1, mask=own)
+        in_group = block < last
+        tl.store(item, n, mask=in_group)
+        tl.store(item + 1, begin, mask=in_group)
+        tl.store(item + 2, q_len, mask=in_group)
+        tl.store(item + 3, seq_len, mask=in_group)
+        tl.store(item + 4, block, mask=in_group)
+        tl.store(item + 5, tl.maximum(low - start, 0) * BLOCK_N, mask=in_group)
+        tl.store(item + 6, tl.minimum(high - start, work) * BLOCK_N, mask=in_group)
+        tl.store(item + 7, (start + work - 1) // share - start // share + 1, mask=in_group)
 
 
 def constants(heads: int, block_n: int, block_r: int) -> dict[str, Any]:

@@ -91,8 +91,8 @@ class Ceilings(NamedTuple):
 CEILINGS = {
     "NVIDIA H200": Ceilings(4295.5, 799.23, "attn bench --peers all, 2026-11-22", measured=True),
     **{
-        product: Ceilings(copy, gemm, f"datasheet of {place}", measured=False)
-        for product, copy, gemm, place in (
+        product: Ceilings(copy, gemm, f"datasheet of {variant}", measured=False)
+        for product, copy, gemm, variant in (
             ("NVIDIA A100", 2039, 312, "A100 SXM 80 GB"),
             ("NVIDIA L4", 300, 121, "L4"),
             ("NVIDIA L40S", 864, 362, "L40S"),

@@ -439,8 +439,8 @@ def _bart(reader: _Reader) -> list[LayerKind]:
     return _sides(layers[0], reader.integer("encoder_layers"), layers[1], reader.integer("decoder_layers"))
 
 
-def _no_attention(word: str) -> Callable[[_Reader], list[LayerKind]]:
-    return lambda reader: [LayerKind(word)] * reader.integer("num_hidden_layers")
+def _mamba(reader: _Reader) -> list[LayerKind]:
+    return [LayerKind("mamba")] * reader.integer("num_hidden_layers")
 
 
 _GPT2 = {"num_hidden_layers": ("n_layer",), "num_attention_heads": ("n_head",), "hidden_size": ("n_embd",)}
@@ -504,7 +504,7 @@ _MODELS: dict[str, _Model] = {
     "jamba": _Model(_HYBRID, {"attn_layer_period": 8, "attn_layer_offset": 4}, _jamba),
     "bamba": _Model(_HYBRID, {}, _bamba),
     "nemotron_h": _Model({**_HYBRID, "head_dim": ("head_dim", "attention_head_dim")}, {}, _nemotron_h),
-    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), _Model(read=_no_attention("mamba"))),
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), _Model(read=_mamba)),
     "gpt2": _Model(_GPT2, change=_gpt2),
     "falcon": _Model(_FALCON, {"multi_query": True}, change=_falcon),
     "bloom": _Model(_BLOOM, change=_having(alibi=True)),

@@ -306,19 +306,19 @@ def _spans(case: Case) -> Array | None:
     at = 0
     for r, (n, m) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
         rng = np.random.default_rng([11, case.geometry_seed, r])
-        position, own = np.arange(m - n, m), spans[at : at + n]
+        position, ranges = np.arange(m - n, m), spans[at : at + n]
         at += n
         live = position >= 0
         if case.spans < 0:
-            own[live] = position[live, None]
+            ranges[live] = position[live, None]
             continue
         bounds = np.cumsum(rng.integers(1, 2 * case.spans + 1, m + 1))
         run = np.searchsorted(bounds, np.maximum(position, 0), side="right")
         first = np.where(run > 0, bounds[run - 1], 0)
         together = live & (run % 2 == r % 2)
-        own[together] = np.stack([first, np.minimum(bounds[run], m) - 1], 1)[together]
+        ranges[together] = np.stack([first, np.minimum(bounds[run], m) - 1], 1)[together]
         for i in np.flatnonzero((rng.random(n) < 0.15) & (m > 0)):
-            own[i] = np.sort(rng.integers(0, m, 2))
+            ranges[i] = np.sort(rng.integers(0, m, 2))
     return spans
 
 
@@ -353,8 +353,8 @@ def _sequence(case: Case, r: int) -> tuple[Array, Array]:
         _spoil(case, rng, value, "value")
     if case.mla:
         value = key  # a latent row is key and value; the weights make the value
-    own = slice(case.seq_lens[r])
-    return drawn(key[own], case.dtype), drawn(value[own], case.dtype)
+    live = slice(case.seq_lens[r])
+    return drawn(key[live], case.dtype), drawn(value[live], case.dtype)
 
 
 def _spoil(case: Case, rng: np.random.Generator, rows: Array, which: str) -> None:

@@ -57,10 +57,10 @@ def wrong_bytes(call: Call, stored: tuple[Array, Array]) -> Iterator[tuple[str, 
     """
     case, slots = call.case, call.batch.slot_mapping
     live = np.flatnonzero(slots >= 0) if call.key is not None and not case.kv_sharing else np.zeros(0, np.int64)
-    for which, own, want, fresh, scale in zip(
+    for which, written, want, fresh, scale in zip(
         ("key", "value"), stored, specified_cache(call), (call.key, call.value), case.cache_scales, strict=True
     ):
-        flat, meant = (x.reshape(-1, *x.shape[2:]) for x in (own, want))
+        flat, meant = (x.reshape(-1, *x.shape[2:]) for x in (written, want))
         wrong = as_bytes(flat) != as_bytes(meant)
         if case.element in DTYPES and case.element != PACKED and wrong[slots[live]].any():
             wrong[slots[live]] &= ~np.isnan([decode(x[slots[live]], case.element) for x in (flat, meant)]).all(0)
@@ -77,10 +77,10 @@ def expect(call: Call, result: Result | None = None) -> Expected:
         return _remembered(call, lambda: _ragged(call))
     caches = specified_cache(call)
     if call.case.is_quantized and result is not None and result.key_cache is not None and result.value_cache is not None:
-        own = (result.key_cache, result.value_cache)
-        as_specified = all(np.array_equal(a, b) for a, b in zip(own, caches, strict=True))
-        if not as_specified and not any(wrong.any() for *_, wrong in wrong_bytes(call, own)):
-            return _with_slack(call, _paged(call, own))
+        written = (result.key_cache, result.value_cache)
+        as_specified = all(np.array_equal(a, b) for a, b in zip(written, caches, strict=True))
+        if not as_specified and not any(wrong.any() for *_, wrong in wrong_bytes(call, written)):
+            return _with_slack(call, _paged(call, written))
     return _remembered(call, lambda: _paged(call, caches))
 
 

@@ -88,16 +88,14 @@ def program_of(case: Case) -> object:
 
     A property counts as its base case; properties whose variants have other shapes come early in the list.
     """
-    left, right, power = *case.window, next_power_of_two
-    page = case.block_size
-    reach = (not case.spans, not case.prefix, not case.chunk_size, case.span_window and bool(case.spans))
-    return (
-        *(power(sum(case.query_lens) + case.padding), power(len(case.query_lens)), power(max(case.query_lens, default=0))),
-        *(power(max(8, -(-max(case.seq_lens, default=0) // page))), case.num_blocks, page, case.num_heads, case.num_kv_heads),
-        *(case.head_size, case.dtype, "" if case.is_encoder else case.element, case.causal, case.is_encoder, left is None),
-        *(right is None, case.logits_soft_cap is None, case.alibi, not case.sinks, case.tree),
-        *(isinstance(case.k_scale, tuple), isinstance(case.v_scale, tuple), case.sparse, *reach),
-    )
+    (left, right), pages = case.window, max(8, -(-max(case.seq_lens, default=0) // case.block_size))
+    lens = sum(case.query_lens) + case.padding, len(case.query_lens), max(case.query_lens, default=0), pages
+    layer = case.num_blocks, case.block_size, case.num_heads, case.num_kv_heads, case.head_size, case.dtype, case.is_encoder
+    stored = "" if case.is_encoder else case.element, isinstance(case.k_scale, tuple), isinstance(case.v_scale, tuple)
+    mask = case.causal, left is None, right is None, case.tree, case.sparse
+    reach = not case.spans, not case.prefix, not case.chunk_size, case.span_window and bool(case.spans)
+    scores = case.logits_soft_cap is None, case.alibi, not case.sinks
+    return tuple(map(next_power_of_two, lens)), layer, stored, mask, reach, scores
 
 
 def properties(subject: Subject, full: bool) -> list[Case]:
@@ -181,13 +179,13 @@ def properties(subject: Subject, full: bool) -> list[Case]:
     return cases
 
 
-#: Requests of every kind, as (new tokens, length): decodes, drafts, chunks, prompts, one without tokens, one without keys,
+#: Requests of every kind, as <new tokens>/<length>: decodes, drafts, chunks, prompts, one without tokens, one without keys,
 #: two contexts that are longer than any kernel's part of a split.
-_ANY_BATCH = (
-    *((1, 33), (18, 18), (1, 2305), (4, 20), (1, 1), (33, 70), (1, 16), (6, 9), (0, 5), (64, 64), (1, 17), (3, 2100), (2, 2)),
-    *((1, 257), (17, 40), (1, 64), (5, 131), (1, 300), (21, 90), (3, 0), (1, 40), (16, 16), (1, 15), (8, 48), (1, 513)),
-    *((9, 40), (1, 5), (2, 33), (1, 129), (12, 12), (7, 7), (1, 90), (40, 41)),
+_REQUESTS = (
+    "1/33 18/18 1/2305 4/20 1/1 33/70 1/16 6/9 0/5 64/64 1/17 3/2100 2/2 1/257 17/40 1/64 5/131 1/300 21/90 3/0 1/40 16/16 "
+    "1/15 8/48 1/513 9/40 1/5 2/33 1/129 12/12 7/7 1/90 40/41"
 )
+_ANY_BATCH = tuple((int(n), int(m)) for n, m in (request.split("/") for request in _REQUESTS.split()))
 
 
 def invariance(subject: Subject, full: bool) -> list[Case]:

@@ -67,24 +67,24 @@ class Facts:
         """Return whether tensors have these facts; False until `watch` was called with tensors that have them."""
         if self._check is None or torch.is_grad_enabled() is not self._recorded:
             return False
-        given = [x for x in tensors if x is not None]
-        some = len(given) < len(tensors) or self._absent
+        present = [x for x in tensors if x is not None]
+        some = len(present) < len(tensors) or self._absent
         if some and [i for i, x in enumerate(tensors) if x is None] != self._absent:
             return False
-        return self._check(*given)  # type: ignore[no-any-return]
+        return self._check(*present)  # type: ignore[no-any-return]
 
     def watch(self, tensors: Sequence[Any]) -> None:
         """Remember tensors that have these facts, so that `hold` recognises others that have them."""
         if _Guards is not None:
-            given = [x for x in tensors if x is not None]
-            sizes, strides = [list(x.shape) for x in given], [list(x.stride()) for x in given]
-            self._check = _Guards(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+            present = [x for x in tensors if x is not None]
+            sizes, strides = [list(x.shape) for x in present], [list(x.stride()) for x in present]
+            self._check = _Guards(*present, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
             self._recorded = torch.is_grad_enabled()
             self._absent = [i for i, x in enumerate(tensors) if x is None]
 
 
 @functools.lru_cache(maxsize=1024)
-def _facts(found: tuple[Any, ...]) -> Facts:
+def _facts(known: tuple[Any, ...]) -> Facts:
     return Facts()
 
 
@@ -93,8 +93,8 @@ def facts_of(tensors: Sequence[Any], last: Facts | None) -> Facts | None:
     call, which probably has the same."""
     if last is not None and last.hold(tensors):
         return last
-    found = static(tensors)
-    facts = None if found is None else _facts(tuple(found))
+    known = static(tensors)
+    facts = None if known is None else _facts(tuple(known))
     if facts is not None and facts is last:
         facts.watch(tensors)
     return facts

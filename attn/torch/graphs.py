@@ -83,15 +83,12 @@ def _made(key: str, lse: bool) -> tuple[Any, KVCacheSpec]:
     """The (impl, spec) that `paged_key`'s text describes, without per-head vectors."""
     described = json.loads(key)
     for part in (described["arguments"], described["spec"]):
-        part["sliding_window"] = _paired(part["sliding_window"])
+        if isinstance(window := part["sliding_window"], list):
+            part["sliding_window"] = tuple(window)
     impl = resolve_obj_by_qualname(described["impl"])(**described["arguments"])
     impl.need_to_return_lse_for_decode = lse
     impl.batch_invariant = described.get("batch_invariant", False)
     return impl, KVCacheSpec(**described["spec"])
-
-
-def _paired(window: Any) -> Any:
-    return tuple(window) if isinstance(window, list) else window
 
 
 class _Scales:

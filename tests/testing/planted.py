@@ -1284,8 +1284,8 @@ DEFECTS = (
     Defect(
         "mla_rows_before_the_sequence",
         "torch/backends/mla/_metadata.py",
-        "skipped = np.maximum(own - total, 0)",
-        "skipped = np.maximum(own - total, 0) * 0",
+        "skipped = np.maximum(rows - total, 0)",
+        "skipped = np.maximum(rows - total, 0) * 0",
         MLA,
         "Rows before the start of a sequence are attended as if they were in it.",
     ),

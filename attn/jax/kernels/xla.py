@@ -240,11 +240,11 @@ def _mask(rules: Rules, tiles: _Tiles, num_keys: int) -> tuple[Visibility, jax.A
     """(what the tiles' rows see, [low, stop): the keys that a tile can see, [X, 1] each)."""
     batch, reach, prefixed = rules.batch, None, None
     if batch.spans is not None:
-        own = batch.spans[tiles.row][:, :, None]  # [X, Q, 1, 2]
-        there = tiles.real & (own[:, :, 0, 1] >= 0)
-        first = jnp.where(there, own[:, :, 0, 0], num_keys).min(axis=1, keepdims=True)
-        reach = first, jnp.where(there, own[:, :, 0, 1], -1).max(axis=1, keepdims=True)
-        batch = batch._replace(spans=own)
+        spans = batch.spans[tiles.row][:, :, None]  # [X, Q, 1, 2]
+        there = tiles.real & (spans[:, :, 0, 1] >= 0)
+        first = jnp.where(there, spans[:, :, 0, 0], num_keys).min(axis=1, keepdims=True)
+        reach = first, jnp.where(there, spans[:, :, 0, 1], -1).max(axis=1, keepdims=True)
+        batch = batch._replace(spans=spans)
     if batch.prefix is not None:
         prefixed = batch.prefix[tiles.request][:, None]
     mask, last = Visibility(rules.layer, batch), tiles.position.max(axis=1, keepdims=True)

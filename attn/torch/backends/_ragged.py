@@ -153,9 +153,9 @@ class Rules:
         """Return [low, high) of the keys below `end` that any row at positions first..last sees; high >= low."""
         (tree, spans, prefix, _), reach = self.mask.batch, None
         if spans is not None:
-            own = spans[first - self.context : last + 1 - self.context]
-            own = own[own[:, 1] >= 0]
-            reach = (int(own[:, 0].min()), int(own[:, 1].max())) if len(own) else None
+            ranges = spans[first - self.context : last + 1 - self.context]
+            ranges = ranges[ranges[:, 1] >= 0]
+            reach = (int(ranges[:, 0].min()), int(ranges[:, 1].max())) if len(ranges) else None
         ordered = self.mask.layer.causal and tree is None
         return self.mask.bounds(first, last, end, reach, None if prefix is None else int(prefix[0]), ordered)
 
@@ -343,12 +343,12 @@ class RaggedAttentionImpl(PagedAttentionImpl):
         rules = self._rules(call.mask)
         starts, _ = call.meta.host_lens()
         for r in range(call.meta.num_reqs):
-            own = slice(int(starts[r]), int(starts[r + 1]))
-            if own.start == own.stop:
+            rows = slice(int(starts[r]), int(starts[r + 1]))
+            if rows.start == rows.stop:
                 continue
-            query, key, value = (self._own(x, own) for x in (call.query, call.key, call.value))
-            logs = None if call.lse is None else call.lse[:, own]
-            self._attend_one(Work(query, key.transpose(0, 1), value.transpose(0, 1), 0, 0, call.output[own], logs), rules)
+            query, key, value = (self._own(x, rows) for x in (call.query, call.key, call.value))
+            logs = None if call.lse is None else call.lse[:, rows]
+            self._attend_one(Work(query, key.transpose(0, 1), value.transpose(0, 1), 0, 0, call.output[rows], logs), rules)
 
     def _own(self, tensor: torch.Tensor, rows: slice) -> torch.Tensor:
         """Return a request's rows: a view, or a copy if they must not depend on their place in the batch."""

@@ -140,9 +140,9 @@ class FlashAttentionImpl(PagedAttentionImpl, backend=FlashAttentionBackend):
         block_size = meta.block_size if is_paged else None
         kind = call.query.dtype, block_size, call.query.device, asked
         if kind not in self._chosen:
-            own = self.request()
-            features = own.features | asked
-            request = replace(own, dtype=dtype_name(call.query.dtype), block_size=block_size, features=features)
+            request = self.request()
+            features = request.features | asked
+            request = replace(request, dtype=dtype_name(call.query.dtype), block_size=block_size, features=features)
             provider = self._provider(request, arch_of(call.query.device))
             self._chosen[kind] = provider.attend, provider.load()
         return rules, self._chosen[kind]

@@ -40,13 +40,13 @@ _NEEDS = (
 class Rule(NamedTuple):
     """What a plan depends on apart from the batch.
 
-    paged: whether split-K may read the pages. own: whether the keys are those of the call, not of the cache.
+    paged: whether split-K may read the pages. ragged: whether the keys are those of the call, not of the cache.
     """
 
     causal: bool
     left: int | None
     paged: bool
-    own: bool
+    ragged: bool
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class XFormersMetadata(PagedAttentionMetadata):
         fmha = _fmha()
         starts, lens = self.host_lens()
         counts = np.diff(starts)
-        lens = counts if rule.own else lens
+        lens = counts if rule.ragged else lens
         counts = np.minimum(counts, lens) if rule.causal else np.where(lens > 0, counts, 0)
         alone = counts == 1 if rule.paged and rule.causal and rule.left is None else np.zeros(len(counts), bool)
         device = self.seq_lens.device
@@ -100,7 +100,7 @@ class XFormersMetadata(PagedAttentionMetadata):
                 mask = mask.make_local_attention_from_bottomright(rule.left + 1)
             elif rule.causal:
                 mask = mask.make_causal_from_bottomright()
-            if rule.own:
+            if rule.ragged:
                 yield Part(at, n.tolist(), None, mask)
             else:
                 assert self.block_size is not None
@@ -141,11 +141,11 @@ class XFormersImpl(PagedAttentionImpl, backend=XFormersAttentionBackend):
     def _attend(self, call: PagedCall) -> None:
         keys, values = (part.flatten(0, 1) for part in self.backend.logical_kv_cache(call.kv_cache))
         paged = _reads_pages(self.head_size, call.meta.block_size, arch_of(call.query.device))
-        self._compute(call, keys, values, Rule(call.causal, call.window[0], paged, own=False))
+        self._compute(call, keys, values, Rule(call.causal, call.window[0], paged, ragged=False))
 
     def _attend_ragged(self, call: PagedCall) -> None:
         rows = call.meta.num_actual_tokens
-        self._compute(call, call.key[:rows], call.value[:rows], Rule(call.causal, None, paged=False, own=True))
+        self._compute(call, call.key[:rows], call.value[:rows], Rule(call.causal, None, paged=False, ragged=True))
 
     def _compute(self, call: PagedCall, keys: torch.Tensor, values: torch.Tensor, rule: Rule) -> None:
         """Attend keys, values [.., K, D], one token per row."""
@@ -168,7 +168,7 @@ class XFormersImpl(PagedAttentionImpl, backend=XFormersAttentionBackend):
 def _packed(log: torch.Tensor, counts: list[int]) -> torch.Tensor:
     """Return [H, T] of a log-sum-exp that is packed, [1, H, T or more], or padded per request, [R, H, longest or more]."""
     counts = [sum(counts)] if log.shape[0] == 1 else counts
-    return torch.cat([own[:, :n] for own, n in zip(log, counts, strict=True)], 1)
+    return torch.cat([state[:, :n] for state, n in zip(log, counts, strict=True)], 1)
 
 
 def _fmha() -> Any:

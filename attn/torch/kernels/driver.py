@@ -168,9 +168,9 @@ class Launcher:
 
         def run(stream: int, values: Sequence[Any]) -> bool:
             words[_STREAM] = stream
-            for n, i, place in maps:
+            for n, i, offset in maps:
                 packed = self._packed(values[n], i)
-                octets[place : place + len(packed)] = packed
+                octets[offset : offset + len(packed)] = packed
             status = launch(config, function, parameters, None)
             return status == _SUCCESS or self._launched(status)
 
@@ -200,13 +200,13 @@ class Launcher:
         shape, strides, box = descriptor.shape[::-1], [n * size for n in descriptor.strides[-2::-1]], about["block_size"][::-1]
         storage = (ctypes.c_char * (_MAP + _ALIGNED))()
         skip = -ctypes.addressof(storage) % _ALIGNED
-        place, arrays = ctypes.addressof(storage) + skip, (shape, strides, box, [1] * dims)
+        address, arrays = ctypes.addressof(storage) + skip, (shape, strides, box, [1] * dims)
         kinds = [ctypes.c_uint64 * dims] * 2 + [ctypes.c_uint32 * dims] * 2
         lists = [make(*values) for make, values in zip(kinds, arrays, strict=True)]
         # as Triton encodes them: not interleaved, 128 bytes fetched into L2 at once, zeros out of bounds
         rules = 0, about["swizzle"], 2, 0
         tensor = _element(about["elem_type"]), dims, descriptor.base.data_ptr()
-        status = self._library.cuTensorMapEncodeTiled(place, *tensor, *map(ctypes.addressof, lists), *rules)
+        status = self._library.cuTensorMapEncodeTiled(address, *tensor, *map(ctypes.addressof, lists), *rules)
         if status != _SUCCESS:
             raise RuntimeError(f"CUDA error {status} in a tensor map of {descriptor.shape}: {self._message(status)}")
         numbers = struct.pack(f"={dims}i{dims}q", *descriptor.shape, *descriptor.strides)

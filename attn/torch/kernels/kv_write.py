@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from attn.kernels.kv_write import constants, kind_of_code, write
+from attn.kernels.kv_write import Scales, constants, kind_of_code, write
 from attn.torch.kernels.direct import Kind, Prepared, check_stride, kind_of, operator
 
 _BITS = {1: torch.uint8, 2: torch.uint16}
@@ -30,7 +30,7 @@ def write_kv(
     key, value: [T', K, D]; caches: [N, P, K, D], any strides with D dense; slot_mapping: [T] int; scales: 0-d or [K]
     float32 on the same device, which one-byte caches need and others ignore. Rows past the shorter of T and T' are padding.
     """
-    _launch(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, own=False)
+    _launch(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, per_token=False)
 
 
 @operator("triton_write_kv_per_token", "key_cache", "value_cache", "key_scales", "value_scales")
@@ -48,7 +48,7 @@ def write_kv_per_token(
     Caches: int8 or float8_e4m3fn; scales: [N, P, K] float32 with equal strides and adjacent heads.
     """
     assert key_scales.stride() == value_scales.stride() and key_scales.stride(2) == 1
-    _launch(key, value, key_cache, value_cache, slot_mapping, key_scales, value_scales, own=True)
+    _launch(key, value, key_cache, value_cache, slot_mapping, key_scales, value_scales, per_token=True)
 
 
 def _launch(
@@ -59,7 +59,7 @@ def _launch(
     slot_mapping: torch.Tensor,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
-    own: bool,
+    per_token: bool,
 ) -> None:
     tokens = min(key.shape[0], slot_mapping.shape[0])
     if tokens == 0:
@@ -75,11 +75,11 @@ def _launch(
     strides = (key.stride(0), value.stride(0), *key_cache.stride()[:3], *value_cache.stride()[:3])
     arrays = (key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
     scales = tuple([() if scale is None else scale.stride() for scale in (k_scale, v_scale)])
-    kernel = _prepared(kind_of(arrays, strides), (heads, size, key_cache.shape[1]), code, scales, own)
+    kernel = _prepared(kind_of(arrays, strides), (heads, size, key_cache.shape[1]), code, scales, per_token)
     kernel(tokens, arrays, *strides)
 
 
 @functools.lru_cache(maxsize=1024)
-def _prepared(kind: Kind, shape: tuple[int, int, int], code: str, scales: tuple[tuple[int, ...], ...], own: bool) -> Prepared:
+def _prepared(kind: Kind, shape: tuple[int, int, int], code: str, scales: Scales, per_token: bool) -> Prepared:
     """The kernel for calls that agree in these; shape: (heads, head size, page)."""
-    return Prepared(write, **constants(*shape, code, scales, own))
+    return Prepared(write, **constants(*shape, code, scales, per_token))

@@ -39,8 +39,8 @@ def mla_prefill(
         from attn.torch.kernels import hopper_prefill
 
         if hopper_prefill.serves(query, key, value, requests, 1, ROWS):
-            rules, given = Rules(negate=scale < 0, right=0 if causal else UNBOUNDED), (*arrays, None, None)
-            hopper_prefill.prefill(given, rules, (abs(scale) * LOG2E, 1.0), multiprocessors(query.device), ragged=True)
+            rules, pointers = Rules(negate=scale < 0, right=0 if causal else UNBOUNDED), (*arrays, None, None)
+            hopper_prefill.prefill(pointers, rules, (abs(scale) * LOG2E, 1.0), multiprocessors(query.device), ragged=True)
             return
     strides = (*out.stride()[:2], *query.stride()[:2], *key.stride()[:2], *value.stride()[:2])
     kernel, block_m = _prepared(arch(), kind_of(arrays, strides), size, value.shape[2], causal)

@@ -51,9 +51,9 @@ class _Launches:
         tree_w = 0 if tree is None else tree.shape[1]
         numbers, no_plan = (factor, v_factor, num_reqs), (0, lse_h, table_r, tree_w, 0, 0, 0)
         if rules.on_hopper:
-            given = output, lse, query, key_cache, value_cache, starts, seq_lens, table, sinks, *mask
+            pointers = output, lse, query, key_cache, value_cache, starts, seq_lens, table, sinks, *mask
             hopper_prefill, processors = _hopper_prefill(), programs or rules.kinds.processors
-            hopper_prefill.prefill(given, hopper_prefill.Rules(**self._of_prompts), (factor, v_factor), processors)
+            hopper_prefill.prefill(pointers, hopper_prefill.Rules(**self._of_prompts), (factor, v_factor), processors)
         elif self._prefill is not None:
             tiles = query.shape[0] // rules.prefill_tokens + num_reqs  # type: ignore[union-attr]
             self._prefill(tiles * kv_heads, (None, *arrays), *numbers, *no_plan, *strides)

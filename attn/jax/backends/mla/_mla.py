@@ -199,10 +199,10 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
             short = dataclasses.replace(attn_metadata, seq_lens=jnp.where(long, 0, attn_metadata.seq_lens))
             latents, absorbed_lse, _ = self._write_and_decode(call._replace(rows=None, new=None, kv_cache=kv_cache, meta=short))
             out, lse = self._expanded(call._replace(kv_cache=kv_cache), q, w_uk, w_uv, long)
-            own = long[xla_mla.request_of(attn_metadata.query_start_loc, jnp.arange(q.shape[0]))]
-            out = jnp.where(own[:, None, None], out.astype(q.dtype), expand(latents, w_uv))
+            expanded = long[xla_mla.request_of(attn_metadata.query_start_loc, jnp.arange(q.shape[0]))]
+            out = jnp.where(expanded[:, None, None], out.astype(q.dtype), expand(latents, w_uv))
             if self.need_to_return_lse_for_decode:
-                lse = jnp.where(own, lse, absorbed_lse)
+                lse = jnp.where(expanded, lse, absorbed_lse)
         else:
             latents, lse, kv_cache = self._write_and_decode(call)
             out = expand(latents, w_uv)
@@ -294,8 +294,8 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
                 starts, key_starts = jnp.clip(starts - begin, 0, window), jnp.clip(key_starts - i * size, 0, size)
                 chunk = MLAContextChunk(key_starts, _ON_HOST, size, size)
                 part = MLAPrefillMetadata(starts, _ON_HOST, most, min(meta.max_query_len, window), (chunk,))
-                own = lax.dynamic_slice_in_dim(query, begin, window)
-                out, lse = prefill.run_prefill_context_chunk(0, own, key, value, part)
+                rows = lax.dynamic_slice_in_dim(query, begin, window)
+                out, lse = prefill.run_prefill_context_chunk(0, rows, key, value, part)
                 # the last window of a batch may begin early, with rows of the window before
                 lse = jnp.where((row >= low + j * window) & (row < high), lse, -jnp.inf)
                 before = (lax.dynamic_slice_in_dim(x, begin, window, axis) for axis, x in enumerate(state))

@@ -212,9 +212,9 @@ def _run(
 ) -> dict[str, jax.Array]:
     """Launch a stage, and return what it writes by name. arguments: also those of the other stage."""
     known = {"num_warps", "num_stages", "enable_fp_fusion", *kernel.arg_names}
-    own = {name: value for name, value in arguments.items() if name in known}
-    written = [name for name in writes if own[name] is not None]
-    return dict(zip(written, launch(kernel, arch, grid, own, written, **types), strict=True))
+    taken = {name: value for name, value in arguments.items() if name in known}
+    written = [name for name in writes if taken[name] is not None]
+    return dict(zip(written, launch(kernel, arch, grid, taken, written, **types), strict=True))
 
 
 @jax.jit

@@ -30,11 +30,11 @@ def mla_prefill(
     if num_reqs < 1 or tokens == 0:
         return jnp.zeros_like(out), jnp.full_like(lse, -jnp.inf)
     on_hopper = arch == "sm_90" and hopper.is_on("hopper_prefill") and _serves(query, starts, key, value, key_starts)
-    given: dict[str, Any] = {"output": out, "lse": lse, "query_start_loc": starts}
-    given |= {"counters": jnp.empty(2, jnp.int32) if on_hopper else None}
+    results: dict[str, Any] = {"output": out, "lse": lse, "query_start_loc": starts}
+    results |= {"counters": jnp.empty(2, jnp.int32) if on_hopper else None}
     numbers = {"tokens": tokens, "num_reqs": num_reqs, "lse_h": tokens, **rest.constants(heads, value.shape[2])}
     writes = ["output", "lse", *(["counters"] if on_hopper else [])]
-    out, lse, *counters = launch(rest.fill, arch, (-(-tokens // rest.ROWS),), given | numbers, writes)
+    out, lse, *counters = launch(rest.fill, arch, (-(-tokens // rest.ROWS),), results | numbers, writes)
     try:
         if on_hopper:
             return _on_hopper(out, lse, counters[0], _prompts(query, starts, key, value, key_starts), scale, causal)

@@ -90,21 +90,21 @@ class MLADecodeMetadata:
     def _part(self, first: int, last: int) -> "MLADecodeMetadata":
         """Return the requests first..last, last excluded, as a batch."""
         starts, lens = self.host_lens()
-        own, device, which = slice(int(starts[first]), int(starts[last])), self.seq_lens.device, slice(first, last)
+        tokens, device, which = slice(int(starts[first]), int(starts[last])), self.seq_lens.device, slice(first, last)
         start = starts[first : last + 1] - starts[first]
         return replace(
             self,
-            rows=_rows_of(self.rows, own, device),
+            rows=_rows_of(self.rows, tokens, device),
             query_start_loc=_put(start, device),
             seq_lens=self.seq_lens[which],
             block_table=self.block_table[which],
             num_reqs=last - first,
-            num_tokens=own.stop - own.start,
+            num_tokens=tokens.stop - tokens.start,
             max_query_len=int(np.diff(start).max()),
             max_seq_len=int(lens[which].max()),
             query_start_loc_cpu=start,
             seq_lens_cpu=lens[which],
-            limits=None if self.limits is None else self.limits[own],
+            limits=None if self.limits is None else self.limits[tokens],
             plans={},
             _parts={},
         )
@@ -164,10 +164,10 @@ class MLAPrefillBatch:
         starts = _starts(self.query_lens)
         parts = []
         for r in np.flatnonzero(self.query_lens).tolist():
-            own, one = slice(int(starts[r]), int(starts[r + 1])), slice(r, r + 1)
+            tokens, one = slice(int(starts[r]), int(starts[r + 1])), slice(r, r + 1)
             part = replace(
                 self,
-                rows=_rows_of(self.rows, own, self.block_table.device),
+                rows=_rows_of(self.rows, tokens, self.block_table.device),
                 empty=None,
                 block_table=self.block_table[one],
                 query_lens=self.query_lens[one],
@@ -204,10 +204,10 @@ class MLAPrefillBatch:
     def _plan(self, workspace: int) -> ContextPlan:
         queries, context = _starts(self.query_lens), _starts(self.context_lens)
         spans = context_spans(self.context_lens, workspace)
-        own = [queries[span.first : span.last + 1] - queries[span.first] for span in spans]
+        starts = [queries[span.first : span.last + 1] - queries[span.first] for span in spans]
         keys = [np.clip(context[span.first : span.last + 1], span.begin, span.end) - span.begin for span in spans]
         # Everything the device needs comes in one copy, and the places of tokens are computed there: there may be millions.
-        arrays = (queries, self.context_lens, -context[:-1], *own, *keys)
+        arrays = (queries, self.context_lens, -context[:-1], *starts, *keys)
         new, counts, shift, *there = put_together(arrays, self.block_table.device)
         new_tokens = _prefills(new, queries)
         if not spans:
@@ -217,7 +217,7 @@ class MLAPrefillBatch:
         for i, span in enumerate(spans):
             chunk = MLAContextChunk(there[len(spans) + i], keys[i], int(keys[i][-1]), int(np.diff(keys[i]).max()))
             rows, tokens = slice(int(queries[span.first]), int(queries[span.last])), slice(span.begin, span.end)
-            turns.append(ContextTurn(rows, _prefills(there[i], own[i], chunk), (pages[tokens], offsets[tokens])))
+            turns.append(ContextTurn(rows, _prefills(there[i], starts[i], chunk), (pages[tokens], offsets[tokens])))
         once = all(turn.rows.stop <= after.rows.start for turn, after in itertools.pairwise(turns))
         return ContextPlan(new_tokens, tuple(turns), once)
 
@@ -348,9 +348,9 @@ def _split(batch: MLACommonMetadata, threshold: int, short_rows: int) -> None:
     whole = bool((np.diff(prefills) == 1).all()) and not (len(prefills) and prefills[-1] < len(q_lens) - 1)
     if not len(prefills):
         return
-    first, own, total = starts[prefills], q_lens[prefills], lens[prefills]
-    skipped = np.maximum(own - total, 0)  # rows before the start of the sequence
-    live = own - skipped
+    first, rows, total = starts[prefills], q_lens[prefills], lens[prefills]
+    skipped = np.maximum(rows - total, 0)  # rows before the start of the sequence
+    live = rows - skipped
     num_tokens, num_skipped = int(live.sum()), int(skipped.sum())
     sliced = whole and not num_skipped
     batch.prefill = MLAPrefillBatch(
@@ -404,11 +404,11 @@ def _packed(sizes: "IntArray", most: int) -> list[tuple[int, int]]:
     return runs
 
 
-def _rows_of(rows: Rows, own: slice, device: torch.device) -> torch.Tensor:
+def _rows_of(rows: Rows, some: slice, device: torch.device) -> torch.Tensor:
     """Return some of `rows` as indices, which gather and scatter: a slice's alignment would depend on its place."""
     if isinstance(rows, slice):
-        return torch.arange(rows.start + own.start, rows.start + own.stop, device=device)
-    return rows[own]
+        return torch.arange(rows.start + some.start, rows.start + some.stop, device=device)
+    return rows[some]
 
 
 def _starts(lens: "IntArray") -> "IntArray":

@@ -185,8 +185,8 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
                 calls[signature] = self._stages(attn_metadata, signature)
             stages = calls[signature]
         if decode is not None and decode.num_tokens and not self.batch_invariant:
-            own = rows_of(query, decode.rows)
-            absorbed = own, own.new_empty(own.shape[0], self.num_heads, self.head_size)
+            rows = rows_of(query, decode.rows)
+            absorbed = rows, rows.new_empty(rows.shape[0], self.num_heads, self.head_size)
         if new is not None:
             slots, tokens = attn_metadata.slot_mapping, attn_metadata.num_actual_tokens
             slots = slots if slots.shape[0] == tokens else slots[:tokens]
@@ -303,10 +303,10 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
     ) -> None:
         """Absorb and decode one part of the batch after another, which bounds the memory of absorbed queries."""
         for part in parts:
-            own = query[part.rows]
-            absorbed = own.new_empty(own.shape[0], self.num_heads, self.head_size)
-            self._copy_rotary(own, absorbed)
-            self._absorb(own, absorbed)
+            rows = query[part.rows]
+            absorbed = rows.new_empty(rows.shape[0], self.num_heads, self.head_size)
+            self._copy_rotary(rows, absorbed)
+            self._absorb(rows, absorbed)
             self._run_decode(DecodeCall(layer, absorbed, kv_cache, part), out, lse)
 
     def _absorb(self, query: torch.Tensor, absorbed: torch.Tensor) -> None:
@@ -335,7 +335,7 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
     ) -> None:
         per_token = self.num_heads * (self.qk_head_dim + self.v_head_dim) * query.element_size()
         plan = batch.plan(max(1, _WORKSPACE // per_token))
-        own = query[batch.rows]
+        prompts = query[batch.rows]
         if new is None:
             rows = _rows.gather(kv_cache, *batch.own_places())
         else:
@@ -344,7 +344,7 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         key, value = self._expand(_rows.decode(rows, self.kv_cache_dtype, layer._k_scale), query.dtype)
         log: Any
         with_lse = bool(plan.turns) or lse is not None
-        state = self._prefill.run_prefill_new_tokens(own, key, value, plan.new_tokens, with_lse)
+        state = self._prefill.run_prefill_new_tokens(prompts, key, value, plan.new_tokens, with_lse)
         result, log = state if with_lse else (state, None)
         if plan.turns:
             log = log.contiguous()  # some backends return a transposed [T, H]
@@ -353,7 +353,7 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         for turn in plan.turns:
             rows = _rows.decode(_rows.gather(kv_cache, *turn.places), self.kv_cache_dtype, layer._k_scale)
             key, value = self._expand(rows, query.dtype)
-            part = self._prefill.run_prefill_context_chunk(0, own[turn.rows], key, value, turn.meta)
+            part = self._prefill.run_prefill_context_chunk(0, prompts[turn.rows], key, value, turn.meta)
             merge_into(result[turn.rows], log[:, turn.rows], *part)
         out[batch.rows] = result.to(out.dtype)
         if lse is not None:
