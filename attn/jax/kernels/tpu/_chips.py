@@ -127,7 +127,7 @@ def blocks_for(name: str, shape: PagedShape) -> Blocks:
 
     def size(kv_block: int, large: int) -> int:
         rows = heads * large * group
-        states = rows * 4 * (2 * 16 + 2 * lanes + (128 if shape.lse else 0))
+        states = rows * 4 * (2 * 16 + 2 * lanes + (128 if shape.lse else 0)) + large * group * 4 * lanes
         return slots * shape.planes * heads * kv_block * lanes * cache_itemsize + 3 * rows * lanes * itemsize + states
 
     while size(kv_block, large) > room and large * group > ROWS and large > smallest:

@@ -21,13 +21,16 @@ from attn.jax.kernels.tpu._refs import Config, Refs
 
 def run(cfg: Config, refs: Refs) -> None:
     """The whole launch."""
-    if cfg.write:
-        _pages.write(cfg, refs)
+    _pages.writing(cfg, refs, lambda: _attend(cfg, refs))
+
+
+def _attend(cfg: Config, refs: Refs) -> None:
     loads = _pages.Loads(cfg, refs, refs.counts[0])
     line = Line(cfg, refs, loads)
     if not cfg.large:
         _line.attend(line, (jnp.int32(0),) * 3)
         return
+    _long.begin(cfg, refs)
     _pages.attend(cfg, refs, loads, _longs(cfg, refs), after=(line.count, functools.partial(_line.attend, line)))
 
 
@@ -69,7 +72,9 @@ def _longs(cfg: Config, refs: Refs) -> _pages.ItemOps:
 
             @pl.when((stop > 0) & strangers)
             def _() -> None:
-                tiles = lax.div(first, cfg.tile) + steps * (cfg.key_tile // cfg.tile)  # no step reads others
+                # no step reads others, but one that is compared with several ranges is never short
+                least = cfg.last if cfg.last and cfg.ranges < 2 else cfg.key_tile
+                tiles = lax.div(first, cfg.tile) + lax.div(stop + (least - 1), least) * (least // cfg.tile)
                 _pages.clean(cfg, refs, slot, item.low - begin, item.high - begin, tiles)
 
             def one(n: jax.Array, _: None) -> None:
@@ -106,4 +111,4 @@ def _longs(cfg: Config, refs: Refs) -> _pages.ItemOps:
         else:
             chunks(jnp.int32(0))
 
-    return _pages.ItemOps(queries, outputs, lambda: _long.reset(cfg, refs), attend, lambda _: _long.finish(cfg, refs))
+    return _pages.ItemOps(queries, outputs, lambda: _long.reset(refs), attend, lambda _: _long.finish(cfg, refs))

@@ -61,7 +61,8 @@ def write_buffers(cfg: PagedConfig, stored: Any) -> dict[str, Any]:
         return {}
     stage = pltpu.VMEM((cfg.ring, cfg.planes, cfg.num_kv_heads, cfg.tile, cfg.lanes), stored)
     ring = pltpu.SemaphoreType.DMA((cfg.ring,))
-    return {"old": stage, "new": stage, "read_sem": ring, "write_sem": ring}
+    made = {"old": stage, "new": stage, "read_sem": ring, "write_sem": ring}
+    return made | ({"run_sem": pltpu.SemaphoreType.DMA(())} if cfg.num_runs else {})
 
 
 def paged(
@@ -80,6 +81,8 @@ def paged(
     scratch. Raises ValueError if the plan exceeds the chip's SMEM.
     """
     scalars = {"items": plan.items, "tiles": plan.tiles, "counts": plan.counts, "table": plan.table}
+    if plan.runs is not None:
+        scalars["runs"] = plan.runs
     needed, chip = 4 * sum(x.size for x in scalars.values()), chip_of(device.chip)
     if needed > chip.smem:
         raise ValueError(

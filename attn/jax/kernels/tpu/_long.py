@@ -3,7 +3,8 @@
 Scores are transposed, with keys on sublanes and query rows on lanes. The sum over keys is then elementwise, and the second
 product has the weights on the stationary side of the matrix unit, whose 256 columns they fill; with rows on sublanes the
 128 lanes of the values would leave half of it idle, and every sum would cross lanes. The sums (l and acc) are
-double-buffered: a step reads one buffer and writes the other, so that a step can be repeated.
+double-buffered: a step reads one buffer and writes the other, so that a step can be repeated. The first step of an item reads
+zeros instead.
 
 m is the reference that is subtracted in exponentials. It need not be the maximum: any m works as long as sums neither
 overflow nor vanish. While it stays fixed, no sum is rescaled and no maximum is computed.
@@ -36,6 +37,11 @@ from attn.jax.kernels.tpu._refs import (
     widened_exactly,
 )
 
+#: What `Refs.turn` has: which of the sums are current, whether the step must be repeated, and which sums it has read.
+CURRENT, REPEAT, READ = range(3)
+#: The buffer of an item that has had no step: zeros, which all heads share.
+ZEROS = 2
+
 
 class Step(NamedTuple):
     """The keys of a step: rows [start, start + size) of the block in `slot`, the first of which is at position `first`."""
@@ -57,11 +63,20 @@ _KEYS_WAITING = 768
 _HEADS_AT_ONCE = 4
 
 
-def reset(cfg: Config, refs: Refs) -> None:
-    refs.turn[0] = 0
-    refs.m[...] = jnp.zeros(refs.m.shape, jnp.float32)
+def begin(cfg: Config, refs: Refs) -> None:
+    """Before any item."""
     for state in (refs.l, refs.acc):
-        state[0] = jnp.zeros(state.shape[1:], jnp.float32)
+        state[ZEROS * cfg.num_kv_heads] = jnp.zeros(state.shape[1:], jnp.float32)
+
+
+def _sums(cfg: Config, buffer: jax.Array, k: Any) -> jax.Array:
+    """Where the sums of head k in a buffer are: with zeros, everywhere the same."""
+    return jnp.where(buffer == ZEROS, ZEROS * cfg.num_kv_heads, buffer * cfg.num_kv_heads + k)
+
+
+def reset(refs: Refs) -> None:
+    refs.turn[CURRENT] = ZEROS
+    refs.m[...] = jnp.zeros(refs.m.shape, jnp.float32)
 
 
 def is_clear(cfg: Config, item: Item, first: jax.Array, stop: jax.Array) -> jax.Array:
@@ -89,9 +104,9 @@ def attend(cfg: Config, refs: Refs, item: Item, step: Step, masked: int) -> None
 
     masked: how many ranges of each row are compared with the keys; 0 if every row sees every key.
     """
-    before = refs.turn[0]
-    after = 1 - before
-    refs.turn[0] = after
+    before = refs.turn[CURRENT]
+    after = jnp.where(before == 0, 1, 0)
+    refs.turn[CURRENT], refs.turn[READ] = after, before
     refs.recompute[...] = jnp.zeros(refs.recompute.shape, jnp.int32)
     at_once = 1
     while cfg.num_kv_heads % (2 * at_once) == 0 and 2 * at_once * cfg.rows * step.size <= cfg.stretch:
@@ -106,12 +121,12 @@ def attend(cfg: Config, refs: Refs, item: Item, step: Step, masked: int) -> None
 def recompute(cfg: Config, refs: Refs, item: Item, step: Step) -> None:
     """Repeat a step if `refs.recompute` is set. Separate from `attend`, so that masked and other steps share the code."""
 
-    @pl.when(refs.turn[1] > 0)
+    @pl.when(refs.turn[REPEAT] > 0)
     def _() -> None:
-        after = refs.turn[0]
+        before, after = refs.turn[READ], refs.turn[CURRENT]
 
         def head(k: jax.Array, _: None) -> None:
-            _exact(cfg, refs, item, step, k, 1 - after, after)
+            _exact(cfg, refs, item, step, k, before, after)
 
         lax.fori_loop(0, cfg.num_kv_heads, head, None)
 
@@ -130,8 +145,8 @@ def _streamed(
 
     def add_values(k: jax.Array, at: slice, keys_at: Any, p: jax.Array, source: jax.Array) -> None:
         values = widened(cfg, rows_at(cfg, refs, step.slot, cfg.planes - 1, k, keys_at), p.dtype, refs.recompute)
-        total = refs.acc[source, k, :, at] + dot(values, p, 0, 0)
-        refs.acc[after, k, :, at] = total
+        total = refs.acc[source, :, at] + dot(values, p, 0, 0)
+        refs.acc[after * cfg.num_kv_heads + k, :, at] = total
         if masked:  # 0 * NaN is NaN for the rows that may not see it
             finite = jnp.abs(jnp.sum(total, axis=0, keepdims=True)) < jnp.inf
             refs.recompute[:, at] |= jnp.where(finite, 0, 1)
@@ -145,9 +160,10 @@ def _streamed(
             if len(waiting) * key_tile >= _KEYS_WAITING:
                 waiting.pop(0)()
             p = jnp.exp2(s - refs.m[k, :1, at])
-            source = before if offset == 0 else after
-            total = refs.l[source, k, :, at] + jnp.sum(p, axis=0, keepdims=True)
-            refs.l[after, k, :, at] = total
+            target = after * cfg.num_kv_heads + k
+            source = _sums(cfg, before, k) if offset == 0 else target
+            total = refs.l[source, :, at] + jnp.sum(p, axis=0, keepdims=True)
+            refs.l[target, :, at] = total
             fine = (total >= 2.0**-_ROOM) & (total <= 2.0**_ROOM)
             if masked:
                 fine |= (total == 0) & _blind(cfg, refs, item, step.first + offset, s, top, masked)
@@ -164,7 +180,7 @@ def _streamed(
 
 def _sum_up(refs: Refs) -> None:
     """Whether any row of `recompute` is set, as a scalar: reading it takes long, so it is read where other work is left."""
-    refs.turn[1] = jnp.any(refs.recompute[...] > 0).astype(jnp.int32)
+    refs.turn[REPEAT] = jnp.any(refs.recompute[...] > 0).astype(jnp.int32)
 
 
 def _exact(cfg: Config, refs: Refs, item: Item, step: Step, k: jax.Array, before: jax.Array, after: jax.Array) -> None:
@@ -173,7 +189,8 @@ def _exact(cfg: Config, refs: Refs, item: Item, step: Step, k: jax.Array, before
 
     def tile(n: jax.Array, _: None) -> None:
         offset = n * cfg.key_tile
-        source = jnp.where(n == 0, before, after)
+        target = after * cfg.num_kv_heads + k
+        source = jnp.where(n == 0, _sums(cfg, before, k), target)
         keys_at = pl.ds(pl.multiple_of(step.start + offset, cfg.key_tile), cfg.key_tile)
         keys = widened_exactly(cfg, rows_at(cfg, refs, step.slot, 0, k, keys_at))
         keys = jnp.where(own_lanes(cfg, keys.shape, 0), keys, 0.0).astype(dtype)
@@ -183,15 +200,15 @@ def _exact(cfg: Config, refs: Refs, item: Item, step: Step, k: jax.Array, before
         for top in range(0, cfg.rows, cfg.row_tile):
             at = slice(top, top + cfg.row_tile)
             s = _scores(cfg, refs, item, step.first + offset, keys, k, top, max(cfg.ranges, 1))
-            m, total = refs.m[k, :, at], refs.l[source, k, :, at]
+            m, total = refs.m[k, :, at], refs.l[source, :, at]
             so_far = jnp.where(total == 0, -jnp.inf, m + jnp.log2(total))
             new = jnp.maximum(so_far, jnp.max(s, axis=0, keepdims=True))
             new = jnp.where(new == -jnp.inf, 0.0, new)
             p, rescale = jnp.exp2(s - new[:1]), jnp.where(total == 0, 0.0, jnp.exp2(m - new))
             refs.m[k, :, at] = new
-            refs.l[after, k, :, at] = total * rescale + jnp.sum(p, axis=0, keepdims=True)
+            refs.l[target, :, at] = total * rescale + jnp.sum(p, axis=0, keepdims=True)
             part = dot(jnp.where(finite, values, 0.0).astype(dtype), p.astype(dtype), 0, 0)
-            refs.acc[after, k, :, at] = refs.acc[source, k, :, at] * rescale[:1] + part
+            refs.acc[target, :, at] = refs.acc[source, :, at] * rescale[:1] + part
 
             @pl.when(has_strange)
             def _(at: slice = at, s: jax.Array = s) -> None:
@@ -202,7 +219,7 @@ def _exact(cfg: Config, refs: Refs, item: Item, step: Step, k: jax.Array, before
                     (-jnp.inf, values == -jnp.inf),
                 ):
                     met = dot(jnp.where(which, 1.0, 0.0).astype(dtype), seen, 0, 0)
-                    refs.acc[after, k, :, at] += jnp.where(met > 0, number, 0.0)
+                    refs.acc[target, :, at] += jnp.where(met > 0, number, 0.0)
 
     lax.fori_loop(0, step.size // cfg.key_tile, tile, None)
 
@@ -292,15 +309,16 @@ def _blind(cfg: Config, refs: Refs, item: Item, first: jax.Array, s: jax.Array, 
 
 def finish(cfg: Config, refs: Refs) -> None:
     """Write acc / l of every head into `o`, and its natural log-sum-exp into `lse_rows`, both with rows on sublanes again."""
-    turn = refs.turn[0]
+    current = refs.turn[CURRENT]
 
     def head(k: jax.Array, _: None) -> None:
-        m, total = refs.m[k], refs.l[turn, k]
+        at = _sums(cfg, current, k)
+        m, total = refs.m[k], refs.l[at]
         weight = total
         if cfg.sinks:
             weight = total + jnp.exp2(refs.rules[SINK, k] - m)
         normaliser = jnp.where(total == 0.0, 0.0, refs.rules[V_FACTOR, k] / jnp.where(total == 0.0, 1.0, weight))
-        refs.o[k] = jnp.transpose((refs.acc[turn, k] * normaliser[:1]).astype(refs.o.dtype))
+        refs.o[k] = jnp.transpose((refs.acc[at] * normaliser[:1]).astype(refs.o.dtype))
         if cfg.lse:
             lse = jnp.where(total == 0.0, -jnp.inf, m * (1 / LOG2_E)) + jnp.log(total)
             refs.lse_rows[k] = jnp.transpose(jnp.broadcast_to(lse[:1], (LANES, lse.shape[1])))

@@ -96,8 +96,10 @@ class Refs(PagedRefs):
 
 def run(cfg: Config, refs: Refs) -> None:
     """The whole launch."""
-    if cfg.write:
-        _pages.write(cfg, refs)
+    _pages.writing(cfg, refs, lambda: _attend(cfg, refs))
+
+
+def _attend(cfg: Config, refs: Refs) -> None:
     loads = _pages.Loads(cfg, refs, refs.counts[0])
     refs.failed[...] = jnp.zeros(refs.failed.shape, jnp.int32)
     kinds = [(rows, _kind(cfg, refs, rows)) for rows in (refs.single, refs.long) if rows is not None]

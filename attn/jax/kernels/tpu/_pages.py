@@ -1,4 +1,4 @@
-"""Memory traffic of the paged kernels: write new tokens into tiles of the cache, then load blocks of pages for items.
+"""Memory traffic of the paged kernels: write new tokens into the cache, and load blocks of pages for items.
 
 A kv block is `kv_block` tokens of one request, loaded page by page into one of the slots of `kv` while another is computed
 on. The pipeline runs ahead across items, so a request's first blocks arrive during the last ones of the previous request.
@@ -79,8 +79,39 @@ def wait(copies: list[Any]) -> None:
         one.wait()
 
 
-def write(cfg: PagedConfig, refs: PagedRefs) -> None:
-    """Write every tile of new rows into the cache, keeping the rows of a tile that are not new."""
+def writing(cfg: PagedConfig, refs: PagedRefs, attend: Callable[[], None]) -> None:
+    """Write the new rows into the cache, and attend.
+
+    Pages that new rows fill are copied from HBM to HBM while items are processed, which read the new rows instead. Singles do
+    not, so a page that one of them sees is waited for.
+    """
+    if cfg.num_runs:
+        last = refs.counts.shape[0] - 1
+        count, seen = refs.counts[last - 1], refs.counts[last] > 0
+
+        def run(n: jax.Array) -> Any:
+            page, first = (refs.runs[column * cfg.num_runs + n] for column in (_plan.PAGE, _plan.RUN_SOURCE))
+            return copy(new_page(cfg, refs, first), refs.cache.at[page], refs.run_sem)
+
+        def finish(do: jax.Array) -> None:
+            lax.fori_loop(0, jnp.where(do, count, 0), lambda n, _: run(n).wait(), None)
+
+        lax.fori_loop(0, count, lambda n, _: run(n).start(), None)
+        finish(seen)
+    if cfg.write:
+        _write_tiles(cfg, refs)
+    attend()
+    if cfg.num_runs:
+        finish(jnp.logical_not(seen))
+
+
+def new_page(cfg: PagedConfig, refs: PagedRefs, first: jax.Array) -> Ref:
+    """A page of new rows, from `first` on."""
+    return refs.fresh.at[:, :, pl.ds(pl.multiple_of(first, cfg.tile), cfg.page), :]
+
+
+def _write_tiles(cfg: PagedConfig, refs: PagedRefs) -> None:
+    """Write every listed tile of new rows into the cache, keeping the rows of a tile that are not new."""
     lag = cfg.ring // 2
     count = refs.counts[1]
 
@@ -184,12 +215,23 @@ class Loads:
         rows = pl.ds(first if isinstance(first, int) else pl.multiple_of(first, cfg.page), cfg.page)
         return copy(refs.cache.at[refs.table[at]], refs.kv.at[slot, :, :, rows, :], refs.kv_sem.at[slot])
 
+    def new(self, entry: jax.Array, n: jax.Array | int, slot: jax.Array) -> Any:
+        """The copy of the new rows that an entry of the table names, like `page`."""
+        cfg, refs = self.cfg, self.refs
+        first = n * cfg.page
+        rows = pl.ds(first if isinstance(first, int) else pl.multiple_of(first, cfg.page), cfg.page)
+        return copy(new_page(cfg, refs, (-1 - entry) * cfg.tile), refs.kv.at[slot, :, :, rows, :], refs.kv_sem.at[slot])
+
+    def first_entry(self, i: jax.Array, b: jax.Array) -> jax.Array:
+        """Where the table names the first page of block b of item i."""
+        return self.field(_plan.TABLE, i) + self.first_page(i) + b * (self.cfg.kv_block // self.cfg.page)
+
     def pages(self, i: jax.Array, b: jax.Array, slot: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
         """(the number of pages of block b of item i with a visible key, the copy of the nth of them into `slot`)."""
         cfg, per_block = self.cfg, self.cfg.kv_block // self.cfg.page
         begin = self.first_page(i) + b * per_block
         stop = lax.div(self.field(_plan.HIGH, i) + (cfg.page - 1), cfg.page)
-        base = self.field(_plan.TABLE, i) + begin
+        base = self.first_entry(i, b)
 
         def nth(n: jax.Array) -> Any:
             return self.page(base + n, n, slot)
@@ -201,13 +243,18 @@ class Loads:
         return number, nth
 
     def start(self, i: jax.Array, b: jax.Array, slot: jax.Array, there: jax.Array | bool = True) -> None:
-        number, nth = self.pages(i, b, slot)
+        (number, nth), base = self.pages(i, b, slot), self.first_entry(i, b)
         number, per_block = jnp.where(there, number, 0), self.cfg.kv_block // self.cfg.page
         at_once = min(_PAGES_AT_ONCE, per_block)
 
         def some(n: jax.Array, _: None) -> None:
             for page in [n * at_once + k for k in range(at_once)]:
-                pl.when(page < number)(nth(page).start)  # its id is read unconditionally, which is faster than a branch
+                there = page < number
+                if self.cfg.num_runs:
+                    entry = self.refs.table[base + page]
+                    pl.when(there & (entry < 0))(self.new(entry, page, slot).start)
+                    there &= entry >= 0
+                pl.when(there)(nth(page).start)  # its id is read unconditionally, which is faster than a branch
 
         if per_block == at_once:
             some(jnp.int32(0), None)

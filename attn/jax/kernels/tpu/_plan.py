@@ -25,6 +25,8 @@ from attn.visibility import BatchMask, LayerMask, Visibility
 TABLE, ROW, POSITION, LOW, HIGH, BLOCKS, SINGLE, CONTEXT, CLEAR, CLEAR_STOP, MORE, GAPS = range(12)
 #: The columns of a tile.
 PAGE, OFFSET, SOURCE, FIRST, STOP = range(5)
+#: The columns of a run: PAGE, and its first row among the new ones.
+RUN_SOURCE = 1
 #: CONTEXT of an item without a tree: no key is at or past it.
 NO_TREE = 2**31 - 1
 #: The first key and the stop of a range without keys.
@@ -77,8 +79,12 @@ class Plan(NamedTuple):
 
     items: jax.Array  # [columns * I]: column c of item i at c * I + i
     tiles: jax.Array  # [5 * X]
-    counts: jax.Array  # how many of each are real, and with a line how many items are singles, which come first, and its blocks
-    table: jax.Array  # [R * B plus the pages of a block]: entries may be read before it is known whether they are used
+    counts: jax.Array  # how many of each are real, with a line how many items are singles, which come first, and its blocks
+    # [R * B plus the pages of a block]: entries may be read before it is known whether they are used; -1 - n for a page that
+    # a run fills and a long request sees, whose first row is in tile n of the new rows
+    table: jax.Array
+    runs: jax.Array | None  # [2 * Y] pages that new rows fill; their number is the last count but one, and the last is whether
+    # a single sees one
     rows: Rows
     token_of_slot: jax.Array  # [X * tile] which token each row of new keys and values holds (0 for none)
     ranges: jax.Array | None  # [I, 8, large]: of each row of an item, first key and stop of each of its ranges
@@ -110,10 +116,18 @@ def make(cfg: PagedConfig, batch: Batch) -> Plan:
     """Make the plan of a batch. Requests of more than one row are cut into items of `cfg.large` rows."""
     rows, region = _rows(cfg, batch)
     items, counts, ranges = _items(cfg, batch, rows, region)
-    tiles, num_tiles, token_of_slot = _tiles(cfg, batch, rows)
-    table = jnp.pad(batch.block_table.reshape(-1), (0, cfg.kv_block // cfg.page))
-    counts.insert(1, num_tiles)
-    return Plan(items.reshape(-1), tiles.reshape(-1), jnp.stack(counts), table, rows, token_of_slot, ranges)
+    tiles, runs, token_of_slot = _tiles(cfg, batch, rows)
+    table, listed = batch.block_table, None
+    counts.insert(1, tiles.number)
+    if runs:
+        listed = runs.columns.reshape(-1)
+        page, source = jnp.where(jnp.arange(cfg.num_runs) < runs.number, runs.columns, -1)
+        found = jnp.max(jnp.where(table == page[:, None, None], source[:, None, None] // cfg.tile, -1), axis=0)
+        single = batch.query_lens[:, None] == 1
+        table = jnp.where((found >= 0) & ~single, -1 - found, table)
+        counts += [runs.number, jnp.any((found >= 0) & single).astype(jnp.int32)]
+    table = jnp.pad(table.reshape(-1), (0, cfg.kv_block // cfg.page))
+    return Plan(items.reshape(-1), tiles.columns.reshape(-1), jnp.stack(counts), table, listed, rows, token_of_slot, ranges)
 
 
 def _rows(cfg: PagedConfig, batch: Batch) -> tuple[Rows, jax.Array]:
@@ -240,10 +254,20 @@ def _seen_by_items(
     return (low[0], high[-1]), [clear_low, jnp.minimum(clear_high, of_tree), more, *(x for gap in gaps for x in gap)], rows
 
 
-def _tiles(cfg: PagedConfig, batch: Batch, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """([5, X], the number of real ones, `token_of_slot`): tiles of the rows at positions [context, seq) that have a slot."""
+class _Copies(NamedTuple):
+    """A list of copies: [columns, the most], and how many are real."""
+
+    columns: jax.Array
+    number: jax.Array
+
+
+def _tiles(cfg: PagedConfig, batch: Batch, rows: Rows) -> tuple[_Copies, _Copies | None, jax.Array]:
+    """(tiles of the rows at positions [context, seq) that have a slot, pages that such rows fill, `token_of_slot`).
+
+    Tiles of a page that is filled are among the new rows, but not in the list.
+    """
     if not cfg.write:  # in cross attention the slots are not those of these rows
-        return jnp.zeros((5, cfg.num_tiles), jnp.int32), jnp.int32(0), jnp.zeros(0, jnp.int32)
+        return _Copies(jnp.zeros((5, cfg.num_tiles), jnp.int32), jnp.int32(0)), None, jnp.zeros(0, jnp.int32)
     start, context, request = batch.start, batch.context, rows.request
     first = jnp.maximum(context, 0) // cfg.tile  # rows before the first key have no slot in the cache
     per_request = jnp.where(batch.query_lens > 0, -(-batch.seq_lens // cfg.tile) - first, 0)
@@ -256,13 +280,34 @@ def _tiles(cfg: PagedConfig, batch: Batch, rows: Rows) -> tuple[jax.Array, jax.A
     where = (context[request] + jnp.arange(cfg.num_tokens, dtype=jnp.int32) - start[request])[None]
     written_from = jnp.where(mine, where, NO_TREE).min(axis=1, initial=NO_TREE)
     written_to = jnp.where(mine, where + 1, 0).max(axis=1, initial=0)
-    page = jnp.where(real, batch.block_table[r, jnp.clip(at // cfg.page, 0, cfg.columns - 1)], 0)
-    written = [jnp.clip(end[r] - at, 0, cfg.tile) for end in (written_from, written_to)]
-    tiles = jnp.stack([page, at % cfg.page, index * cfg.tile, *written])
+
+    def page_of(r: jax.Array, at: jax.Array) -> jax.Array:
+        return batch.block_table[r, jnp.clip(at // cfg.page, 0, cfg.columns - 1)]
+
     slot = jnp.arange(cfg.num_tiles * cfg.tile, dtype=jnp.int32)
-    r, p = r[slot // cfg.tile], at[slot // cfg.tile] + slot % cfg.tile
-    fresh = real[slot // cfg.tile] & (p >= context[r]) & (p < batch.seq_lens[r])
-    return tiles, ends[-1], jnp.where(fresh, start[r] + p - context[r], 0)
+    owner, p = r[slot // cfg.tile], at[slot // cfg.tile] + slot % cfg.tile
+    fresh = real[slot // cfg.tile] & (p >= context[owner]) & (p < batch.seq_lens[owner])
+    token_of_slot = jnp.where(fresh, start[owner] + p - context[owner], 0)
+    runs, source = None, index * cfg.tile
+    if cfg.num_runs:
+        per_page = cfg.page // cfg.tile
+        from_page = -(-jnp.minimum(written_from, written_to + cfg.page) // cfg.page)
+        whole = jnp.maximum(written_to // cfg.page - from_page, 0)
+        which = jnp.arange(cfg.num_runs, dtype=jnp.int32)
+        stops = jnp.cumsum(whole, dtype=jnp.int32)
+        owner, _ = _owner(stops, which)
+        run_at = from_page[owner] + which - (stops - whole)[owner]
+        run_source = (begin[owner] - first[owner]) * cfg.tile + run_at * cfg.page
+        runs = _Copies(jnp.stack([page_of(owner, run_at * cfg.page), run_source]), stops[-1])
+        left = per_request - whole * per_page
+        ends = jnp.cumsum(left, dtype=jnp.int32)
+        r, real = _owner(ends, index)
+        nth = index - (ends - left)[r]
+        nth += jnp.where(nth >= (from_page * per_page - first)[r], (whole * per_page)[r], 0)
+        at, source = (first[r] + nth) * cfg.tile, (begin[r] + nth) * cfg.tile
+    page = jnp.where(real, page_of(r, at), 0)
+    written = [jnp.clip(end[r] - at, 0, cfg.tile) for end in (written_from, written_to)]
+    return _Copies(jnp.stack([page, at % cfg.page, source, *written]), ends[-1]), runs, token_of_slot
 
 
 def _round_up(x: jax.Array, multiple: int) -> jax.Array:

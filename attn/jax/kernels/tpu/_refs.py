@@ -98,6 +98,11 @@ class PagedConfig(PagedShape):
         """The most tiles of cache rows that such a batch writes to."""
         return min(2 * self.num_requests, self.num_tokens) + self.num_tokens // self.tile + 1
 
+    @property
+    def num_runs(self) -> int:
+        """The most pages that such a batch fills with new tokens alone, if a page has several tiles."""
+        return self.num_tokens // self.page if self.write and self.tile < self.page <= self.max_query_len else 0
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedRefs:
@@ -118,6 +123,8 @@ class PagedRefs:
     new: Ref = None
     read_sem: Ref = None
     write_sem: Ref = None
+    runs: Ref = None  # the plan's, and what their copies signal
+    run_sem: Ref = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -195,9 +202,9 @@ class Refs(PagedRefs):
     q: Ref = None  # [2, K, M, lanes] in VMEM
     o: Ref = None
     m: Ref = None  # [K, 8, M], rows alike
-    l: Ref = None  # noqa: E741  # [2, K, 8, M]
-    acc: Ref = None  # [2, K, lanes, M]
-    turn: Ref = None  # [2] in SMEM: which of the two is current, and whether the step must be repeated
+    l: Ref = None  # noqa: E741  # [2 * K + 1, 8, M]: see `_long.ZEROS`
+    acc: Ref = None  # [2 * K + 1, lanes, M]
+    turn: Ref = None  # [3] in SMEM: see `_long.CURRENT`
     recompute: Ref = None  # [8, M] int32, above 0 for rows whose step must be repeated
     lse_rows: Ref = None
     edges: Ref = None  # [2, M, 128]

@@ -205,9 +205,9 @@ def _buffers(cfg: Config, arrays: dict[str, jax.Array], stored: Any) -> _launch.
             "q": pltpu.VMEM((2, heads, rows, lanes), dtype),
             "o": pltpu.VMEM((heads, rows, lanes), dtype),
             "m": pltpu.VMEM((heads, 8, rows), jnp.float32),
-            "l": pltpu.VMEM((2, heads, 8, rows), jnp.float32),
-            "acc": pltpu.VMEM((2, heads, lanes, rows), jnp.float32),
-            "turn": pltpu.SMEM((2,), jnp.int32),
+            "l": pltpu.VMEM((2 * heads + 1, 8, rows), jnp.float32),
+            "acc": pltpu.VMEM((2 * heads + 1, lanes, rows), jnp.float32),
+            "turn": pltpu.SMEM((3,), jnp.int32),
             "recompute": pltpu.VMEM((8, rows), jnp.int32),
         }
         if cfg.lse:

@@ -33,6 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bfloat16": {"blocks": BLOCKS._replace(large=4), "dims": WIDE},
     "six heads, e5m2": {"kv_cache_dtype": "fp8_e5m2", "k_scale": 0.5, "heads": 6, "page": 32, "causal": False, "mode": "eager"},
     "fp8": {"kv_cache_dtype": "fp8", "k_scale": 0.02, "page": 32, "chip": "v6e", "blocks": BLOCKS._replace(large=2)},
+    "whole pages": {"page": 32, "lens": ((70, 1, 40), (70, 33, 100))},
     "decode": {"lens": DECODES, "blocks": BLOCKS._replace(large=0)},
     "deepseek": {"lens": ((4, 4), (40, 21)), "dims": (512, 64, 128, 128), "blocks": BLOCKS._replace(large=4, row_tile=64)},
 }

@@ -58,6 +58,7 @@ def launch(
     blocks: Blocks = BLOCKS,
     padding: int = 3,
     hold_back: int = 0,
+    same_page: tuple[tuple[int, int, int, int], ...] = (),
     chip: str = "v5e",
     seed: int = 0,
     strange: tuple[tuple[int, int, int, float], ...] = (),
@@ -76,6 +77,8 @@ def launch(
     for r, length in enumerate(seq_lens):
         used = -(-length // page)
         table[r, :used], ids = ids[:used], ids[used:]
+        for _, column, other, place in [x for x in same_page if x[0] == r]:
+            table[r, column] = table[other, place]
         position = np.arange(length)
         own = table[r, position // page] * page + position % page
         live.reshape(-1)[own] = True
@@ -236,12 +239,25 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "fp8_of_one_page": {"cache_dtype": "float8_e5m2", "lens": ((1, 3), (5, 9)), "blocks": None, "padding": 1},
     "int8": {"cache_dtype": "int8", "page": 32, "k_scale": np.float32(0.05), "v_scale": np.float32(0.03), "hold_back": 5},
+    # new rows fill two pages of the first request, which the last one sees too, none of the third, and two of the fourth
+    "whole_pages": {
+        "page": 32,
+        "lens": ((70, 1, 40, 66, 3), (70, 33, 100, 100, 40)),
+        "hold_back": 6,
+        "same_page": ((4, 0, 0, 1),),
+        "blocks": BLOCKS._replace(large=32),
+    },
+    "whole_pages_of_a_single": {
+        "page": 32,
+        "lens": ((70, 1, 3), (70, 33, 40)),
+        "same_page": ((1, 0, 0, 0), (2, 0, 0, 1)),
+    },
 }
 
 
 #: Each alone notices a defect of `tests.testing.planted`.
 KEPT = ("window", "bidirectional", "leaping", "fp8_by_hand", "int8", "chunks_of_a_window", "spans", "spans_of_a_window")
-KEPT += ("short_steps", "whole_blocks")
+KEPT += ("short_steps", "whole_blocks", "whole_pages", "whole_pages_of_a_single")
 
 
 @pytest.mark.parametrize("name", sampled(list(CASES), 1, "ragged paged attention", lambda name: name in KEPT))
