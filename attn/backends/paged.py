@@ -40,12 +40,12 @@ class PagedCall(NamedTuple):
     kernel, key and value hold them: [T, K, D] or None.
     `_attend_ragged` (encoder types): each request's rows attend its own keys; key, value: [T, K, D]; kv_cache is None.
 
-    Under torch, output: [T, H, D], to be filled; lse: [H, T] float32 (float64 for float64), natural log, to be filled, or None;
-    query, key and value are aligned for vector reads (`attn.torch.alignment`); layer: provides `_k_scale` and `_v_scale` of a
-    quantised cache. output_scale: [] float32 on the device, or None; always None unless the capabilities include it. If given,
-    output is float8_e4m3fn and receives result / output_scale, saturated and rounded to nearest even.
-    held: what `_attend` derived from the first such call over this batch, for the next ones; empty at the first. None: no other
-    call follows.
+    Under torch, output: [T, H, D], to be filled, or None for a backend that makes it; lse: [H, T] float32 (float64 for
+    float64), natural log, to be filled, or None; query, key and value are aligned for vector reads (`attn.torch.alignment`);
+    layer: provides `_k_scale` and `_v_scale` of a quantised cache. output_scale: [] float32 on the device, or None; always None
+    unless the capabilities include it. If given, output is float8_e4m3fn and receives result / output_scale, saturated and
+    rounded to nearest even. held: what `_attend` derived from the first such call over this batch, for the next ones; empty at
+    the first. None: no other call follows.
     Under jax, k_scale, v_scale: the scales of a quantised cache, a scalar or [K].
     """
 

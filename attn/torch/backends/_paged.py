@@ -110,6 +110,8 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
     traceable = False
     #: Whether `attend_keys` attends keys that are in no cache where they are, and whether these may be a run of them only.
     attends_keys = attends_valid_keys = False
+    #: Whether the kernel makes the output: `_attend` then returns it where the call has none. No launches of such are kept.
+    makes_output = False
     #: Whether `dense_decode.row` computes single rows over such keys as this layer would.
     has_row_operator: bool = False
     #: (shape, block size) of the last cache that passed `_check_extent`.
@@ -196,15 +198,13 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         key = None if key is None else self._by_head("key", key, self.num_kv_heads)
         value = None if value is None else self._by_head("value", value, self.num_kv_heads)
         out_dtype = query.dtype if scale is None else FUSED_OUTPUT
-        if output is None:
+        out = output
+        if output is None and not (self.makes_output and attn_metadata is not None):
             out = torch.empty_like(query, dtype=out_dtype)
-        else:
-            out = (
-                self._check_output(query, output, out_dtype)
-                if known is None
-                else (output if output.shape == query.shape else output.view(query.shape))
-            )
+        elif output is not None and (known is None or output.shape != query.shape):
+            out = self._check_output(query, output, out_dtype)
         if attn_metadata is None:
+            assert out is not None
             out.zero_()
             return out if output is None else output
         if known is None:
@@ -229,17 +229,19 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             held=held,
         )
         if known is not None or signature is None or envs.debug("device"):
-            self._run(call, None if known is None else known.stages)
+            made = self._run(call, None if known is None else known.stages)
         else:
-            launches, stages = None, self._stages(call)
-            if stages is None:
+            launches, made, stages = None, None, self._stages(call)
+            if stages is None and not self.makes_output:
                 launches = self._run_first(call, given)
             else:
-                self._run(call, stages)
-            kept.calls[signature] = known = Known(out.shape, out.stride(), lse is not None, launches, stages, held)
+                made = self._run(call, stages)
+            of = made if out is None else out
+            assert of is not None
+            kept.calls[signature] = known = Known(of.shape, of.stride(), lse is not None, launches, stages, held)
             if known.launches is not None and shared is not None:
                 keep(shared, (signature, kind), known._replace(held={}))
-        result = out if output is None else output
+        result = output if output is not None else out if out is not None else made
         return result if lse is None else (result, lse)
 
     def _kind_of_batch(self, attn_metadata: PagedAttentionMetadata, kv_cache: Any) -> Any:
@@ -257,12 +259,11 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
 
         return Stages({}, [call.meta.slot_mapping])
 
-    def _run(self, call: PagedCall, stages: "Stages | None" = None) -> None:
-        """Write the new tokens, unless they belong to another layer's cache, and attend."""
+    def _run(self, call: PagedCall, stages: "Stages | None" = None) -> torch.Tensor | None:
+        """Write the new tokens, unless they belong to another layer's cache, and attend; return what `_attend` does."""
         key, meta = call.key, call.meta
         if self.attn_type in ENCODER_TYPES:
-            self._attend_ragged(call._replace(kv_cache=None, key=aligned(key), value=aligned(call.value)))
-            return
+            return self._attend_ragged(call._replace(kv_cache=None, key=aligned(key), value=aligned(call.value)))
         if self.kv_sharing_target_layer_name is None and key is not None:
             slots = meta.slot_mapping
             if self.attn_type != AttentionType.ENCODER_DECODER:  # its rows are the encoder's, without padding
@@ -272,7 +273,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
                 write()
             else:
                 stages("write", write, key, call.value, call.kv_cache, *self._scales_of(call.layer))
-        self._attend(call)
+        return self._attend(call)
 
     def _run_first(self, call: PagedCall, given: Given) -> Callable[..., bool] | None:
         """Run a call of which the batch knows no equal. given: its query, key and value as they were passed; the call may have
@@ -393,11 +394,14 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             return True
         return call.query.is_cuda and torch.cuda.is_current_stream_capturing()
 
-    def _attend(self, call: PagedCall) -> None:
-        """Fill rows below `num_actual_tokens` of `call.output` and, unless None, of `call.lse`, from the cache."""
+    def _attend(self, call: PagedCall) -> torch.Tensor | None:
+        """Fill rows below `num_actual_tokens` of `call.output` and, unless None, of `call.lse`, from the cache.
+
+        Return the output if the call has none: see `makes_output`.
+        """
         raise NotImplementedError
 
-    def _attend_ragged(self, call: PagedCall) -> None:
+    def _attend_ragged(self, call: PagedCall) -> torch.Tensor | None:
         """Do the same for encoder types, from the keys and values of the call."""
         raise NotImplementedError
 

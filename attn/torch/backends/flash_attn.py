@@ -71,7 +71,7 @@ class FlashAttentionBackend(PagedAttentionBackend):
 
 
 class FlashAttentionImpl(PagedAttentionImpl, backend=FlashAttentionBackend):
-    can_return_lse_for_decode = True
+    can_return_lse_for_decode = makes_output = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -84,11 +84,11 @@ class FlashAttentionImpl(PagedAttentionImpl, backend=FlashAttentionBackend):
         sizes = {p.block_size for p in providers.present() or providers.PROVIDERS}
         return [min(sizes, key=lambda size: size.base)]  # the others are multiples of it
 
-    def _attend(self, call: PagedCall) -> None:
+    def _attend(self, call: PagedCall) -> torch.Tensor:
         meta = call.meta
         assert isinstance(meta, FlashAttentionMetadata) and meta.key_starts is not None
         key, value = map(canonical, self.backend.logical_kv_cache(call.kv_cache))
-        self._compute(
+        return self._compute(
             call,
             key=key,
             value=value,
@@ -98,9 +98,9 @@ class FlashAttentionImpl(PagedAttentionImpl, backend=FlashAttentionBackend):
             block_table=meta.block_table,
         )
 
-    def _attend_ragged(self, call: PagedCall) -> None:
+    def _attend_ragged(self, call: PagedCall) -> torch.Tensor:
         rows, meta = call.meta.num_actual_tokens, call.meta
-        self._compute(
+        return self._compute(
             call,
             key=call.key[:rows],
             value=call.value[:rows],
@@ -108,21 +108,25 @@ class FlashAttentionImpl(PagedAttentionImpl, backend=FlashAttentionBackend):
             max_seq_len=meta.max_query_len,
         )
 
-    def _compute(self, call: PagedCall, **keys: Any) -> None:
-        """Attend `keys`, the fields of `VarlenCall` that describe the keys."""
+    def _compute(self, call: PagedCall, **keys: Any) -> torch.Tensor:
+        """Attend `keys`, the fields of `VarlenCall` that describe the keys; return the output."""
         rows, held, query, output = call.meta.num_actual_tokens, {} if call.held is None else call.held, call.query, call.output
         if rows == 0:
-            return
-        if rows < query.shape[0]:
-            query, output = query[:rows], output[:rows]
+            return torch.empty_like(query) if output is None else output
+        own = query if rows == query.shape[0] else query[:rows]
         if "rules" not in held:
             held["rules"], held["chosen"] = self._rules(call, keys["max_seq_len"], "block_table" in keys)
         attend, module = held["chosen"]
-        out, log = attend(module, VarlenCall(query=query, alibi_slopes=self.alibi_slopes, **held["rules"], **keys))
-        if self.sinks is None and call.lse is None and not self._may_lack_keys(call):
-            output.copy_(out)
+        out, log = attend(module, VarlenCall(query=own, alibi_slopes=self.alibi_slopes, **held["rules"], **keys))
+        is_complete = self.sinks is None and call.lse is None and not self._may_lack_keys(call)
+        if is_complete and output is None and own is query and out.is_contiguous():
+            return out
+        output = torch.empty_like(query) if output is None else output
+        if is_complete:
+            (output if own is query else output[:rows]).copy_(out)
         else:
             fill(out, log, self.sinks, output, call.lse)
+        return output
 
     def _rules(self, call: PagedCall, longest: int, is_paged: bool) -> tuple[dict[str, Any], Any]:
         """Return what `VarlenCall`s like a call's have in common, and what serves them: see `_chosen`."""

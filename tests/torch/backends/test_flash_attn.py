@@ -492,3 +492,36 @@ def test_layers_of_a_shape_derive_the_arguments_of_a_batch_once(
     shared.key_starts = torch.tensor([0, 200, 209]).int()
     derived.clear()
     assert not torch.equal(call(*calls[0], shared), got[0]) and len(derived) == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padding", [0, 2])
+def test_the_output_is_the_kernels_own_unless_the_caller_has_one(padding: int, only: Callable[[str], None]) -> None:
+    """Or rows of padding follow those of the batch."""
+    only("FlashAttention 3")
+    torch.manual_seed(0)
+    spec = KVCacheSpec(block_size=16, num_kv_heads=2, head_size=64, dtype="bfloat16")
+    batch = CommonAttentionMetadata.from_lens([1, 3], [30, 9], [[0, 1], [2]], 16)
+    meta = FlashAttentionBackend.get_builder_cls()(spec).build(0, batch)
+    impl, made = FlashAttentionImpl(4, 64, 0.125, 2), list[torch.Tensor]()
+    cache, query = torch.randn(2, 3, 16, 2, 64, dtype=torch.bfloat16), torch.randn(4 + padding, 4, 64, dtype=torch.bfloat16)
+    provider = impl._provider
+
+    def told(request: Request, arch: str) -> Any:
+        chosen = provider(request, arch)
+
+        def attend(module: Any, call: VarlenCall) -> Any:
+            out, log = chosen.attend(module, call)
+            made.append(out)
+            return out, log
+
+        return replace(chosen, attend=attend)
+
+    impl._provider = told  # type: ignore[method-assign]
+    output = torch.full_like(query, 7)
+    layer = SimpleNamespace(_k_scale=torch.ones(()), _v_scale=torch.ones(()))
+    for _ in range(3):
+        got = impl.forward(layer, query, None, None, cache, meta)
+        assert (got is made[-1]) == (not padding) and got.shape == query.shape
+        assert impl.forward(layer, query, None, None, cache, meta, output) is output
+        assert torch.equal(got[:4], output[:4]) and bool((output[4:] == 7).all())
