@@ -145,13 +145,22 @@ class Runner(BaseRunner):
             apply, build = self._applied(call)
             return self._opened(call, jax.jit(apply, donate_argnums=3), build)(call)
 
-    def open(self, call: Call) -> Callable[[Call], Result]:
-        """Create the call's layer and its cache, and return a function that runs calls on both, one after another."""
+    def metadata(self, call: Call) -> Any:
+        return self._builder(call).build(0, self._batch(call))
+
+    def _builder(self, call: Call) -> Any:
+        return self.backend.get_builder_cls()(cache_spec(call), ["layer"], None, None)
+
+    def open(self, call: Call) -> Callable[..., Result]:
+        """Create the call's layer and its cache, and return a function that runs calls on both, one after another.
+
+        It takes a call, and the metadata of its batch, by default built for it.
+        """
         step = self._opened(call, *self._applied(call))
 
-        def watched_step(call: Call) -> Result:
+        def watched_step(call: Call, metadata: Any = None) -> Result:
             with self._watch(call):
-                return step(call)
+                return step(call, metadata)
 
         return watched_step
 
@@ -168,8 +177,7 @@ class Runner(BaseRunner):
 
             return attend, layer.build
         impl = self.build(call)
-        builder = self.backend.get_builder_cls()(cache_spec(call), ["layer"], None, None)
-        build = functools.partial(builder.build, 0)
+        build = functools.partial(self._builder(call).build, 0)
         if not call.case.mla:
             return (lambda *arrays, k_scale, v_scale, indices: impl.apply(*arrays, k_scale=k_scale, v_scale=v_scale)), build
         w_uk, w_uv = (w.astype(call.case.dtype) for w in impl.weights())
@@ -192,12 +200,12 @@ class Runner(BaseRunner):
     def _watch(self, call: Call, other: int = 0) -> contextlib.AbstractContextManager[None]:
         return watched(self.dma_mode(call, other)) if self.is_interpreted else contextlib.nullcontext()
 
-    def _opened(self, call: Call, apply: Callable[..., Any], build: Callable[[Any], Any]) -> Callable[[Call], Result]:
+    def _opened(self, call: Call, apply: Callable[..., Any], build: Callable[[Any], Any]) -> Callable[..., Result]:
         """Return a function that runs calls of `apply` on one cache, which starts with the contents of `call`."""
         caches = [self._cache(call)]
 
-        def step(call: Call) -> Result:
-            metadata = build(self._batch(call))
+        def step(call: Call, metadata: Any = None) -> Result:
+            metadata = build(self._batch(call)) if metadata is None else metadata
             result, caches[0] = apply(*self._arrays(call, metadata), caches[0], metadata, **self._extras(call, metadata))
             return self._result(call, result, caches[0])
 

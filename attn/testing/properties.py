@@ -367,6 +367,32 @@ def steps(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 
 @check
+def layers_in_turn(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """Layers that share a batch, and then another one of its kind, give the same bits in turn as each of them alone.
+
+    Two differ in the contents of their vectors only, so that what a layer keeps of a batch serves the other; the third has
+    another scale. A runner has layers by its method `open`, and the batch that they share by `metadata`.
+    """
+    call = draw(case)
+    own = {name: x[::-1].copy() for name in ("sinks", "alibi_slopes") if (x := getattr(call, name)) is not None}
+    own |= {name: _times(getattr(case, name), 2) for name in ("k_scale", "v_scale") if case.is_quantized}
+    calls = [call, to.frozen(call.but(**own)), call.but(scale=-0.7 * call.scale)]
+    alone = []
+    for each in calls:
+        result, violations = judged(each, run, score)
+        yield from violations
+        alone.append(result)
+    if not (hasattr(run, "open") and hasattr(run, "metadata")):
+        return
+    layers = [run.open(each) for each in calls]
+    for batch, turns in (("a batch", 2), ("another batch", 1)):
+        metadata = run.metadata(call)
+        for turn, i in itertools.product(range(turns), range(len(calls))):
+            what = f"layer {i} of {len(calls)} over {batch}, call {turn + 1}"
+            yield from same(case, what, alone[i], layers[i](calls[i], metadata))
+
+
+@check
 def split_and_merge(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     """Attention over parts of the keys, one of them empty, merged by lse in any order, is attention over all keys."""
     call = draw(case)

@@ -15,7 +15,7 @@ class BaseRunner:
     """Runs calls on a backend class: `Runner(backend, device)(call)`.
 
     `build` constructs the layer's implementation, `layer` the layer as a user does, and `open` a layer with a cache for several
-    calls.
+    calls, each over a batch of its own or over that of `metadata`.
     """
 
     framework: ClassVar[str]
@@ -28,6 +28,10 @@ class BaseRunner:
     @abstractmethod
     def _dtype(self, name: str) -> Any:
         """Return the framework's dtype."""
+
+    @abstractmethod
+    def metadata(self, call: Call) -> Any:
+        """Build the call's batch, for layers that share it."""
 
     @abstractmethod
     def _of_impl(self, call: Call) -> dict[str, Any]:

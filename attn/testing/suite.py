@@ -103,6 +103,8 @@ def properties(subject: Subject, full: bool) -> list[Case]:
     quantized = [s for s in subject.capabilities.kv_cache_dtypes if s in SCALED]
     dtypes = main_dtypes(subject) if full else main_dtypes(subject)[:2]
     cached = not base_case(subject, "").is_encoder
+    vectors: dict[str, Any] = {name: "randn" for name in ("alibi", "sinks") if name in subject.capabilities.features}
+    scales: dict[str, Any] = per_head_scales(2) if subject.has(Feature.PER_HEAD_SCALES) else {"k_scale": 0.037, "v_scale": 0.02}
     cases = []
     for dtype in dtypes:
 
@@ -142,6 +144,9 @@ def properties(subject: Subject, full: bool) -> list[Case]:
         if subject.compiles:
             cases.append(of("captured"))
         if not subject.compiles or full:
+            cases += [of("layers_in_turn", data_seed=1, **vectors)]
+            of_caches = [of("layers_in_turn", kv_cache_dtype=s, **scales) for s in quantized[:1]]
+            cases += [case.replace(name=f"layers_in_turn, {case.kv_cache_dtype} cache, {dtype}") for case in of_caches]
             cases.append(of("reach_limits", features=("spans", "non_causal", "mixed_causal", "chunk_size")))
             cases.append(of("whole_span", features=("spans", "non_causal")))
         other = [s for s in subject.sizes((32, 8, 16, 64, 128), subject.block_sizes) if s != page][:1]

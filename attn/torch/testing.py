@@ -52,7 +52,9 @@ class Runner(BaseRunner):
 
     def _of_impl(self, call: Call) -> dict[str, Any]:
         if not call.case.mla:
-            return {} if call.sinks is None else {"sinks": self._array(call.sinks)}
+            # as slopes always are, sinks may be on the host at a layer's first call
+            place = self._own_sinks if call.case.data_seed % 2 else self._array
+            return {} if call.sinks is None else {"sinks": place(call.sinks)}
         indexer = SimpleNamespace(topk_indices=self._array(call.indices) if call.case.topk else None)
         return {"kv_b_proj": self._tensor(call.weights, call.case.dtype), "indexer": indexer}
 
@@ -70,8 +72,17 @@ class Runner(BaseRunner):
     def __call__(self, call: Call) -> Result:
         return self.open(call)(call)
 
-    def open(self, call: Call) -> Callable[[Call], Result]:
-        """Create the call's layer and its cache, and return a function that runs calls on both, one after another."""
+    def metadata(self, call: Call) -> Any:
+        return self._builder(call).build(0, self._batch(call))
+
+    def _builder(self, call: Call) -> Any:
+        return self.backend.get_builder_cls()(cache_spec(call), ["layer"], None, self.device)
+
+    def open(self, call: Call) -> Callable[..., Result]:
+        """Create the call's layer and its cache, and return a function that runs calls on both, one after another.
+
+        It takes a call, and the metadata of its batch, by default built for it.
+        """
         case = call.case
         layer = self.layer(call) if case.through == "layer" else None
         impl = self.build(call) if layer is None else layer.impl
@@ -79,11 +90,12 @@ class Runner(BaseRunner):
         if layer is not None and kv_cache is not None and call.key_cache is not None:
             cache = layer.new_kv_cache(call.key_cache.shape[0], self.device)
             assert (cache.shape, cache.stride(), cache.dtype) == (kv_cache.shape, kv_cache.stride(), kv_cache.dtype)
-        builder = self.backend.get_builder_cls()(cache_spec(call), ["layer"], None, self.device)
+        builder = self._builder(call)
 
-        def step(call: Call) -> Result:
-            batch = self._batch(call)
-            metadata = builder.build(0, batch) if layer is None else layer.build(batch, device=self.device)
+        def step(call: Call, metadata: Any = None) -> Result:
+            if metadata is None:
+                batch = self._batch(call)
+                metadata = builder.build(0, batch) if layer is None else layer.build(batch, device=self.device)
             if call.case.topk:  # an indexer selects keys for every batch
                 impl.indexer.topk_indices = torch.from_numpy(call.indices).to(self.device)
             if layer is not None:

@@ -7,17 +7,18 @@ which. `--write` notes the first case of each in killers.json, so that tests can
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from attn.capabilities import ATTN_TYPES, Capabilities, Feature
 from attn.testing.bits import SELF_SCALED, Array, rounded
 from attn.testing.case import Case
-from attn.testing.draw import Call, scale_array
+from attn.testing.draw import Call, Result, scale_array
 from attn.testing.properties import run_check
 from attn.testing.rules import Violation
 from attn.testing.simulated import EagerKernel, Piece, SimulatedKernel
@@ -946,6 +947,21 @@ class DependsOnNumberOfDecodes(SimulatedKernel):
     def sequence(self, r: int, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
         self.splits = 1 if len(query) == 1 and sum(n == 1 for n in self.case.query_lens) > 3 else 2
         return super().sequence(r, query, key, value)
+
+
+@mutant
+class VectorsOfAnotherLayer(SimulatedKernel):
+    """Layers that share a batch use the slopes and sinks of the one that ran first."""
+
+    def metadata(self, call: Call) -> dict[str, Any]:
+        return {}
+
+    def open(self, call: Call) -> Callable[..., Result]:
+        def step(call: Call, kept: dict[str, Any] | None = None) -> Result:
+            own = {name: getattr(call, name) for name in ("alibi_slopes", "sinks")}
+            return self(call if kept is None else call.but(**{name: kept.setdefault(name, x) for name, x in own.items()}))
+
+        return step
 
 
 # running them

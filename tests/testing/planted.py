@@ -1104,6 +1104,22 @@ DEFECTS = (
         "A call without values is taken for one without an output.",
     ),
     Defect(
+        "kept_launch_of_vectors_on_the_host",
+        "torch/backends/_paged.py",
+        "if per_head is not None and per_head.device != query.device:",
+        "if per_head is not None and per_head.device is None:",
+        ("torch/kernels/test_kept.py",),
+        "A layer repeats another's launches while its own slopes and sinks are on the host.",
+    ),
+    Defect(
+        "kept_launch_with_vectors_of_another_layer",
+        "torch/backends/_paged.py",
+        "return (*tensors, self.sinks, self.alibi_slopes, *self._scales_of(layer))",
+        "return (*tensors, None, None, *self._scales_of(layer))",
+        ("torch/kernels/test_kept.py",),
+        "A repeated launch reads the slopes and sinks of the layer that made it.",
+    ),
+    Defect(
         "kept_launch_of_another_batch",
         "torch/metadata.py",
         "if kept is None or not all(map(is_, kept.fields, fields)):",
