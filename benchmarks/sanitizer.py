@@ -1,10 +1,12 @@
-"""Run the Triton kernels under compute-sanitizer on a GPU: forty cases for memory errors, the Hopper prefill for races.
+"""Run the Triton kernels under compute-sanitizer on a GPU: the suite's cases for memory errors, the Hopper prefill for races.
 
     python -m benchmarks.sanitizer memcheck
     python -m benchmarks.sanitizer racecheck [--logs FOLDER]
 
-memcheck runs twenty of the conformance suite's cases for TRITON_ATTN and twenty for TRITON_MLA, with a separate allocation for
-each tensor, so that accesses outside a tensor are detected. On Hopper they include prompts under every kind of mask.
+memcheck runs cases of the conformance suite for TRITON_ATTN and TRITON_MLA (`chosen`), with a separate allocation for each
+tensor, the batch's too, so that accesses outside a tensor are detected: each feature alone, which on Hopper are prompts under
+every kind of mask, layers that share a batch, requests of a batch-invariant layer among others, and some of the other cases.
+What is compared with the oracle runs twice, the second time by the launches that the first one kept.
 
 racecheck needs a Hopper GPU. It reports hazards in the Gluon prefill's shared memory; this script identifies what the bytes
 are. Besides `hopper_prefill` it runs kernels with the same partitions: `bare` and `barriers`, which share nothing (the
@@ -32,7 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-CASES = 20  #: of each backend
+CASES = 20  #: of each backend, beside those of launches and of layers that share a batch
 CHECKED = ("TRITON_ATTN", "TRITON_MLA")
 RACED = ("hopper_prefill", "bare", "barriers", "ordered", "planted")
 _WORKERS = 4  #: the first worker warp, after those of the default partition
@@ -41,19 +43,34 @@ _WORKERS = 4  #: the first worker warp, after those of the default partition
 # --- the programs under test -----------------------------------------------------------------------------------------
 
 
+def chosen(cases: list[Any]) -> list[Any]:
+    """Return the cases of a backend's quick suite that memcheck runs, with each array of a batch on the device."""
+    alone = [case for case in cases if case.name.startswith("alone: ")]
+    half = len(alone) // 2  # the same features in short contexts, and in long ones
+    found = [case.replace(check="oracle") for case in (*alone[:half:2], *alone[half + 1 :: 2])]
+    found += [case for case in cases if case.check == "layers_in_turn"]
+    found += sorted((case for case in cases if case.check == "any_batch"), key=lambda case: sum(case.seq_lens))[:2]
+    others = [case for case in cases if case.check == "oracle" and case not in alone]
+    found += [others[i * len(others) // CASES] for i in range(CASES)]
+    return [case.replace(arrays="device") for case in found]
+
+
+def _all_chosen() -> list[tuple[Any, Any]]:
+    from attn.backends.registry import AttentionBackendEnum
+    from attn.testing.conformance import cases_for
+
+    backends = [AttentionBackendEnum[name].get_class() for name in CHECKED]
+    return [(backend, case) for backend in backends for case in chosen(cases_for(backend))]
+
+
 def memory_cases(part: int, parts: int) -> int:
     """Run every `parts`-th of the cases and return the number of violations."""
-    from attn.backends.registry import AttentionBackendEnum
-    from attn.testing.conformance import cases_for, run_case
+    from attn.testing.conformance import run_case
 
-    chosen = []
-    for name in CHECKED:
-        backend = AttentionBackendEnum[name].get_class()
-        cases = [case for case in cases_for(backend, level="quick") if case.check == "oracle"]
-        chosen += [(backend, cases[i * len(cases) // CASES]) for i in range(CASES)]
-    chosen = chosen[part::parts]
-    wrong = [str(v) for backend, case in chosen for v in run_case(backend, case)]
-    print("\n".join([*(f"case {case.name}" for _, case in chosen), *wrong]))
+    own = _all_chosen()[part::parts]
+    times = [(backend, case) for backend, case in own for _ in range(2 if case.check == "oracle" else 1)]
+    wrong = [str(v) for backend, case in times for v in run_case(backend, case)]
+    print("\n".join([*(f"case {case.name}" for _, case in own), *wrong]))
     return len(wrong)
 
 
@@ -138,7 +155,7 @@ class Run:
 
 
 def run(tool: str, command: list[str], log: Path, extra: tuple[str, ...] = ()) -> Run:
-    """Run `command` (arguments of this module) under a tool, or alone if `tool` is empty, for at most 75 s."""
+    """Run `command` (arguments of this module) under a tool for at most 75 s, or alone if `tool` is empty, which compiles."""
     import time
 
     whole = [sys.executable, "-m", "benchmarks.sanitizer", *command]
@@ -148,7 +165,7 @@ def run(tool: str, command: list[str], log: Path, extra: tuple[str, ...] = ()) -
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "TRITON_CACHE_DIR": str(log.parent / "cache")}
     begin = time.monotonic()
     try:
-        done = subprocess.run(whole, capture_output=True, text=True, timeout=75, env=environment)
+        done = subprocess.run(whole, capture_output=True, text=True, timeout=75 if tool else 150, env=environment)
         code, output = done.returncode, done.stdout + done.stderr
     except subprocess.TimeoutExpired as late:
         parts = [x.decode(errors="replace") if isinstance(x, bytes) else x or "" for x in (late.stdout, late.stderr)]
@@ -321,7 +338,7 @@ def racecheck(folder: Path) -> int:
     return judge(at_once({name: lambda name=name: job(name) for name in RACED}))  # type: ignore[misc]
 
 
-def memcheck(folder: Path, parts: int = 14) -> int:
+def memcheck(folder: Path, parts: int = 16) -> int:
     def everywhere(tool: str, name: str) -> dict[str, Run]:
         # a launcher counts a kernel's parameters by asking for one more than there are
         extra = ("--leak-check", "no", "--report-api-errors", "no") if tool else ()
@@ -345,7 +362,7 @@ def memcheck(folder: Path, parts: int = 14) -> int:
             errors += 1
         errors += sum(map(int, summary))
     print(f"memcheck: {cases} cases, {errors} errors")
-    return int(errors > 0 or cases != CASES * len(CHECKED))
+    return int(errors > 0 or cases != len(_all_chosen()))
 
 
 def main() -> int:
