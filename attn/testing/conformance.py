@@ -5,14 +5,15 @@ features are removed while some rule is still broken. A backend that cannot run 
 """
 
 import datetime
+import functools
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import packages_distributions
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from attn.backend_enum import load_candidate, path_of
+from attn.backend_enum import BackendEnum, load_candidate, path_of
 from attn.backends.registry import BLOCKSPARSE, AttentionBackendEnum, blocksparse_candidate
 from attn.capabilities import Candidate, Capabilities, Device, Feature
 from attn.dtypes import dtype_name
@@ -24,7 +25,7 @@ from attn.selection import plugins
 from attn.selection.platforms import platform_for
 from attn.selection.verdicts import choose, not_loadable
 from attn.tables import counted
-from attn.testing.case import Case
+from attn.testing.case import Case, Recipe
 from attn.testing.draw import Call, Result, draw
 from attn.testing.processes import each
 from attn.testing.properties import run_check
@@ -33,6 +34,8 @@ from attn.testing.shrink import minimised
 from attn.testing.subject import Subject, subject_of
 from attn.testing.suite import cases_of, program_of
 from attn.testing.wrong import wrong  # noqa: F401  # a property like the others, by its name
+
+Check = Callable[[Any, Any], None]  #: (backend class, case); raises AssertionError
 
 REFUSAL = "refusal"
 #: The kinds of evidence that running the suite can give.
@@ -255,45 +258,86 @@ def run_conformance(
     Raises ValueError for an unknown name, level, kind or dtype, if `record` is passed with `only` or `part`, and for kind `ran`
     where kernels are interpreted.
     """
-    check_run(kind, record, only, jobs)
-    if not 1 <= part[0] <= part[1]:
-        raise ValueError(f"part={part[0]}/{part[1]} must be one of 1/{part[1]} to {part[1]}/{part[1]}")
-    if record and part[1] > 1:
-        raise ValueError(f"record=True needs the whole suite, not part {part[0]} of {part[1]}")
     dtypes = [dtype_name(dtype) for dtype in dtypes]
+
+    def cases(backend: Any, subject: Subject) -> list[Case]:
+        served = cases_of(subject, level)
+        return [case for case in served if not dtypes or case.dtype in dtypes or case.check.startswith(REFUSAL)]
+
+    words = f"{level}, {' '.join(dtypes)}" if dtypes else level
+    all_names = lambda: [*AttentionBackendEnum.names(), BLOCKSPARSE]  # noqa: E731
+    more: dict[str, Any] = {"program_of": program_of, "minimise": minimise}
+    family = Family("attention", words, all_names, candidate_of, subject_here, cases, _outcome, **more)
+    return run_family(family, names, kind=kind, record=record, only=only, jobs=jobs, part=part, shown=shown)
+
+
+class Family(NamedTuple):
+    """The suite of one registry.
+
+    name, level: the registry's and the suite's in the evidence. candidate: one of `names`, or ValueError. subject: as
+    `subject_here`; `cases` follow from it. outcome: the result of a case on a class. minimise: as in `run_conformance`.
+    """
+
+    name: str
+    level: str
+    names: Callable[[], Sequence[str]]
+    candidate: Callable[[str], Candidate]
+    subject: Callable[[Candidate, str | None, bool], tuple[Any, str]]
+    cases: Callable[[Any, Any], Sequence[Any]]
+    outcome: Callable[[Any, Any], "_Outcome"]
+    program_of: Callable[[Any], Any] = lambda case: None  #: as for `attn.testing.processes.spread`
+    minimise: bool = False
+
+    @classmethod
+    def checked(
+        cls, name: str, level: str, registry: type[BackendEnum], cases: Callable[[Any, Device], Sequence[Any]], check: Check
+    ) -> "Family":
+        """Return the suite of a registry without a paged cache. cases: of a class on a device; check: raises AssertionError."""
+        find = lambda backend: registry[backend].candidate()  # noqa: E731
+        return cls(name, level, registry.names, find, _device_here, cases, functools.partial(_checked, check))
+
+
+def run_family(
+    family: Family,
+    names: Sequence[str] | None = None,
+    *,
+    kind: str | None = None,
+    record: bool = False,
+    only: str = "",
+    jobs: int = 1,
+    part: tuple[int, int] = (1, 1),
+    shown: Display | None = None,
+) -> Report:
+    """Run a registry's suite on the named backends, or on all that can run here; the arguments are `run_conformance`'s."""
+    _check_run(kind, record, only, jobs, part)
     plugins.load()
     shown = shown or Display()
     reports, runs = [], []
-    for name in [*AttentionBackendEnum.names(), BLOCKSPARSE] if names is None else names:
-        candidate = candidate_of(name)
-        name = candidate.name  # a name may be passed in another case
-        subject, why = subject_here(candidate, kind, names is not None)
+    for name in family.names() if names is None else names:
+        candidate = family.candidate(name)
+        reports.append(report := BackendReport(candidate.name))  # a name may be passed in another case
+        subject, report.skipped = family.subject(candidate, kind, names is not None)
         if subject is None:
-            reports.append(BackendReport(name, skipped=why))
             continue
-        backend = candidate.backend
-        cases = [case for case in cases_of(subject, level) if only in case.name]
-        cases = [case for case in cases if not dtypes or case.dtype in dtypes or case.check.startswith(REFUSAL)]
-        cases = cases[part[0] - 1 :: part[1]]
+        cases = [case for case in family.cases(candidate.backend, subject) if only in case.name][part[0] - 1 :: part[1]]
         if not cases:
-            reports.append(BackendReport(name, skipped="no case was selected"))
+            report.skipped = "no case was selected"
             continue
-        words = f"{level}, {' '.join(dtypes)}" if dtypes else level
-        reports.append(BackendReport(name, level=words, kind=kind or kind_here(backend)))
-        runs.append((backend, cases, subject, reports[-1]))
+        report.level, report.kind = family.level, kind or kind_here(candidate.backend)
+        runs.append((candidate.backend, cases, subject, report))
     done = 0
     shown.begin("cases", sum(len(cases) for _, cases, _, _ in runs))
     for backend, cases, subject, report in runs:
         shown.step(done, report.backend)
-        for _ in _examine(backend, cases, subject, report, minimise, jobs):
+        for _ in _examine(family, backend, cases, subject, report, jobs):
             done += 1
             shown.step(done, report.backend)
     if record:
-        evidence.record(evidence_of(report, backend) for backend, _, _, report in runs)
+        evidence.record(evidence_of(report, backend, family.name) for backend, _, _, report in runs)
     return Report(reports)
 
 
-def check_run(kind: str | None, record: bool, only: str, jobs: int) -> None:
+def _check_run(kind: str | None, record: bool, only: str, jobs: int, part: tuple[int, int]) -> None:
     """Raise ValueError for arguments of a run as `run_conformance` documents."""
     if jobs < 1:
         raise ValueError(f"jobs={jobs} must be at least 1")
@@ -301,6 +345,10 @@ def check_run(kind: str | None, record: bool, only: str, jobs: int) -> None:
         raise ValueError(f"kind={kind!r} (supports {', '.join(EXECUTED)}: the suite executes the backends)")
     if record and only:
         raise ValueError(f"record=True needs the whole suite, not the cases that contain {only!r}")
+    if not 1 <= part[0] <= part[1]:
+        raise ValueError(f"part={part[0]}/{part[1]} must be one of 1/{part[1]} to {part[1]}/{part[1]}")
+    if record and part[1] > 1:
+        raise ValueError(f"record=True needs the whole suite, not part {part[0]} of {part[1]}")
 
 
 def candidate_of(name: str) -> Candidate:
@@ -327,6 +375,12 @@ def subject_here(candidate: Candidate, kind: str | None = None, named: bool = Tr
     except UnsupportedError as error:
         return None, str(error)
     return subject, ""
+
+
+def _device_here(candidate: Candidate, kind: str | None, named: bool) -> tuple[Device | None, str]:
+    """Return (the device of a backend on this machine, ""), or (None, why it cannot run); arguments as for `unable`."""
+    why = unable(candidate, kind, named)
+    return None if why else device_for(candidate.backend), why
 
 
 def unable(candidate: Candidate, kind: str | None = None, named: bool = True) -> str:
@@ -375,24 +429,25 @@ class _Outcome:
 
 
 def _examine(
-    backend: Any, cases: Sequence[Case], subject: Subject, report: BackendReport, minimise: bool, jobs: int
+    family: Family, backend: Any, cases: Sequence[Any], subject: Any, report: BackendReport, jobs: int
 ) -> Iterator[None]:
     """Run the cases into `report`; yield after each."""
     begin, device = time.perf_counter(), device_for(backend)
     report.device, report.platform = device.name or device.platform, device.platform
-    report.tame = not subject.has(Feature.NAN_SAFE)
-    outcomes = each(_outcome, backend, cases, jobs, lambda why: _Outcome([why]), program_of)
+    report.tame = isinstance(subject, Subject) and not subject.has(Feature.NAN_SAFE)
+    outcomes = each(family.outcome, backend, cases, jobs, lambda why: _Outcome([why]), family.program_of)
     for case, outcome in zip(cases, outcomes, strict=True):
         report.cases += 1
         violations, score = outcome.violations, outcome.score
         if violations:
-            report.failures.append(Failure(case.name, violations, case.repro(report.backend)))
+            repro = case.repro(report.backend) if isinstance(case, Recipe) else ""
+            report.failures.append(Failure(case.name, violations, repro))
         elif score.row and (score.row > BUDGETS[case.dtype].target or score.lse > lse_budget(case).target):
             report.above_target.append(case.name)
         if score.row:
             report.rows[case.dtype] = max(report.rows.get(case.dtype, 0.0), score.row)
         report.lse = max(report.lse, score.lse)
-        if violations and minimise and not report.smallest and case.check == "oracle":
+        if violations and family.minimise and not report.smallest and case.check == "oracle":
             smallest = minimised(case, lambda simpler: subject.serves(simpler) and bool(_outcome(backend, simpler).violations))
             report.smallest = smallest.repro(report.backend)
         report.seconds = time.perf_counter() - begin
@@ -406,6 +461,17 @@ def _outcome(backend: Any, case: Case) -> _Outcome:
         return _Outcome([str(v) for v in run_case(backend, case, score=score)], score)
     except Exception as error:
         return _Outcome([f"raised {type(error).__name__}: {error}\n    {case.repro(backend.get_name())}"], score)
+
+
+def _checked(check: Check, backend: Any, case: Any) -> _Outcome:
+    """Run a case of a family whose `check` raises AssertionError; any other exception is a failure of the case too."""
+    try:
+        check(backend, case)
+    except AssertionError as error:
+        return _Outcome([str(error) or "an assertion failed"])
+    except Exception as error:
+        return _Outcome([f"raised {type(error).__name__}: {error}"])
+    return _Outcome([])
 
 
 def evidence_of(report: BackendReport, backend: Any, registry: str = "attention") -> evidence.Evidence:

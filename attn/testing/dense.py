@@ -24,8 +24,7 @@ from attn.errors import UnsupportedError
 from attn.imports import resolve_obj_by_qualname
 from attn.testing import bits
 from attn.testing.case import Recipe
-from attn.testing.conformance import Report
-from attn.testing.family import Family, run_family
+from attn.testing.conformance import Family, Report, run_family
 from attn.testing.rules import BUDGETS
 from attn.testing.suite import LEVELS
 
@@ -330,4 +329,4 @@ def run_dense(names: Sequence[str] | None = None, *, level: str = "quick", **opt
     """Run the suite on the named diffusion backends, or on all that run here; `options` are those of `run_family`."""
     cases = functools.partial(dense_cases, level=level)
     words = "dense, full" if level == "full" else "dense"
-    return run_family(Family("diffusion", DiffusionAttentionBackendEnum, words, cases, check_dense), names, **options)
+    return run_family(Family.checked("diffusion", words, DiffusionAttentionBackendEnum, cases, check_dense), names, **options)

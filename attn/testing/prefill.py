@@ -20,10 +20,9 @@ from attn.capabilities import supports_size
 from attn.imports import resolve_obj_by_qualname
 from attn.testing.bits import Array, drawn, rounded
 from attn.testing.case import Case
-from attn.testing.conformance import Report
+from attn.testing.conformance import Family, Report, run_family
 from attn.testing.draw import Result
 from attn.testing.expected import Expected
-from attn.testing.family import Family, run_family
 from attn.testing.rules import BUDGETS, compare
 
 State = tuple[Array, Array]  #: out [T, H, Dv], lse [H, T]
@@ -185,5 +184,6 @@ def _broken(case: PrefillCase, what: str, state: State, want: State) -> list[str
 
 def run_prefill(names: Sequence[str] | None = None, **options: Any) -> Report:
     """Run the suite on the named MLA prefill backends, or on all that run here; `options` are those of `run_family`."""
-    family = Family("mla_prefill", MLAPrefillBackendEnum, "prefill", lambda backend, _: prefill_cases(backend), check_prefill)
+    cases = lambda backend, _: prefill_cases(backend)  # noqa: E731
+    family = Family.checked("mla_prefill", "prefill", MLAPrefillBackendEnum, cases, check_prefill)
     return run_family(family, names, **options)
