@@ -440,7 +440,7 @@ def _masked(s, start, seen, TWO: gl.constexpr, HAS_LEFT: gl.constexpr):  # type:
     PTX: gl.constexpr = _masking(TWO, HAS_LEFT)
     j = start + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
     operands = (s, gl.broadcast(s, j[None, :])[1])
-    for i in gl.static_range(len(seen)):
+    for i in gl.static_range(4 if TWO else 2):
         operands = operands + (gl.broadcast(s, seen[i][:, None])[1],)  # type: ignore[assignment]
     return gl.inline_asm_elementwise(PTX[0], PTX[1], operands, gl.float32, is_pure=True, pack=1)
 
