@@ -280,8 +280,10 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
             batch.check_ids(spec.block_size, spec.num_blocks, largest and largest())
         if envs.debug("device"):
             batch.on_host().validate(spec.block_size, spec.num_blocks)
-        mask = BatchMask(*map(self._put, batch.mask, (torch.bool, torch.int32, torch.int32, torch.bool)))
-        mask = mask.map(torch.Tensor.contiguous)  # kernels compute addresses from shapes
+        mask = batch.mask
+        if not mask.is_plain:
+            mask = BatchMask(*map(self._put, mask, (torch.bool, torch.int32, torch.int32, torch.bool)))
+            mask = mask.map(torch.Tensor.contiguous)  # kernels compute addresses from shapes
         return self._built(batch, arrays, mask, fast_build)
 
     def part(
@@ -354,6 +356,8 @@ def _mirror(array: Any) -> "IntArray | None":
 
 #: Tables of fewer entries are copied as they are, padding included; others by chunks, of so many entries.
 _SPARSE, _CHUNK = 1 << 15, 64
+#: Types of devices whose `index_select` reads rows that overlap where they are; others may make a copy of all of them first.
+_STRIDED = ("cuda", "cpu", "meta")
 
 
 class _Used:
@@ -397,7 +401,9 @@ class _Used:
 
     def table(self, copy: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
         """Return the rows of a copy on the device as a table [R, B]."""
-        return copy.unfold(0, len(self._last), 1).index_select(0, begins)
+        if copy.device.type in _STRIDED:
+            return copy.unfold(0, len(self._last), 1).index_select(0, begins)
+        return copy[begins[:, None] + torch.arange(len(self._last), device=copy.device)]
 
 
 def _flat(table: "IntArray") -> "IntArray":

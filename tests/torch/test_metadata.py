@@ -205,12 +205,16 @@ def test_arrays_reach_another_device_in_one_copy(slots: Any) -> None:
             assert tensor.shape == array.shape and tensor.tolist() == array.tolist()
 
 
+@pytest.mark.parametrize("strided", [True, False])
 @pytest.mark.parametrize("chunk", [1, 4, 8, 25])
 @pytest.mark.parametrize("kind", ["dense", "wide", "transposed", "preallocated", "short"])
-def test_a_long_table_is_copied_without_most_of_its_padding(kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_table_is_copied_without_most_of_its_padding(
+    kind: str, chunk: int, strided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The device makes the rows again, with the entries in use. A table with rows that go on after them is copied whole."""
     monkeypatch.setattr(metadata, "_SPARSE", 64)
     monkeypatch.setattr(metadata, "_CHUNK", chunk)
+    monkeypatch.setattr(metadata, "_STRIDED", ("cpu",) if strided else ())
     rows, seq_lens = [[1, 2, 3], [4], [], [*range(5, 30)], [30, 31], [0] if kind == "short" else []], [24, 1, 0, 200 - 7, 16, 0]
     if kind == "short":
         seq_lens[-1] = 8
