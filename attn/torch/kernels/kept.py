@@ -187,7 +187,7 @@ class Kept:
         try:
             for i, offset in self._inside:
                 values.append(values[i] + offset)
-            if self._elements:
+            if self._begins:
                 memory = tensors[0].new_empty(self._elements)
                 address = memory.data_ptr()
                 values += [address + begin for begin in self._begins]
