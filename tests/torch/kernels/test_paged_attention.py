@@ -138,7 +138,7 @@ _TOGETHER: dict[str, dict[str, Any]] = {
     "some causal": {"right": None, "is_causal": [True, False, True, True, False]},
     "spans": {"spans": (6, 12)},
     "prefixes": {"prefix": [0, 50, 3, 0, 100]},
-    "chunks": {"chunk_size": 48},
+    "chunks": {"chunk_size": 176},
     "trees": {"tree": 4},
     "cap and sinks": {"soft_cap": 3.0, "sinks": [0.5, -1.0]},
     "a quantized cache": {"stored": torch.float8_e4m3fn, "k_scale": 0.5, "v_scale": 2.0},
