@@ -232,12 +232,34 @@ def _product(a: Any, b: Any, acc: Any, use_acc: Any = True, is_async: bool = Fal
     return tensor(made + acc if use_acc else made)
 
 
+_SETP: dict[str, Callable[..., Any]] = {"le": np.less_equal, "ge": np.greater_equal}
+
+
+def _assembled(ptx: str, constraints: str, operands: Sequence[Any], *_: Any, **__: Any) -> Any:
+    """Interpret PTX that compares and selects element by element; any other, such as a launch's, does nothing."""
+    if "selp" not in ptx:
+        return None
+    values: dict[str, Any] = {"0fFF800000": np.float32(-np.inf)}
+    values |= {f"${i}": np.asarray(x) for i, x in enumerate(operands, 1)}
+    assert constraints.count(",") == len(operands)
+    for statement in ptx.strip("{ }").split(";")[1:-1]:  # after the declaration of predicates
+        (operation, *kinds), names = (statement.split()[0].split("."), statement.split(maxsplit=1)[1].split(", "))
+        given = [values[name] for name in names[1:]]
+        if operation == "setp":
+            made = _SETP[kinds[0]](*given[:2])
+            made = made & given[2] if kinds[1] == "and" else made
+        else:
+            made = {"or": lambda a, b: a | b, "selp": lambda yes, no, which: np.where(which, yes, no)}[operation](*given)
+        values[names[0]] = made
+    return tensor(values["$0"])
+
+
 def _language(program: tuple[int, int]) -> types.SimpleNamespace:
     """The module `gluon.language`."""
     layouts = ("BlockedLayout", "DotOperandLayout", "NVMMADistributedLayout", "NVMMASharedLayout", "SliceLayout")
     same = {name: getattr(np, name) for name in ("exp2", "log2", "abs", "maximum", "minimum", "float32", "int32", "int64")}
     return types.SimpleNamespace(
-        **{name: lambda *_, **__: None for name in (*layouts, "SwizzledSharedLayout", "inline_asm_elementwise")},
+        **{name: lambda *_, **__: None for name in (*layouts, "SwizzledSharedLayout")},
         **same,
         allocate_shared_memory=lambda dtype, shape, layout: Shared(
             np.full(np.prod(shape, dtype=int), np.nan).astype(dtype)
@@ -248,8 +270,10 @@ def _language(program: tuple[int, int]) -> types.SimpleNamespace:
         arange=lambda start, end, layout: tensor(np.arange(start, end, dtype=np.int32)),
         associative_scan=_scan,
         atomic_add=_atomic_add,
+        broadcast=lambda *values: [tensor(x) for x in np.broadcast_arrays(*values)],
         constexpr=lambda value: value,
         convert_layout=lambda value, layout: value,
+        inline_asm_elementwise=_assembled,
         full=lambda shape, value, dtype, layout: tensor(np.full(shape, value, dtype)),
         load=_load,
         max=lambda values, axis: tensor(np.asarray(values).max(axis)),
@@ -287,6 +311,8 @@ def module(name: str, program: tuple[int, int] = (0, 1)) -> Any:
     for function in ("_narrow", "_narrowed"):
         if hasattr(made, function):
             setattr(made, function, lambda weights, *_: weights)
+    if hasattr(made, "_scaled"):  # a warp jumps over multiplications by 1
+        made._scaled = lambda acc, factor: acc * factor[:, None]  # type: ignore[attr-defined]
     return made
 
 
