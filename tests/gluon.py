@@ -232,25 +232,30 @@ def _product(a: Any, b: Any, acc: Any, use_acc: Any = True, is_async: bool = Fal
     return tensor(made + acc if use_acc else made)
 
 
-_SETP: dict[str, Callable[..., Any]] = {"le": np.less_equal, "ge": np.greater_equal}
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "le": np.less_equal,
+    "ge": np.greater_equal,
+    "or": np.logical_or,
+    "selp": lambda yes, no, which: np.where(which, yes, no),
+}
 
 
 def _assembled(ptx: str, constraints: str, operands: Sequence[Any], *_: Any, **__: Any) -> Any:
     """Interpret PTX that compares and selects element by element; any other, such as a launch's, does nothing."""
     if "selp" not in ptx:
         return None
+    assert constraints.count(",") == len(operands)
     values: dict[str, Any] = {"0fFF800000": np.float32(-np.inf)}
     values |= {f"${i}": np.asarray(x) for i, x in enumerate(operands, 1)}
-    assert constraints.count(",") == len(operands)
     for statement in ptx.strip("{ }").split(";")[1:-1]:  # after the declaration of predicates
-        (operation, *kinds), names = (statement.split()[0].split("."), statement.split(maxsplit=1)[1].split(", "))
-        given = [values[name] for name in names[1:]]
-        if operation == "setp":
-            made = _SETP[kinds[0]](*given[:2])
-            made = made & given[2] if kinds[1] == "and" else made
+        operation, names = statement.split(maxsplit=1)
+        name, *kinds = operation.split(".")
+        target, *given = names.split(", ")
+        read = [values[x] for x in given]
+        if name == "setp":
+            values[target] = _OPERATIONS[kinds[0]](*read[:2]) & (read[2] if kinds[1] == "and" else True)
         else:
-            made = {"or": lambda a, b: a | b, "selp": lambda yes, no, which: np.where(which, yes, no)}[operation](*given)
-        values[names[0]] = made
+            values[target] = _OPERATIONS[name](*read)
     return tensor(values["$0"])
 
 
