@@ -119,13 +119,7 @@ def properties(subject: Subject, full: bool) -> list[Case]:
             continue
         page = of("").block_size
         cases += [
-            of("poison"),
-            of("permute_pages"),
-            of("table_tail"),
-            of("written_before"),
-            of("live_nan"),
-            of("neighbours"),
-            of("future_edit"),
+            *map(of, ("poison", "permute_pages", "table_tail", "written_before", "live_nan", "neighbours", "future_edit")),
             of("ignored_keys", kv_sharing=True),
             of(
                 "shared_pages",

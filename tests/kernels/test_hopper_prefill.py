@@ -133,7 +133,16 @@ def test_rows_see_what_the_definition_says(name: str, wild: bool) -> None:
     run(LENS, mask=MASKS[name], wild=wild)
 
 
-@pytest.mark.parametrize(("heads", "size", "page"), [((6, 2), 128, 48), ((2, 2), 64, 16), ((8, 1), 256, 128)])
+@pytest.mark.parametrize(
+    ("heads", "size", "page"),
+    [((6, 2), 128, 48), ((2, 2), 64, 16), ((8, 1), 256, 128), ((4, 2), 96, 16), ((2, 1), 160, 32)],
+)
 @pytest.mark.parametrize("name", ["images in a window", "everything"])
 def test_other_heads_and_pages(name: str, heads: tuple[int, int], size: int, page: int) -> None:
     run(LENS, mask=MASKS[name], heads=heads, size=size, page=page)
+
+
+def test_programs_without_a_unit_read_no_spans() -> None:
+    """They look up a unit beyond the last one, whose rows would be before the first row of the batch."""
+    lens = [(20, 20)]
+    run(lens, mask=Visibility(CAUSAL, BatchMask(spans=spans_of(lens, 8, 4, False))), programs=5)

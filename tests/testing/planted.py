@@ -1104,6 +1104,14 @@ DEFECTS = (
         "A call without values is taken for one without an output.",
     ),
     Defect(
+        "hopper_prefill_unit_beyond_the_last",
+        "kernels/hopper_prefill.py",
+        "gl.maximum(tiles - 1 - from_last, 0) * BLOCK_Q",
+        "(tiles - 1 - from_last) * BLOCK_Q",
+        ("kernels/test_hopper_prefill.py",),
+        "A program without a unit reads spans before the first row.",
+    ),
+    Defect(
         "kept_launch_of_vectors_on_the_host",
         "torch/backends/_paged.py",
         "if per_head is not None and per_head.device != query.device:",

@@ -70,11 +70,8 @@ def test_the_plan_of_a_batch() -> None:
     assert [plan(small, 16, 16, **options)[2] for options in apart] == [False] * len(apart)
     # one token more, speculation, decodes alone, and prompts that fill the device
     assert [plan(b, 32, 8)[2] for b in ([(65, 65), (1, 9)], [(4, 900)] * 3, [(1, 900)], [(60, 60)] * 200)] == [False] * 4
-    assert plan([(4, 900)] * 3 + [(1, 900)], 32, 8) == (
-        0,
-        False,
-        False,
-    )  # the launch has no prompts, so no multiprocessors are reserved
+    # this launch has no prompts, so no multiprocessors are reserved
+    assert plan([(4, 900)] * 3 + [(1, 900)], 32, 8) == (0, False, False)
     assert plan([(512, 8192)] + [(1, 4096)] * 63, 32, 8) == (70, True, False)
     assert plan([(2048, 2048)] * 2 + [(1, 1024)] * 32, 32, 8) == (132, True, False)
     assert plan([(2039, 2039), (691, 691)], 28, 4) == (132, True, False)
