@@ -146,7 +146,7 @@ def compiling_for(arch: str) -> Iterator[None]:
 
     Pallas kernels are traced for one chip, whose memories determine their block sizes. Without this context a host without
     TPUs traces for Pallas's interpreter, and JAX refuses to lower that for a TPU. Triton's kernels are compiled as they are
-    traced: lower for `platforms=("cuda",)`. Raises ValueError for an unknown name.
+    traced: lower for `platforms=("cuda",)`, and `("rocm",)` for AMD's. Raises ValueError for an unknown name.
     """
     kinds = {short: long for long, short in reversed(TPU_KINDS.items())}  # the first of several kinds: libtpu's name
     if arch not in kinds and arch not in PROCESSORS:

@@ -139,6 +139,6 @@ def _compiled(
     source = ASTSource(kernel, dict(signature), dict(constants), dict.fromkeys(aligned, _ALIGNED))
     made = triton.compile(source, target=target, options=dict(options))
     about = made.metadata
-    if about.global_scratch_size:
-        raise NotImplementedError(f"{about.name} needs {about.global_scratch_size} bytes of memory per program")
+    if size := getattr(about, "global_scratch_size", 0):  # AMD's kernels have none
+        raise NotImplementedError(f"{about.name} needs {size} bytes of memory per program")
     return Program(about.name, made.asm[form], about.num_warps, about.num_ctas, about.shared, ())

@@ -20,7 +20,7 @@ UNBOUNDED = 1 << 30  #: a window side without a bound: larger than any sequence 
 
 
 #: Multiprocessors of a GPU that is compiled for and not present: those of the largest part that is sold.
-PROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_103": 160, "sm_120": 188}
+PROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_103": 160, "sm_120": 188, "gfx942": 304}
 
 
 @dataclass(frozen=True)

@@ -201,9 +201,9 @@ def step(query, key, value, cache, starts, lens, table, slots):
 new = S((R, 2, 64), jnp.bfloat16)
 shapes = (S((R, 8, 64), jnp.bfloat16), new, new, S((2, 64, 16, 2, 64), jnp.bfloat16), S((R + 1,), jnp.int32),
           S((R,), jnp.int32), S((R, 256), jnp.int32), S((R,), jnp.int32))
-for arch in ("sm_80", "sm_90"):
+for arch, where in (("sm_80", "cuda"), ("sm_90", "cuda"), ("sm_100", "cuda"), ("gfx942", "rocm")):
     with compiling_for(arch):
-        text = jax.jit(step, donate_argnums=3).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+        text = jax.jit(step, donate_argnums=3).trace(*shapes).lower(lowering_platforms=(where,)).as_text()
     text = without_barriers(re.sub('opaque = "[^"]*"', "", text))  # the code, any bytes
     assert text.count("custom_call @triton_kernel_call_ffi") == 4  # the write, rows of no request, parts, the merge
     write = re.search(r"(%\\S+) = stablehlo.custom_call @triton_kernel_call_ffi\\(%arg1, %arg2, %arg3, %arg7\\)", text)
