@@ -111,7 +111,7 @@ def _prefill() -> bool:
     """Run two prompts, one with a context, with pages of 16 and unused pages: two kinds of tile, several rounds each."""
     import torch
 
-    from attn.kernels.hopper_prefill import Rules
+    from attn.kernels.hopper_prefill_launch import Rules
     from attn.torch.kernels import hopper_prefill
 
     generator = torch.Generator("cuda").manual_seed(0)

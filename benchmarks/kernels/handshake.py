@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from attn.kernels.hopper_prefill import _REGISTERS
+from attn.kernels.hopper_prefill_launch import _REGISTERS
 
 ROUNDS = gl.constexpr(3)
 REGISTERS = gl.constexpr(_REGISTERS[2])

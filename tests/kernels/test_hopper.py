@@ -133,7 +133,7 @@ def test_every_launch_asks_for_fused_products_and_sums():
     assert len(own) >= 2 and len(direct) >= 11
     # options made in attn.kernels
     sources = Path(hopper.__file__).parent
-    makers = ("launch", "paged_launch", "kv_write", "latent_write", "hopper_prefill", "hopper_mla", "mla_launch", "plan")
+    makers = ("launch", "paged_launch", "kv_write", "latent_write", "hopper_prefill_launch", "hopper_mla", "mla_launch", "plan")
     assert all("**FUSED" in (sources / f"{name}.py").read_text() for name in makers)
     made = {"rules.prefill", "rules.decode(block_r)", "rules.merge", "FUSED", "rule.options()", "launch.options()"}
     of_rules = ("constants(", "plan.constants(", "dict(constants)")

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from attn.kernels import hopper_prefill_launch as launch
 from attn.kernels.launch import LOG2E, UNBOUNDED
 from attn.visibility import BatchMask, LayerMask, Visibility
 from tests import gluon
@@ -65,11 +66,11 @@ def run(lens: list[tuple[int, int]], *, mask: Visibility, heads: tuple[int, int]
     del arrays["tree"]
     for program in range(programs):
         module = gluon.module("hopper_prefill", (program, programs))
-        its = module.Rules(**settings)
-        plan = module.plan_of(module.Arrays(query.shape, key.shape, value.shape, *strides), len(lens), page, True, its, True)
+        its = launch.Rules(**settings)
+        plan = launch.plan_of(launch.Arrays(query.shape, key.shape, value.shape, *strides), len(lens), page, True, its, True)
         q_map, k_map, v_map = plan.maps
-        given = module.Given(True, False, q_map is not None, False, True, mask.batch.is_causal is not None)
-        constants = module.constants(plan.sizes, its, given)
+        given = launch.Given(True, False, q_map is not None, False, True, mask.batch.is_causal is not None)
+        constants = launch.constants(plan.sizes, its, given)
         for option in ("num_warps", "enable_fp_fusion"):
             del constants[option]
         names = ("o_t", "o_h", "q_t", "q_h", "k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head")

@@ -9,8 +9,8 @@ import torch
 
 from attn.kernels import hopper
 from attn.kernels.gluon import descriptor
-from attn.kernels.hopper_prefill import ONE_PAGE, ROWS, Arrays, Given, Map, Rules, constants, fits, plan_of
 from attn.kernels.hopper_prefill import prefill as _prefill
+from attn.kernels.hopper_prefill_launch import ONE_PAGE, ROWS, Arrays, Given, Map, Rules, constants, fits, plan_of
 from attn.kernels.launch import LOG2E, UNBOUNDED
 from attn.torch.kernels.direct import Kind, Prepared, kind_of, memory_of_stream, multiprocessors
 
@@ -47,8 +47,7 @@ def prefill(arrays: Sequence[Any], rules: Rules, factors: tuple[float, float], p
 class _Plan(NamedTuple):
     """A launch for arrays of certain shapes, strides and dtypes.
 
-    maps, strides, tiles: `attn.kernels.hopper_prefill.Plan`'s; numbers: requests, pages, and strides of the log-sum-exp and
-    the block table.
+    maps, strides, tiles: those of `plan_of`; numbers: requests, pages, and strides of the log-sum-exp and the block table.
     """
 
     kernel: Prepared

@@ -5,6 +5,7 @@ import functools
 import torch
 
 from attn.kernels import hopper
+from attn.kernels.hopper_prefill_launch import ROWS, Rules
 from attn.kernels.launch import LOG2E, UNBOUNDED
 from attn.kernels.mla_launch import mla_prefill_launch
 from attn.kernels.mla_prefill import attend, constants
@@ -35,7 +36,6 @@ def mla_prefill(
         check_stride(name, tensor)
     arrays = (out, lse, query, key, value, query_start_loc, key_start_loc)
     if arch() == "sm_90" and hopper.is_on("hopper_prefill"):
-        from attn.kernels.hopper_prefill import ROWS, Rules
         from attn.torch.kernels import hopper_prefill
 
         if hopper_prefill.serves(query, key, value, requests, 1, ROWS):

@@ -53,7 +53,7 @@ class _Launches:
         if rules.on_hopper:
             pointers = output, lse, query, key_cache, value_cache, starts, seq_lens, table, sinks, *mask
             hopper_prefill, processors = _hopper_prefill(), programs or rules.kinds.processors
-            hopper_prefill.prefill(pointers, hopper_prefill.Rules(**self._of_prompts), (factor, v_factor), processors)
+            hopper_prefill.prefill(pointers, self._of_prompts, (factor, v_factor), processors)
         elif self._prefill is not None:
             tiles = query.shape[0] // rules.prefill_tokens + num_reqs  # type: ignore[union-attr]
             self._prefill(tiles * kv_heads, (None, *arrays), *numbers, *no_plan, *strides)

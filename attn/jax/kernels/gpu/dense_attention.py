@@ -96,7 +96,6 @@ def _on_hopper(
 ) -> tuple[jax.Array, jax.Array | None] | None:
     """Return what the Hopper kernel computes; None if it does not support these arrays, or the installed Triton it."""
     from attn.jax.kernels.gpu.hopper_prefill import Out, Prompts, prefill, serves
-    from attn.kernels.hopper_prefill import Rules
 
     table = np.arange(key.shape[0], dtype=np.int32)[:, None]
     prompts = Prompts(query, starts, key, value, lens=lens, table=table, one_page=True)
@@ -105,7 +104,7 @@ def _on_hopper(
     lse = jnp.empty((query.shape[1], query.shape[0]), jnp.float32) if return_lse else None
     out = Out(jnp.empty(query.shape, query.dtype), lse, jnp.zeros(2, jnp.int32))
     try:
-        made = prefill(out, prompts, Rules(**layer.of_prompts(0)), layer.factor(1.0), *target())
+        made = prefill(out, prompts, layer.of_prompts(0), layer.factor(1.0), *target())
     except hopper.CannotCompile:
         return None
     return made.output, made.lse

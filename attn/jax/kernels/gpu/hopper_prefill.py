@@ -9,8 +9,8 @@ import jax
 
 from attn.jax.kernels.gpu.launch import Boxed, dense_strides, launch
 from attn.kernels import hopper
-from attn.kernels.hopper_prefill import ONE_PAGE, ROWS, Arrays, Given, Rules, constants, fits, plan_of
 from attn.kernels.hopper_prefill import prefill as _prefill
+from attn.kernels.hopper_prefill_launch import ONE_PAGE, ROWS, Arrays, Given, Rules, constants, fits, plan_of
 from attn.visibility import PLAIN, BatchMask
 
 _STRIDES = ("o_t", "o_h", "q_t", "q_h", "k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from attn.jax.kernels.gpu.launch import dense_strides, launch, target
 from attn.kernels import fill as rest
 from attn.kernels import hopper
+from attn.kernels.hopper_prefill_launch import Rules
 from attn.kernels.launch import LOG2E, UNBOUNDED
 from attn.kernels.mla_launch import mla_prefill_launch
 from attn.kernels.mla_prefill import attend, constants
@@ -72,7 +73,6 @@ def _on_hopper(
     out: jax.Array, lse: jax.Array, counters: jax.Array, prompts: Any, scale: float, causal: bool
 ) -> tuple[jax.Array, jax.Array]:
     from attn.jax.kernels.gpu.hopper_prefill import Out, prefill
-    from attn.kernels.hopper_prefill import Rules
 
     rules = Rules(right=0 if causal else UNBOUNDED)
     made = prefill(Out(out, lse, counters), prompts, rules, scale * LOG2E, *target())

@@ -206,10 +206,9 @@ class _Call:
 
     def _on_hopper(self, counters: Any) -> None:
         from attn.jax.kernels.gpu.hopper_prefill import Out, prefill
-        from attn.kernels.hopper_prefill import Rules
 
         layer, arrays, kinds = self.rules.layer, self.arrays, self.rules.kinds
-        rules, factor = Rules(**layer.of_prompts(self.rules.tokens)), self.numbers["factor"]
+        rules, factor = layer.of_prompts(self.rules.tokens), self.numbers["factor"]
         out = Out(arrays["output"], arrays["lse"], counters)
         arrays["output"], arrays["lse"], _ = prefill(out, _prompts(arrays), rules, factor, self.arch, kinds.processors)
 

@@ -1,0 +1,144 @@
+"""Launch rules of `hopper_prefill`: its tiles, rings, registers and copies, from shapes and strides. They need no Triton."""
+
+from typing import Any, NamedTuple
+
+from attn.kernels.launch import FUSED, UNBOUNDED, power_of_two
+
+ROWS = 128  #: most query heads of a kv head
+ONE_PAGE = 1 << 30  #: keys of a page that holds all of a request
+#: Registers of a thread of a consumer, and of a producer, by the number of consumers.
+_REGISTERS = {2: (240, 24), 3: (160, 24)}
+
+
+class Rules(NamedTuple):
+    """A layer's rules as the kernel takes them.
+
+    cap: in base 2, or 0; left, right: number of keys seen on either side, `UNBOUNDED` if there is no bound; chunk: positions of
+    a chunk, before which a row sees no key, or 0; span_right: 0, or the number of later keys to which the window cuts spans (it
+    then cuts them on the left too); min_query: requests of at most so many tokens are left out.
+    """
+
+    cap: float = 0.0
+    negate: bool = False
+    left: int = UNBOUNDED
+    right: int = UNBOUNDED
+    chunk: int = 0
+    span_right: int = 0
+    min_query: int = 0
+
+
+class Arrays(NamedTuple):
+    """Shapes of the query [T, H, D], keys and values (see `hopper_prefill`), their strides and the output's, in elements."""
+
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+    of_query: tuple[int, ...]
+    of_key: tuple[int, ...]
+    of_value: tuple[int, ...]
+    of_output: tuple[int, ...]
+
+
+class Given(NamedTuple):
+    """Which arguments there are.
+
+    paged: a block table; ragged: keys without pages, of starts of their own; copied: whether the engine copies queries; sinks;
+    lse; mixed: causality of each request.
+    """
+
+    paged: bool
+    ragged: bool
+    copied: bool
+    sinks: bool
+    lse: bool
+    mixed: bool = False
+
+
+#: Shape, strides and box of an array that the tensor engine copies from.
+Map = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+class Plan(NamedTuple):
+    """What a launch for `Arrays` needs of them.
+
+    maps: of the query, None if the engine does not copy it, and of keys and values; strides: the kernel's; sizes: query heads,
+    those of a kv head, sizes of keys and of values, the page; tiles: more units of work than there are.
+    """
+
+    maps: tuple[Map | None, Map, Map]
+    strides: tuple[int, ...]
+    sizes: tuple[int, int, int, int, int]
+    tiles: int
+
+
+def fits(size: int, width: int, num_reqs: int, group: int, page: int) -> bool:
+    """Whether the kernel supports these sizes of keys and of values, requests, query heads of a kv head, and pages."""
+    if (size | width) % 8 or not 0 < size <= 256 or not 0 < _padded(width) <= _padded(size):
+        return False
+    return group <= ROWS and page % 16 == 0
+
+
+def plan_of(arrays: Arrays, num_reqs: int, page: int, paged: bool, rules: Rules, aligned: bool) -> Plan:
+    """paged: whether there is a block table; aligned: whether the query begins at a multiple of 16 bytes."""
+    (tokens, heads, size), k_shape, v_shape = arrays.query, arrays.key, arrays.value
+    (o_t, o_h, _), (q_t, q_h, _), k_strides, v_strides = arrays.of_output, arrays.of_query, arrays.of_key, arrays.of_value
+    if not paged:
+        k_strides, v_strides = (k_shape[0] * k_strides[0], *k_strides), (v_shape[0] * v_strides[0], *v_strides)
+        k_shape, v_shape = (1, *k_shape), (1, *v_shape)
+    kv_heads, width = k_shape[2], v_shape[3]
+    group = heads // kv_heads
+    # the engine copies queries of whole rows of both consumers, as they are
+    copied = 64 % group == 0 and not rules.negate and not (q_t | q_h) % 8 and aligned
+    box = 1, _box(page, _keys(size, width, rules.right)), 1, 64
+    q_map = ((1, tokens, heads, size), (tokens * q_t, q_t, q_h, 1), (1, 64 // group, group, 64)) if copied else None
+    strides = o_t, o_h, q_t, q_h, *k_strides[:3], *v_strides[:3]
+    tiles = (tokens // (64 * _consumers(size) // group) + num_reqs) * kv_heads
+    return Plan(
+        (q_map, (k_shape, k_strides, box), (v_shape, v_strides, box)), strides, (heads, group, size, width, page), tiles
+    )
+
+
+def constants(sizes: tuple[int, ...], rules: Rules, given: Given, values_at: int = 0) -> dict[str, Any]:
+    """Constants and options of a launch. sizes: `Plan`'s; values_at: the page at which values begin in the array of keys."""
+    heads, group, size, width, page = sizes
+    consumers = _consumers(size)
+    registers, keys = _REGISTERS[consumers], _keys(size, width, rules.right)
+    return {
+        "cap": rules.cap, "left": rules.left, "right": rules.right, "min_query": rules.min_query, "H": heads, "G": group,
+        "D": size, "DV": width, "BLOCK_D": _padded(size), "BLOCK_V": _padded(width), "P": page,
+        "BOX": _box(page, keys), "BLOCK_Q": 64 * consumers // group, "BLOCK_N": keys,
+        "CONSUMERS": consumers, "STAGES": _stages(size), "Q_STAGES": 2 if given.copied and size <= 128 else 1,
+        "COPIED": given.copied, "PAGED": given.paged, "RAGGED": given.ragged, "NEGATE": rules.negate, "CHUNK": rules.chunk,
+        "SPAN_RIGHT": rules.span_right, "HAS_LEFT": rules.left < UNBOUNDED or rules.chunk > 0,
+        "HAS_RIGHT": rules.right < UNBOUNDED or given.mixed, "HAS_CAP": rules.cap != 0, "HAS_SINKS": given.sinks,
+        "HAS_LSE": given.lse,
+        "CONSUMER_REGS": registers[0], "PRODUCER_REGS": registers[1], "VALUES_AT": values_at, "num_warps": 4, **FUSED,
+    }  # fmt: skip
+
+
+def _padded(size: int) -> int:
+    """Columns of a tile for heads of `size`."""
+    return max(64, power_of_two(size))
+
+
+def _keys(size: int, width: int, right: int) -> int:
+    """Keys per tile, for sizes of keys and of values: as many as registers and two stages of shared memory hold.
+
+    Heads of at most 64 have registers for 128 too, which causal rows do not repay: more of a tile is masked.
+    """
+    return 128 if size <= 64 and right == UNBOUNDED or 64 < size <= 192 and width <= 128 else 64
+
+
+def _consumers(size: int) -> int:
+    """Consumers of a program: three where the exponentials take as long as the products, so that they keep both units busy."""
+    return 3 if size <= 64 else 2
+
+
+def _stages(size: int) -> int:
+    """Tiles of keys, and of values, in the ring buffer."""
+    return 4 if size <= 64 else 2
+
+
+def _box(page: int, keys: int) -> int:
+    """Keys per copy: all copies of a tile are of the same size, and none is of two pages."""
+    return min(page & -page, keys)
