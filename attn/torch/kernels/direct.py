@@ -7,6 +7,7 @@ second launch of a kind on; `operator` makes the functions that launch kernels.
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from operator import or_
 from threading import get_ident
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -214,6 +215,9 @@ def operator(name: str, *mutated: str) -> Callable[[Callable[..., None]], Callab
 
 _memories: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor]] = {}
 _captured: list[torch.Tensor] = []
+#: Counters for captured launches, all 0, and how many are taken: none is given twice, since graphs may run at the same time.
+_of_graphs: dict[torch.device, tuple[torch.Tensor, int]] = {}
+_MOST_OF_GRAPHS = 1 << 20
 
 
 def memory_of_stream(device: torch.device, floats: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -228,15 +232,42 @@ def memory_of_stream(device: torch.device, floats: int, counters: int) -> tuple[
 def _memory_of_stream(device: torch.device, floats: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
     stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
     if stream and torch.cuda.is_current_stream_capturing():
-        memory = _memory(device, floats, counters)
-        # a kernel that is launched early runs beside the one that counts, and could be given the same memory
-        _captured.append(memory[1])
-        return memory
+        return torch.empty(floats, dtype=torch.float32, device=device), _counters_of_graph(device, counters)
     kept = _memories.get((device, stream))
     if kept is None or kept[0].numel() < floats or kept[1].numel() < counters:
-        kept = _memory(device, max(1 << 20, power_of_two(floats)), max(1 << 12, power_of_two(counters)))
+        kept = _apart(_memory, device, max(1 << 20, power_of_two(floats)), max(1 << 12, power_of_two(counters)))
         _memories[device, stream] = kept
+        if stream and device not in _of_graphs:
+            _of_graphs[device] = _apart(_memory, device, 0, _MOST_OF_GRAPHS)[1], 0
     return kept
+
+
+def _counters_of_graph(device: torch.device, count: int) -> torch.Tensor:
+    """Return counters of one launch in a graph. They are not in the graph's pool, where cudagraph trees allow outputs alone to
+    outlive a call; only a graph that is captured without a call before has them there."""
+    counters, taken = _of_graphs.get(device, (None, 0))
+    if counters is None or taken + count > counters.numel():
+        # kept: a kernel that is launched early runs beside the one that counts, and could be given the same memory
+        _captured.append(torch.zeros(count, dtype=torch.int32, device=device))
+        return _captured[-1]
+    _of_graphs[device] = counters, taken + count + -count % 4  # each aligned to 16 bytes
+    return counters[taken : taken + count]
+
+
+def _apart(make: Callable[..., _T], device: torch.device, *sizes: int) -> _T:
+    """Return the memory that `make` allocates in another thread, on this one's stream: cudagraph trees that warm up take what
+    their thread allocates from their pool, in which nothing may outlive the call."""
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def made() -> _T:
+        with torch.cuda.stream(stream):  # of None: does nothing
+            memory = make(device, *sizes)
+        if stream is not None:
+            stream.synchronize()  # graphs on other streams count with it
+        return memory
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(made).result()
 
 
 def _memory(device: torch.device, floats: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:

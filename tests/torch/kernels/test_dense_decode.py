@@ -197,3 +197,24 @@ def test_a_graph_reads_the_tensors_of_its_replay() -> None:
         graph.replay()
         want = decode(query, key, value, 0.3, runs=runs)
         torch.testing.assert_close(out, want, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="graphs need a GPU")
+def test_cudagraph_trees_record_rows_again_for_another_cache() -> None:
+    """Nothing that a launch keeps is in their pool: they refuse to record where anything but outputs is left."""
+    from attn.torch.kernels.dense_decode import row
+
+    @torch.compile(mode="reduce-overhead", fullgraph=True)
+    def step(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return row(query, key, value, 0.3, mask=mask) * 2
+
+    alive = []
+    for turn in range(3):
+        query, *cache = arrays(torch.bfloat16, 2, 64, 1000)
+        alive.append(cache)  # another place in each turn, as the static cache of each `generate` is
+        for x in cache:
+            torch._dynamo.mark_static_address(x)
+        mask = torch.arange(1000, device=DEVICE).expand(3, -1) < 700 + turn
+        for _ in range(3):
+            got = step(query[:, :, None], *cache, mask).clone()
+        torch.testing.assert_close(got, row(query[:, :, None], *cache, 0.3, mask=mask) * 2, rtol=1e-2, atol=1e-2)

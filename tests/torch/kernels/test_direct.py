@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import get_ident
 from types import SimpleNamespace
 from typing import Any
 
@@ -311,6 +312,39 @@ def assert_equal(script: str, cache: Path) -> None:
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("equal")
+
+
+def test_memory_that_outlives_a_call_is_of_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cudagraph trees warm up with all allocations of their own thread in a pool, in which nothing may be left."""
+    pytest.importorskip("triton")
+    from attn.torch.kernels import direct
+
+    threads, make = list[int](), direct._memory
+
+    def seen(*sizes: Any) -> Any:
+        threads.append(get_ident())
+        return make(*sizes)
+
+    monkeypatch.setattr(direct, "_memories", {})
+    monkeypatch.setattr(direct, "_memory", seen)
+    device = torch.device("cpu")
+    states, counters = direct.memory_of_stream(device, 5, 3)
+    assert states.numel() >= 5 and counters.numel() >= 3 and not counters.any()
+    assert direct.memory_of_stream(device, 7, 2)[0] is states
+    assert len(threads) == 1 and threads[0] != get_ident()
+
+
+def test_each_launch_in_a_graph_has_counters_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from attn.torch.kernels import direct
+
+    device, kept = torch.device("cpu"), list[torch.Tensor]()
+    monkeypatch.setattr(direct, "_of_graphs", {device: (torch.zeros(12, dtype=torch.int32), 0)})
+    monkeypatch.setattr(direct, "_captured", kept)
+    found = [direct._counters_of_graph(device, count) for count in (3, 5, 4)]
+    first, *_ = places = [x.data_ptr() for x in found]
+    assert [x.numel() for x in found] == [3, 5, 4] and not any(x.any() for x in found)
+    assert places[1] == first + 16 and kept == [found[2]], "the last finds no room: it is the graph's, and kept"
 
 
 def test_a_launch_is_on_the_device_of_its_first_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
