@@ -10,10 +10,10 @@ arguments, and excludes the driver's part, which is in proportion to the number 
 products are replaced by their dispatch alone, because a CPU would compute them. "first" is the first layer's call over a batch,
 "us" that of the layers after it, which repeat its launches. With --entries each kernel's function is also called alone, with
 the arguments that the layer's first call passes to it. --build times what makes a batch instead: `from_lens` of lists of block
-ids, of arrays of them and of a table, and a builder of a device without memory (`meta`), from arrays of the host, copied and
-checked, and from tensors on that device, for which launches cost nothing. --adapters times a layer's call by FLASH_ATTN and
-FLASHINFER instead, of 64 decodes of which nothing is written, around a vendor's function that does nothing. Figures are the
-least of several runs, in processor time; torch's own attention over one key, in the same run, gives the scale.
+ids, of arrays of them and of a table, and a builder of a device without memory (`meta`), from such a batch of arrays, from one
+whose table was padded, and from tensors on that device, for which launches cost nothing. --adapters times a layer's call by
+FLASH_ATTN and FLASHINFER instead, of 64 decodes of which nothing is written, around a vendor's function that does nothing.
+Figures are the least of several runs, in processor time; torch's own attention over one key, in the same run, gives the scale.
 """
 
 import argparse
@@ -163,7 +163,7 @@ def entries_of(call: Callable[[], Any]) -> dict[str, Callable[[], Any]]:
 
 #: Requests, keys of all of them, whether their lengths are log-normal.
 BUILT = ((64, 64_000, False), (200, 300_000, True), (256, 2_000_000, True))
-_WAYS = ("lists", "arrays", "table", "build: arrays", "tensors")
+_WAYS = ("lists", "arrays", "table", "build: arrays", "build: table", "tensors")
 
 
 def ways_of(requests: int, keys: int, ragged: bool) -> dict[str, Callable[[], Any]]:
@@ -176,16 +176,18 @@ def ways_of(requests: int, keys: int, ragged: bool) -> dict[str, Callable[[], An
     arrays = np.split(ids, np.cumsum(used)[:-1])
     lists, lens = [array.tolist() for array in arrays], seq_lens.tolist()
     from_lens = functools.partial(CommonAttentionMetadata.from_lens, [1] * requests, lens, block_size=16)
-    batch = from_lens(arrays)
+    batch, padded = from_lens(arrays), from_lens(arrays)
+    table = padded.block_table
     spec = KVCacheSpec(16, 8, 128, "bfloat16", "auto", len(ids))
     builder = PagedAttentionMetadataBuilder(spec, ["layer"], None, torch.device("meta"))
     names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
-    there = batch.replace(**{name: torch.from_numpy(getattr(batch, name)).to("meta") for name in names})
+    there = padded.replace(**{name: torch.from_numpy(getattr(padded, name)).to("meta") for name in names})
     calls = (
         functools.partial(from_lens, lists),
         functools.partial(from_lens, arrays),
-        functools.partial(from_lens, batch.block_table),
+        functools.partial(from_lens, table),
         functools.partial(builder.build, 0, batch),
+        functools.partial(builder.build, 0, padded),
         functools.partial(builder.build, 0, there),
     )
     return dict(zip(_WAYS, calls, strict=True))

@@ -10,7 +10,6 @@ import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Self
 
@@ -47,7 +46,8 @@ class CommonAttentionMetadata:
 
     query_start_loc: [R + 1] int32, cumulative number of new tokens; request r owns rows [r], [r + 1).
     seq_lens: [R] int32, tokens in the cache once this batch is written (context plus new).
-    block_table: [R, B] int32, physical block ids in order; entries past ceil(seq_len / P) are never read.
+    block_table: [R, B] int32, physical block ids in order; entries past ceil(seq_len / P) are never read. Rows passed to
+        `from_lens` are padded when the table is first read; builders for a GPU copy them without padding (`pages`).
     slot_mapping: [T] int64 (int32 under jax), block * P + offset of each new token; -1 writes nothing.
     num_actual_tokens: rows of the packed arrays that hold tokens; the rest is padding and is not touched.
     max_query_len, max_seq_len: host ints, at least the true maxima (upper bounds, as for a captured graph).
@@ -85,10 +85,25 @@ class CommonAttentionMetadata:
     block_size: int | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.block_table, Pages):
+            self._pages = self.__dict__.pop("block_table")
         if self.query_start_loc_cpu is None:
             self.query_start_loc_cpu = _on_host(self.query_start_loc)
         if self.seq_lens_cpu is None:
             self.seq_lens_cpu = _on_host(self.seq_lens)
+
+    if not TYPE_CHECKING:  # else every name would be an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Pad the block table when it is first read: its reader may write to it, so it is what counts from then on."""
+            if name != "block_table" or "_pages" not in self.__dict__:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            return self.__dict__.setdefault(name, self._pages.padded())
+
+    @property
+    def pages(self) -> "Pages | None":
+        """The block table as rows without padding; None if `block_table` was given as an array, or was read."""
+        return None if "block_table" in self.__dict__ else self._pages
 
     @classmethod
     def from_lens(
@@ -120,7 +135,7 @@ class CommonAttentionMetadata:
         import numpy as np
 
         q, s = _int32("query_lens", query_lens), _int32("seq_lens", seq_lens)
-        table, blocks, lens = _table(block_table)
+        table = _table(block_table)
         ends = np.cumsum(q, dtype=np.int64)
         if len(q) and ends[-1] > INT32_MAX:
             i = int((ends > INT32_MAX).argmax())
@@ -142,8 +157,7 @@ class CommonAttentionMetadata:
             block_size=block_size,
         )
         batch.validate(block_size, strict=_flag("strict", strict))
-        whole = blocks is not None and bool((lens * block_size >= s).all())  # else a row may lack blocks
-        batch._check_blocks(block_size, INT32_MAX + 1, blocks if whole else None)
+        batch._check_blocks(block_size, INT32_MAX + 1)
         if _flag("writes", writes):
             batch.slot_mapping = slots_of(table, *_rows_of(start, s), block_size)
             batch._check_slots(None)
@@ -189,6 +203,8 @@ class CommonAttentionMetadata:
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with some fields changed."""
+        if self.pages is not None:
+            changes.setdefault("block_table", self.pages)
         return replace(self, **changes)
 
     def select(self, first: int, last: int) -> Self:
@@ -207,7 +223,7 @@ class CommonAttentionMetadata:
         return self.replace(
             query_start_loc=own_starts if self.query_start_loc is start else starts - rows.start if rows.start else starts,
             seq_lens=self.seq_lens[requests],
-            block_table=self.block_table[requests],
+            block_table=(self.pages or self.block_table)[requests],
             slot_mapping=self.slot_mapping[rows],
             num_reqs=last - first,
             num_actual_tokens=rows.stop - rows.start,
@@ -269,7 +285,7 @@ class CommonAttentionMetadata:
         _check_causal(self.causal, self.num_reqs)
         _check_array("query_start_loc", self.query_start_loc, (self.num_reqs + 1,), _INT32)
         _check_array("seq_lens", self.seq_lens, (self.num_reqs,), _INT32)
-        _check_array("block_table", self.block_table, (self.num_reqs, None), _INT32)
+        _check_array("block_table", self.pages or self.block_table, (self.num_reqs, None), _INT32)
         _check_array("slot_mapping", self.slot_mapping, (None,), _INT32_OR_64)
         if self.slot_mapping.shape[0] < self.num_actual_tokens:
             raise ShapeError(
@@ -320,7 +336,7 @@ class CommonAttentionMetadata:
         low, high = int(seq.argmin()), int(seq.argmax())
         if seq[low] < 0:
             raise MetadataError("seq_lens", low, int(seq[low]), "at least 0")
-        longest, columns = int(seq[high]), int(self.block_table.shape[1])
+        longest, columns = int(seq[high]), int((self.pages or self.block_table).shape[1])
         if longest > self.max_seq_len:
             raise MetadataError("max_seq_len", None, self.max_seq_len, f"at least {longest}, the longest sequence")
         if longest > columns * block_size:
@@ -380,9 +396,12 @@ class CommonAttentionMetadata:
         """
         import numpy as np
 
-        if isinstance(self.block_table, np.ndarray) and self.seq_lens_cpu is not None:
+        pages, seq_lens = self.pages, self.seq_lens_cpu
+        if seq_lens is None or (pages is not None and pages.hold(seq_lens, block_size, num_blocks)):
+            return
+        if isinstance(self.block_table, np.ndarray):
             table = self.block_table.view(np.uint32)  # one comparison: a negative id is a large unsigned one
-            used = -(-self.seq_lens_cpu // block_size)
+            used = -(-seq_lens // block_size)
             if blocks is None:  # reading a lot of padding would take longer than leaving it out
                 is_padded = 2 * int(used.sum()) < table.size
                 blocks = np.concatenate([table[:0, 0], *rows_of(table, used)]) if is_padded else table
@@ -391,7 +410,7 @@ class CommonAttentionMetadata:
                 if not bad.any():  # it is not in use
                     return
                 r, c = (int(x) for x in np.argwhere(bad)[0])
-                why = f"{used[r]} blocks of {block_size} hold {self.seq_lens_cpu[r]} tokens"
+                why = f"{used[r]} blocks of {block_size} hold {seq_lens[r]} tokens"
                 bound = f"between 0 and {num_blocks - 1} ({why})"
                 raise MetadataError("block_table", (r, c), int(self.block_table[r, c]), bound)
 
@@ -553,28 +572,59 @@ def spans_of(groups: "Sequence[Sequence[int]] | Sequence[IntArray]", query_lens:
     return np.concatenate(spans)
 
 
-def _table(rows: "Sequence[Sequence[int]] | Sequence[IntArray] | IntArray") -> "tuple[IntArray, IntArray | None, IntArray]":
-    """Convert a block table, ragged or not, to [R, B] int32, short rows padded with -1; always a copy.
+class Pages:
+    """The rows of a block table [R, B] without padding. They are never written to. `pages[rows, columns]` reads like the table.
 
-    Integers are converted at once. Other input is converted row by row, so that the error states the position. Returns the
-    table, the entries of a ragged one without padding, and the length of each row before it was padded.
+    ids: [n] int32, the block ids of all requests in turn; counts: [R] int64, how many each has; begins: [R] int64, where they
+    begin; largest: the largest id as an unsigned number, so that a negative one is larger than any other.
+    """
+
+    def __init__(self, ids: "IntArray", counts: "IntArray") -> None:
+        self.ids, self.counts, self.begins = ids, counts, counts.cumsum() - counts
+        self.shape, self.dtype = (len(counts), int(counts.max(initial=0))), ids.dtype
+        self.largest = int(ids.view("uint32").max(initial=0))
+
+    def __getitem__(self, at: Any) -> Any:
+        """Return the ids [n] at (rows [n], columns [n]); for a slice, rows as `Pages`."""
+        if isinstance(at, tuple):
+            rows, columns = at
+            return self.ids.take(self.begins[rows] + columns, mode="clip")  # a request without blocks has no place
+        counts, begins = self.counts[at], self.begins[at]
+        first = int(begins[0]) if len(begins) else 0
+        return Pages(self.ids[first : first + int(counts.sum())], counts)
+
+    def hold(self, seq_lens: "IntArray", block_size: int, num_blocks: int) -> bool:
+        """Return whether every request has blocks for its tokens and every id is one of `num_blocks`, in use or not."""
+        room = self.counts * block_size - seq_lens
+        return self.largest < num_blocks and (not room.size or bool(room[room.argmin()] >= 0))
+
+    def padded(self) -> "IntArray":
+        """Return the table, [R, B] int32, short rows padded with -1."""
+        import numpy as np
+
+        table = np.full(self.shape, -1, np.int32)
+        if table.size == self.ids.size:
+            table[:] = self.ids.reshape(self.shape)
+        else:
+            for row, begin, n in zip(table, self.begins.tolist(), self.counts.tolist(), strict=True):
+                row[:n] = self.ids[begin : begin + n]
+        return table
+
+
+def _table(rows: "Sequence[Sequence[int]] | Sequence[IntArray] | IntArray") -> "IntArray | Pages":
+    """Convert a block table to int32: an array [R, B] to one, rows to `Pages`; always a copy.
+
+    Integers are converted at once. Other input is converted row by row, so that the error states the position.
     """
     import numpy as np
 
     if isinstance(rows, np.ndarray) and rows.ndim == 2 and rows.dtype.kind in "iu" and _fits_int32(rows):
-        return rows.astype(np.int32), None, np.full(len(rows), rows.shape[1])
+        return rows.astype(np.int32)
     rows = list(rows)
     flat = _joined(rows)
     if flat is None:
         flat = np.concatenate([np.empty(0, np.int32), *(_int32("block_table", row, i) for i, row in enumerate(rows))])
-    lens = [*map(len, rows)]
-    table = np.full((len(rows), max(lens, default=0)), -1, np.int32)
-    if table.size == flat.size:
-        table[:] = flat.reshape(table.shape)
-    else:
-        for row, begin, n in zip(table, accumulate(lens, initial=0), lens, strict=False):
-            row[:n] = flat[begin : begin + n]
-    return table, flat, np.array(lens, np.int64)
+    return Pages(flat, np.fromiter(map(len, rows), np.int64, len(rows)))
 
 
 def _joined(rows: list[Any]) -> "IntArray | None":
@@ -625,7 +675,7 @@ def _rows_of(start: "IntArray", seq_lens: "IntArray") -> "tuple[IntArray, IntArr
     return request, np.arange(len(request)) - start[request] + (seq_lens - query_lens)[request]
 
 
-def slots_of(block_table: "IntArray", request: "IntArray", position: "IntArray", block_size: int) -> "IntArray":
+def slots_of(block_table: "IntArray | Pages", request: "IntArray", position: "IntArray", block_size: int) -> "IntArray":
     """Return the [T] int64 slots of tokens at `position` of `request` (each [T]); -1 for a position before the sequence."""
     import numpy as np
 

@@ -4,7 +4,7 @@ import functools
 import itertools
 import json
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,7 +16,7 @@ from torch.utils._pytree import GetAttrKey, register_pytree_node
 from attn import envs
 from attn.arrays import to_framework
 from attn.backends.abstract import AttentionMetadataBuilder
-from attn.backends.metadata import PAD_SLOT_ID, AttentionMetadata, CommonAttentionMetadata
+from attn.backends.metadata import PAD_SLOT_ID, AttentionMetadata, CommonAttentionMetadata, Pages
 from attn.errors import DeviceError, MetadataError
 from attn.torch.alignment import aligned
 from attn.torch.arrays import Facts, facts_of, from_foreign, static
@@ -275,9 +275,9 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         """
         batch, spec = common_attn_metadata, self.kv_cache_spec
         batch.validate(spec.block_size)
-        arrays, largest = self._arrays(batch)
+        arrays, rows = self._arrays(batch)
         if spec.num_blocks is not None and not fast_build:  # while a device copies the arrays
-            batch.check_ids(spec.block_size, spec.num_blocks, largest and largest())
+            batch.check_ids(spec.block_size, spec.num_blocks, None if rows is None else rows.largest())
         if envs.debug("device"):
             batch.on_host().validate(spec.block_size, spec.num_blocks)
         mask = batch.mask
@@ -324,22 +324,18 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
     def extend(self, metadata: Any, batch: CommonAttentionMetadata, fast_build: bool) -> None:
         """Fill what `metadata_cls` adds to `PagedAttentionMetadata`, after the batch was validated."""
 
-    def _arrays(self, batch: CommonAttentionMetadata) -> "tuple[list[torch.Tensor], Callable[[], IntArray] | None]":
+    def _arrays(self, batch: CommonAttentionMetadata) -> "tuple[list[torch.Tensor], _Rows | None]":
         """Return the batch's `ARRAYS` on the device: those of NumPy's in one copy, which the device makes while the host goes
-        on; tensors that are there already as they are. And what `_put_together` returns besides."""
-        given: list[Any] = [getattr(batch, name) for name in ARRAYS]
-        target = None if self.device is None else torch.device(self.device)
-        on_host = [i for i, array in enumerate(given) if isinstance(array, np.ndarray)]
-        if target is None or target.type == "cpu" or not on_host:
+        on; tensors that are there already as they are. And the rows of the block table, if they were copied without padding."""
+        target, rows = None if self.device is None else torch.device(self.device), None
+        if target is None or target.type == "cpu":
+            return [self._put(getattr(batch, name), dtype) for name, dtype in zip(ARRAYS, _DTYPES, strict=True)], None
+        given = (batch.query_start_loc, batch.seq_lens, batch.pages or batch.block_table, batch.slot_mapping)
+        on_host = {i: x for i, x in enumerate(given) if isinstance(x, _ON_HOST)}
+        if not on_host:
             return [self._put(x, dtype) for x, dtype in zip(given, _DTYPES, strict=True)], None
-        if isinstance(batch.slot_mapping, np.ndarray):
-            given[-1] = np.asarray(batch.slot_mapping, np.int64)
-        counts = None
-        if isinstance(batch.block_table, np.ndarray) and batch.seq_lens_cpu is not None:
-            counts = _counts(batch.block_table, batch.seq_lens_cpu, self.kv_cache_spec.block_size)
-        copies, largest = _put_together([given[i] for i in on_host], counts, target)
-        there = iter(copies)
-        return [next(there) if i in on_host else self._put(x, _DTYPES[i]) for i, x in enumerate(given)], largest
+        there, rows = _copies(on_host, batch.seq_lens_cpu, self.kv_cache_spec.block_size, target)
+        return [there[i] if i in there else self._put(x, _DTYPES[i]) for i, x in enumerate(given)], rows
 
     def _put(self, array: Any, dtype: torch.dtype) -> Any:
         if array is None:
@@ -354,17 +350,56 @@ def _mirror(array: Any) -> "IntArray | None":
     return array if isinstance(array, np.ndarray) else None
 
 
+#: What is on the host, and where in `ARRAYS` the block table and the slots are.
+_ON_HOST, _TABLE, _SLOTS = (np.ndarray, Pages), ARRAYS.index("block_table"), ARRAYS.index("slot_mapping")
 #: Tables of fewer entries are copied as they are, padding included; others by chunks, of so many entries.
 _SPARSE, _CHUNK = 1 << 15, 64
 #: Types of devices whose `index_select` reads rows that overlap where they are; others may make a copy of all of them first.
 _STRIDED = ("cuda", "cpu", "meta")
 
 
-class _Used:
-    """The part in use of a table [R, B] that is mostly padding: the chunks that its rows begin and end in, and its last row.
+class _Rows:
+    """The rows of a block table [R, B] that are copied without most of their padding: the device makes rows of equal lengths of
+    the copy again, in which anything may follow a shorter row's entries.
 
-    NumPy copies chunks in one call; a slice for each row would take longer than the copy. begins: where each row begins in the
-    copy, [R]; what follows a row there is not read. The device makes rows of equal lengths of it again.
+    begins: where each row begins in the copy, [R]; columns: B; size: of the copy, in entries.
+    """
+
+    begins: "IntArray"
+    columns: int
+    size: int
+
+    def copy_to(self, out: "IntArray") -> None:
+        """Write the copy, [size] int32."""
+        raise NotImplementedError
+
+    def largest(self) -> "IntArray | None":
+        """Return the largest id of each row that has any, as an unsigned number, once they are copied; None: known already."""
+        return None
+
+    def table(self, copy: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
+        """Return the rows of a copy on the device as a table [R, B]."""
+        if copy.device.type in _STRIDED:
+            return copy.unfold(0, self.columns, 1).index_select(0, begins)
+        return copy[begins[:, None] + torch.arange(self.columns, device=copy.device)]
+
+
+class _Listed(_Rows):
+    """The rows of `Pages`, and -1 after the last one."""
+
+    def __init__(self, pages: Pages) -> None:
+        self.begins, self.columns, self._ids = pages.begins, pages.shape[1], pages.ids
+        self.size = int(self.begins[-1]) + self.columns
+
+    def copy_to(self, out: "IntArray") -> None:
+        out[: self._ids.size] = self._ids
+        out[self._ids.size :] = -1
+
+
+class _Used(_Rows):
+    """The rows of a table that is mostly padding: the chunks that they begin and end in, and the last row.
+
+    NumPy copies chunks in one call; a slice for each row would take longer than the copy.
     """
 
     def __init__(self, table: "IntArray", counts: "IntArray") -> None:
@@ -378,32 +413,33 @@ class _Used:
         shift = first - ends + number
         self._numbers = np.repeat(shift, number)
         self._numbers += np.arange(ends[-1])
-        self.begins = at - shift * _CHUNK
+        self.begins, self.columns = at - shift * _CHUNK, table.shape[1]
         self.begins[-1] = last = int(ends[-1]) * _CHUNK
         self._chunks, self._last, self._counts = flat[: flat.size // _CHUNK * _CHUNK].reshape(-1, _CHUNK), table[-1], counts
-        self.size = last + len(self._last)
+        self.size = last + self.columns
 
     def copy_to(self, out: "IntArray") -> None:
-        last = len(out) - len(self._last)
+        self._copy, last = out, len(out) - self.columns
         np.take(self._chunks, self._numbers, axis=0, out=out[:last].reshape(-1, _CHUNK), mode="clip")  # "raise" copies twice
         out[last:] = self._last
 
-    def largest(self, copy: "IntArray") -> "IntArray":
-        """Return the largest id of each row that has any, as an unsigned number."""
+    def largest(self) -> "IntArray":
         bounds = np.empty((len(self.begins), 2), np.int64)
         bounds[:, 0] = self.begins
         np.add(self.begins, self._counts, out=bounds[:, 1])
         if not self._counts.all():
             bounds = bounds[self._counts > 0]
         ends = bounds.reshape(-1)
-        most = np.maximum.reduceat(copy[: ends[-1]].view(np.uint32), ends[:-1])[::2] if ends.size else copy[:0]
+        most = np.maximum.reduceat(self._copy[: ends[-1]].view(np.uint32), ends[:-1])[::2] if ends.size else self._copy[:0]
         return most.view(np.int32)
 
-    def table(self, copy: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
-        """Return the rows of a copy on the device as a table [R, B]."""
-        if copy.device.type in _STRIDED:
-            return copy.unfold(0, len(self._last), 1).index_select(0, begins)
-        return copy[begins[:, None] + torch.arange(len(self._last), device=copy.device)]
+
+def _rows_of(table: "IntArray | Pages", seq_lens: "IntArray | None", block_size: int) -> _Rows | None:
+    """Return the rows of a table to be copied without padding; None: it is copied as it is."""
+    if isinstance(table, Pages):
+        return None if table.ids.size == table.shape[0] * table.shape[1] else _Listed(table)
+    counts = None if seq_lens is None else _counts(table, seq_lens, block_size)
+    return None if counts is None else _Used(table, counts)
 
 
 def _flat(table: "IntArray") -> "IntArray":
@@ -430,48 +466,46 @@ def _counts(table: "IntArray", seq_lens: "IntArray", block_size: int) -> "IntArr
     return counts if bool(((after < 0) | (counts >= columns)).all()) else None
 
 
-def _put_together(
-    arrays: "Sequence[IntArray]", counts: "IntArray | None", device: torch.device
-) -> "tuple[list[torch.Tensor], Callable[[], IntArray] | None]":
-    """Return arrays of a batch on `device`, int64 as they are and others as int32, in one copy. counts: `_counts` of the one
-    with two dimensions; then also a function that returns the largest block id of each of its rows (`_Used.largest`)."""
-    parts: list[Any] = [np.ascontiguousarray(x).view(np.int32) if x.dtype == np.int64 else x.ravel() for x in arrays]
-    which, used, largest = -1, None, None
-    if counts is not None:
-        which = next(i for i, x in enumerate(arrays) if x.ndim == 2)
-        parts[which] = used = _Used(arrays[which], counts)
-        parts.append(used.begins)
-    there, here = _copied(parts, device)
-    if used is not None:
-        there[which] = used.table(there[which], there.pop())
-        largest = functools.partial(used.largest, here[which])
-    for i, array in enumerate(arrays):
-        if array.dtype == np.int64:
-            there[i] = there[i].view(torch.int64)
-        elif there[i].shape != array.shape:
-            there[i] = there[i].view(array.shape)
-    return there, largest
+def _copies(
+    arrays: dict[int, Any], seq_lens: "IntArray | None", block_size: int, device: torch.device
+) -> "tuple[dict[int, torch.Tensor], _Rows | None]":
+    """Return copies on `device` of arrays of a batch, and the rows of its table, if they were copied without padding.
+
+    arrays: some of `ARRAYS`, by their numbers; int64 slots as they are and others as int32.
+    """
+    parts, table, rows = dict(arrays), arrays.get(_TABLE), None
+    if table is not None:
+        rows = _rows_of(table, seq_lens, block_size)
+        parts[_TABLE] = rows or (table.ids if isinstance(table, Pages) else table.reshape(-1))
+    if rows is not None:
+        parts[-1] = rows.begins
+    if _SLOTS in parts:
+        parts[_SLOTS] = np.ascontiguousarray(parts[_SLOTS], np.int64).view(np.int32)
+    there = dict(zip(parts, put_together(list(parts.values()), device), strict=True))
+    if rows is not None:
+        there[_TABLE] = rows.table(there[_TABLE], there[-1])
+    elif table is not None:
+        there[_TABLE] = there[_TABLE].view(table.shape)
+    if _SLOTS in there:
+        there[_SLOTS] = there[_SLOTS].view(torch.int64)
+    return there, rows
 
 
-def put_together(parts: "Sequence[IntArray]", device: torch.device) -> list[torch.Tensor]:
-    """Return int32 copies on `device` of 1-d arrays, in one copy: one each would take as many times as long. They are parts of
+def put_together(parts: "Sequence[IntArray | _Rows]", device: torch.device) -> list[torch.Tensor]:
+    """Return int32 copies on `device` of arrays [n], in one copy: one each would take as many times as long. They are parts of
     one tensor, each aligned to 16 bytes, because kernels are compiled for that.
 
     A GPU copies them from pinned memory while the host goes on; torch keeps that memory until the copy is done, and for later
     batches.
     """
-    return _copied(parts, device)[0]
-
-
-def _copied(parts: Sequence[Any], device: torch.device) -> "tuple[list[torch.Tensor], list[IntArray]]":
-    """`put_together`, and the arrays as they are on the host. A part may be a `_Used`."""
-    sizes = [size for part in parts for size in (part.size, -part.size % 4)]  # each part, and its padding
-    staged = torch.empty(sum(sizes), dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
-    host, begins = staged.numpy(), itertools.accumulate(sizes, initial=0)
-    here = [host[at : at + part.size] for at, part in zip(itertools.islice(begins, 0, None, 2), parts, strict=False)]
-    for x, part in zip(here, parts, strict=True):
-        if isinstance(part, _Used):
-            part.copy_to(x)
+    *begins, size = itertools.accumulate([part.size + -part.size % 4 for part in parts], initial=0)
+    staged = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+    host = staged.numpy()
+    places = [slice(begin, begin + part.size) for begin, part in zip(begins, parts, strict=True)]
+    for place, part in zip(places, parts, strict=True):
+        if isinstance(part, _Rows):
+            part.copy_to(host[place])
         else:
-            x[:] = part
-    return list(staged.to(device, non_blocking=True).split_with_sizes(sizes)[::2]), here
+            host[place] = part
+    there = staged.to(device, non_blocking=True)
+    return [there[place] for place in places]

@@ -1,5 +1,7 @@
 """The neutral batch: what it rejects and the messages, and that reading it does not synchronise a device."""
 
+import copy
+import pickle
 import re
 
 import numpy as np
@@ -59,6 +61,49 @@ def test_rows_of_a_table_may_be_any_integers(kind):
     assert made.block_table.tolist() == whole.tolist() and made.block_table.dtype == np.int32
     made.block_table[0, 0] = 9
     assert whole[0, 0] == 4
+
+
+def test_a_table_is_padded_when_it_is_first_read():
+    """Until then nobody can write to it, so that its rows are those of `from_lens`; afterwards the table is what counts."""
+    made = batch()
+    assert made.pages.ids.tolist() == [4, 2, 0, 1, 3, 5, 6] and made.pages.shape == (3, 3) and made.pages.largest == 6
+    assert made.validate(BLOCK, 7) is made and made.pages is not None
+    with pytest.raises(MetadataError, match=r"block_table\[2, 1\] = 6: must be between 0 and 5"):
+        copy.copy(made).validate(BLOCK, 6)
+    again = [copy.deepcopy(made), pickle.loads(pickle.dumps(made)), made.replace(max_seq_len=10), made.select(0, 3)]
+    assert all(one.pages is not None for one in again)
+    made.block_table[2, 1] = 9
+    assert made.pages is None and made.block_table.tolist() == [[4, 2, 0], [1, 3, -1], [5, 9, -1]]
+    with pytest.raises(MetadataError, match=r"block_table\[2, 1\] = 9"):
+        made.validate(BLOCK, 7)
+    assert made.replace(max_seq_len=10).pages is None
+    for one in again:
+        assert one.validate(BLOCK, 7).block_table.tolist() == [[4, 2, 0], [1, 3, -1], [5, 6, -1]]
+    with pytest.raises(AttributeError, match="no attribute 'table'"):
+        made.table  # noqa: B018
+
+
+def test_rows_of_pages_are_those_of_the_table():
+    made = CommonAttentionMetadata.from_lens([1, 1, 0, 2], [9, 3, 0, 7], [[4, 5, 6], [1], [], [2, 3]], BLOCK)
+    for first, last in ((0, 4), (1, 4), (1, 3), (2, 3), (2, 2)):
+        own, table = made.select(first, last), copy.copy(made).block_table[first:last]
+        assert own.pages is not None and own.pages.shape[1] <= 3
+        columns = own.block_table.shape[1]
+        assert own.block_table.tolist() == table[:, :columns].tolist() and (table[:, columns:] < 0).all()
+    assert made.pages[np.array([0, 3, 3]), np.array([2, 0, 1])].tolist() == [6, 2, 3]
+
+
+@pytest.mark.parametrize("after", [-1, 1000])
+def test_ids_after_a_row_may_be_anything_until_they_are_in_use(after):
+    made = CommonAttentionMetadata.from_lens([1, 1], [4, 7], [[2, after], [4, 3]], BLOCK)
+    assert made.validate(BLOCK, 5) is made
+    made.seq_lens[0] = 5
+    with pytest.raises(MetadataError, match=rf"block_table\[0, 1\] = {after}: must be between 0 and 4"):
+        made.validate(BLOCK, 5)
+    short = CommonAttentionMetadata.from_lens([1, 1], [4, 7], [[2], [4, 3]], BLOCK)
+    short.seq_lens[0] = 5
+    with pytest.raises(MetadataError, match=r"block_table\[0, 1\] = -1: must be between 0 and 4"):
+        short.validate(BLOCK, 5)
 
 
 def test_a_batch_that_writes_nothing():

@@ -196,10 +196,10 @@ def test_arrays_reach_another_device_in_one_copy(slots: Any) -> None:
         given.replace(block_table=np.zeros((3, 0), np.int32), slot_mapping=np.zeros(0, slots)),
     ):
         arrays = [getattr(batch, name) for name in NAMES]
-        arrays[-1] = arrays[-1].astype(np.int64)
-        got, largest = metadata._put_together(arrays, None, torch.device("cpu"))
-        assert largest is None
-        for name, array, tensor in zip(NAMES, arrays, got, strict=True):
+        got, rows = metadata._copies(dict(enumerate(arrays)), batch.seq_lens, 8, torch.device("cpu"))
+        assert rows is None
+        for i, (name, array) in enumerate(zip(NAMES, arrays, strict=True)):
+            tensor = got[i]
             assert tensor.dtype == (torch.int64 if name == "slot_mapping" else torch.int32)
             assert tensor.is_contiguous() and tensor.storage_offset() * tensor.element_size() % 16 == 0
             assert tensor.shape == array.shape and tensor.tolist() == array.tolist()
@@ -207,7 +207,7 @@ def test_arrays_reach_another_device_in_one_copy(slots: Any) -> None:
 
 @pytest.mark.parametrize("strided", [True, False])
 @pytest.mark.parametrize("chunk", [1, 4, 8, 25])
-@pytest.mark.parametrize("kind", ["dense", "wide", "transposed", "preallocated", "short"])
+@pytest.mark.parametrize("kind", ["dense", "listed", "wide", "transposed", "preallocated", "short"])
 def test_a_long_table_is_copied_without_most_of_its_padding(
     kind: str, chunk: int, strided: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,20 +227,20 @@ def test_a_long_table_is_copied_without_most_of_its_padding(
         batch.block_table = wide[:, :25]
     elif kind == "transposed":
         batch.block_table = batch.block_table.T.copy().T
-    counts = metadata._counts(batch.block_table, np.array(seq_lens), 8)
-    whole = kind in ("preallocated", "transposed")
-    assert (counts is None) == whole
-    sizes, copied = list[int](), metadata._copied
+    pages, whole = batch.pages if kind == "listed" else None, kind in ("preallocated", "transposed")
+    arrays: list[Any] = [getattr(batch, name) for name in NAMES]
+    sizes, together = list[int](), metadata.put_together
 
     def record(parts: Any, device: Any) -> Any:
-        there, here = copied(parts, device)
-        sizes.extend(map(len, here))
-        return there, here
+        sizes.extend(part.size for part in parts)
+        return together(parts, device)
 
-    monkeypatch.setattr(metadata, "_copied", record)
-    arrays = [getattr(batch, name) for name in NAMES]
-    got, largest = metadata._put_together(arrays, counts, torch.device("cpu"))
-    for name, array, tensor in zip(NAMES, arrays, got, strict=True):
+    monkeypatch.setattr(metadata, "put_together", record)
+    given = dict(enumerate(arrays)) | ({NAMES.index("block_table"): pages} if pages else {})
+    got, chosen = metadata._copies(given, np.array(seq_lens), 8, torch.device("cpu"))
+    assert (chosen is None) == whole
+    for i, (name, array) in enumerate(zip(NAMES, arrays, strict=True)):
+        tensor = got[i]
         assert tensor.dtype == (torch.int64 if name == "slot_mapping" else torch.int32)
         assert tensor.is_contiguous() and tensor.shape == array.shape
         if name != "block_table" or whole:
@@ -248,9 +248,10 @@ def test_a_long_table_is_copied_without_most_of_its_padding(
         else:
             assert [row[: len(used)] for row, used in zip(tensor.tolist(), rows, strict=True)] == rows
             assert set(tensor.flatten().tolist()) <= {*range(32), -1, 99}
-    assert max(sizes) <= (150 if whole else 32 + 2 * 6 * chunk + 25)
-    assert (largest is None) == whole
-    assert whole or largest().tolist() == [max(row) for row in rows if row]
+    assert max(sizes) <= (150 if whole else 32 + (25 if pages else 2 * 6 * chunk + 25))
+    if chosen is not None:
+        largest = chosen.largest()
+        assert largest is None if pages else largest.tolist() == [max(row) for row in rows if row]
 
 
 def test_which_tables_are_mostly_padding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,8 +278,10 @@ def test_blocks_of_a_long_table_are_checked_as_they_were_copied(
     builder = PagedAttentionMetadataBuilder(spec, device="meta")
     table = [[1, 2, 3], [4], [0], [*range(5, 30)], [30]]
     batch = CommonAttentionMetadata.from_lens([1, 1, 1, 1, 1], [24, 1, 8, 193, 3], table, 8)
-    assert builder._arrays(batch)[1]().tolist() == [3, 4, 0, 29, 30]
+    assert builder._arrays(batch)[1].largest() is None  # known since the batch was made, until its table may be written to
     assert builder.build(0, batch).block_table.shape == (5, 25)
+    batch.block_table[at] = batch.block_table[at]
+    assert builder._arrays(batch)[1].largest().tolist() == [3, 4, 0, 29, 30]
     batch.block_table[at] = wrong
     with pytest.raises(MetadataError, match=rf"block_table\[{at[0]}, {at[1]}\] = {wrong}: must be between 0 and 30"):
         builder.build(0, batch)
@@ -286,14 +289,14 @@ def test_blocks_of_a_long_table_are_checked_as_they_were_copied(
     empty = batch.replace(
         seq_lens=np.zeros(5, np.int32), seq_lens_cpu=np.zeros(5, np.int32), block_table=np.full((5, 25), -1, np.int32)
     )
-    assert builder._arrays(empty)[1]().size == 0 and builder.build(0, empty).num_reqs == 5
+    assert builder._arrays(empty)[1].largest().size == 0 and builder.build(0, empty).num_reqs == 5
 
 
 def test_tensors_on_the_device_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     batch, copied = common(), list[tuple[int, ...]]()
     there = {name: torch.from_numpy(getattr(batch, name)).to("meta") for name in ("block_table", "slot_mapping")}
-    together = metadata._put_together
-    monkeypatch.setattr(metadata, "_put_together", lambda *given: copied.extend(x.shape for x in given[0]) or together(*given))
+    together = metadata.put_together
+    monkeypatch.setattr(metadata, "put_together", lambda *given: copied.extend(x.shape for x in given[0]) or together(*given))
     got = build(batch.replace(**there), device=torch.device("meta"))
     assert got.block_table is there["block_table"] and got.slot_mapping is there["slot_mapping"]
     assert copied == [(4,), (3,)] and got.seq_lens.device.type == "meta"
