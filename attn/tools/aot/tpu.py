@@ -306,6 +306,7 @@ class Latent(NamedTuple):
 def latent(chip: str, shape: Latent) -> Program:
     """`mla_attention` on a batch, absorbed: rows of 512 + 64 are keys, and their first 512 elements are values."""
     from attn.jax.kernels.tpu import mla_attention as kernel
+    from attn.jax.kernels.tpu._plan import Batch
 
     num_heads, num_tokens = shape.num_heads, sum(shape.query_lens)
     dtype, stored = shape.dtype, shape.stored or shape.dtype
@@ -320,22 +321,11 @@ def latent(chip: str, shape: Latent) -> Program:
     ]
 
     def call(nope: jax.Array, rope: jax.Array, cache: jax.Array, *rest: jax.Array) -> Any:
-        latent, pe, *more = rest if shape.write else (None, None, *rest)
+        new, more = (jnp.concatenate(rest[:2], -1), list(rest[2:])) if shape.write else (None, list(rest))
         scale = more.pop(0) if stored != dtype else 1.0
-        return kernel.mla_attention(
-            nope,
-            rope,
-            latent,
-            pe,
-            cache,
-            *more,  # type: ignore[arg-type,misc]
-            scale=0.1,
-            max_query_len=max(shape.query_lens),
-            chip=chip,
-            k_scale=scale,  # type: ignore[arg-type]
-            return_lse=shape.lse,
-            interpret=False,
-        )
+        query, of_batch = jnp.concatenate([nope, rope], -1), Batch(*more)  # type: ignore[arg-type]
+        rules = kernel.Rules(RANK, 0.1, max(shape.query_lens), return_lse=shape.lse)
+        return kernel.mla_attention(query, new, cache, of_batch, rules, k_scale=scale, chip=chip, interpret=False)
 
     flops, rows = cost(shape.query_lens, shape.seq_lens, num_heads, RANK + ROPE, value_size=RANK)
     traffic = rows * (RANK + ROPE) * jnp.dtype(stored).itemsize
@@ -349,7 +339,6 @@ SPARSE: dict[str, Sequence[Any]] = {
     "batch": ("decode", "mixed"),
     "num_heads": (16, 128),
     "topk": (64, 200, 2048),
-    **switches("lse"),
 }
 
 
@@ -361,11 +350,10 @@ class Sparse(NamedTuple):
     num_heads: int
     topk: int
     block_size: int = 64
-    lse: bool = False
 
 
 def _sparse_program(choice: Choice, chip: str) -> Program:
-    return sparse(chip, Sparse(*BATCHES[choice["batch"]], **{name: choice[name] for name in ("num_heads", "topk", "lse")}))
+    return sparse(chip, Sparse(*BATCHES[choice["batch"]], **{name: choice[name] for name in ("num_heads", "topk")}))
 
 
 def sparse(chip: str, shape: Sparse) -> Program:
@@ -384,7 +372,7 @@ def sparse(chip: str, shape: Sparse) -> Program:
     query = _shape((len(slots), shape.num_heads, RANK + ROPE), "bfloat16")
 
     def call(query: jax.Array, cache: jax.Array, indices: jax.Array, *requests: jax.Array) -> Any:
-        rules: dict[str, Any] = {"kv_lora_rank": RANK, "scale": 0.1, "return_lse": shape.lse}
+        rules: dict[str, Any] = {"kv_lora_rank": RANK, "scale": 0.1}
         return kernel.mla_sparse_attention(query, cache, indices, Requests(*requests), **rules, chip=chip, interpret=False)
 
     keys = float((indices >= 0).sum())

@@ -12,9 +12,10 @@ from attn.capabilities import Feature
 from attn.jax import records
 from attn.jax.backends.mla._mla import DecodeCall, MLACommonBackend, MLACommonImpl, write
 from attn.jax.kernels.tpu import mla_attention as kernel
+from attn.jax.kernels.tpu._plan import Batch
 
 #: Compiled once per shape; layers that differ only in numbers share the program.
-_attend = jax.jit(kernel.mla_attention, static_argnames=("scale", "max_query_len", "causal", "return_lse"))
+_attend = jax.jit(kernel.mla_attention, static_argnames="rules")
 
 
 class PallasMLABackend(MLACommonBackend):
@@ -40,9 +41,7 @@ class PallasMLAImpl(MLACommonImpl, backend=PallasMLABackend):
         return write(jnp.pad(rows, ((0, 0), (0, kv_cache.shape[2] - rows.shape[1]))), kv_cache, slot_mapping)
 
     def _write_and_decode(self, call: DecodeCall) -> tuple[jax.Array, jax.Array, jax.Array]:
-        meta, rank = call.meta, self.kv_lora_rank
-        new = (None, None) if call.rows is None else (call.rows[:, :rank], call.rows[:, rank:])
-        numbers = {"scale": self.scale, "k_scale": call.k_scale, "return_lse": self.need_to_return_lse_for_decode}
-        static = {"max_query_len": meta.max_query_len, "causal": meta.causal}
-        arrays = (call.q_nope, call.q_pe, *new, call.kv_cache, *meta.requests, self._slots(meta))
-        return _attend(*arrays, **numbers, **static)  # type: ignore[no-any-return]
+        meta, lse = call.meta, self.need_to_return_lse_for_decode
+        rules = kernel.Rules(self.kv_lora_rank, self.scale, meta.max_query_len, meta.causal, lse)
+        batch = Batch(*meta.requests, self._slots(meta))
+        return _attend(call.query, call.rows, call.kv_cache, batch, rules, k_scale=call.k_scale)  # type: ignore[no-any-return]

@@ -17,7 +17,7 @@ from attn.jax.backends.mla._sparse import SparseMLAImpl
 from attn.jax.kernels.tpu import mla_sparse_attention as kernel
 
 #: Compiled once per shape; layers that differ only in numbers share the program.
-_attend = jax.jit(kernel.mla_sparse_attention, static_argnames=("kv_lora_rank", "scale", "return_lse"))
+_attend = jax.jit(kernel.mla_sparse_attention, static_argnames=("kv_lora_rank", "scale"))
 
 
 class PallasMLASparseBackend(MLACommonBackend):
@@ -48,5 +48,5 @@ class PallasMLASparseImpl(SparseMLAImpl, backend=PallasMLASparseBackend):
         return super()._write(jnp.pad(rows, ((0, 0), (0, width - rows.shape[1]))), kv_cache, slot_mapping)
 
     def _decode(self, call: DecodeCall) -> tuple[jax.Array, jax.Array]:
-        rules = {"kv_lora_rank": self.kv_lora_rank, "scale": self.scale, "return_lse": True}
+        rules = {"kv_lora_rank": self.kv_lora_rank, "scale": self.scale}
         return _attend(call.query, call.kv_cache, self._indices(call), call.meta.requests, **rules)  # type: ignore[no-any-return]

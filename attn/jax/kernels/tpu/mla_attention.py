@@ -21,6 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from attn.jax.kernels.tpu import _launch, _plan
 from attn.jax.kernels.tpu._chips import MULTIPLIES_FP8, REBIASES_E4M3, chip_of
 from attn.jax.kernels.tpu._mla_kernel import Config, Refs, Rows, run
+from attn.jax.kernels.tpu._plan import Batch
 from attn.jax.kernels.tpu._refs import E4M3_GAIN, LANES, LOG2_E, PagedShape
 from attn.visibility import LayerMask
 
@@ -60,68 +61,67 @@ def blocks_for(chip: str, shape: PagedShape) -> Blocks:
     return Blocks(kv_block, large, min(kv_block, 512), 256 if large and large * heads % 256 == 0 else 128)
 
 
+class Rules(NamedTuple):
+    """What a program is made for, beside shapes: L, the factor of scores, at least the longest query, whether a row sees no
+    later key, whether the log-sum-exp is returned, and sizes (None: `blocks_for`'s)."""
+
+    kv_lora_rank: int
+    scale: float
+    max_query_len: int
+    causal: bool = True
+    return_lse: bool = False
+    blocks: Blocks | None = None
+
+
 def mla_attention(
-    q_nope: jax.Array,
-    q_pe: jax.Array,
-    new_kv_c: jax.Array | None,
-    new_k_pe: jax.Array | None,
+    query: jax.Array,
+    new: jax.Array | None,
     kv_cache: jax.Array,
-    query_start_loc: jax.Array,
-    seq_lens: jax.Array,
-    block_table: jax.Array,
-    slot_mapping: jax.Array,
+    batch: Batch,
+    rules: Rules,
     *,
-    scale: float,
-    max_query_len: int,
-    chip: str | None = None,
-    causal: bool = True,
     k_scale: jax.Array | float = 1.0,
-    return_lse: bool = False,
-    blocks: Blocks | None = None,
+    chip: str | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     """Compute (out [T, H, L], lse [H, T] float32 natural log or None, the cache with the new tokens in it).
 
-    q_nope: [T, H, L], absorbed; q_pe: [T, H, Dr]; new_kv_c: [T, L] and new_k_pe: [T, Dr] of the cache's dtype (already
-    quantised), or both None to write nothing; kv_cache: [N, P, row_lanes(L + Dr)], zeros past L + Dr; query_start_loc: [R +
-    1], seq_lens: [R], block_table: [R, B], slot_mapping: [T], int32. The block table determines where token t of a request
-    is written; slot_mapping only whether (-1: not), and may exclude the first or last tokens of a request, but not tokens
-    in between. `max_query_len`: static, at least the longest query. `k_scale`: the scale of a quantised cache's codes.
-    `chip`: v5e, v6e, ... and `interpret`, False or `pltpu.InterpretParams`: by default the TPU that is compiled for, or
-    else the interpreter. Raises ValueError if the tables exceed the chip's SMEM.
+    query: [T, H, L + Dr], absorbed; new: [T, L + Dr] of the cache's dtype (already quantised), or None to write nothing;
+    kv_cache: [N, P, row_lanes(L + Dr)], zeros past L + Dr. The batch's block table determines where token t of a request is
+    written; its slots only whether (-1: not), and may exclude the first or last tokens of a request, but not tokens in between.
+    `k_scale`: the scale of a quantised cache's codes. `chip`: v5e, v6e, ... and `interpret`, False or `pltpu.InterpretParams`:
+    by default the TPU that is compiled for, or else the interpreter. Raises ValueError if the tables exceed the chip's SMEM.
     """
-    (heads, rank), (num_blocks, page, lanes) = q_nope.shape[1:], kv_cache.shape
-    if 0 in (q_nope.shape[0], *block_table.shape, num_blocks):
-        lse = jnp.full(q_nope.shape[1::-1], -jnp.inf, jnp.float32) if return_lse else None
-        return jnp.zeros_like(q_nope), lse, kv_cache
-    device, dtype, pages = _launch.device(chip, interpret), q_nope.dtype, kv_cache.reshape(num_blocks, 1, 1, page, lanes)
-    batch = _plan.Batch(query_start_loc, seq_lens, block_table, slot_mapping)
-    write = new_kv_c is not None
-    shape = _plan.shape_of(q_nope, pages, batch, max_query_len, LayerMask(causal), lse=return_lse, write=write)
+    (tokens, heads, _), (num_blocks, page, lanes) = query.shape, kv_cache.shape
+    rank, lse, dtype = rules.kv_lora_rank, rules.return_lse, query.dtype
+    if 0 in (tokens, *batch.block_table.shape, num_blocks):
+        empty = jnp.full((heads, tokens), -jnp.inf, jnp.float32) if lse else None
+        return jnp.zeros((tokens, heads, rank), dtype), empty, kv_cache
+    device, pages = _launch.device(chip, interpret), kv_cache.reshape(num_blocks, 1, 1, page, lanes)
+    query, seen, write = _padded(query, lanes), LayerMask(rules.causal), new is not None
+    shape = _plan.shape_of(query, pages, batch, rules.max_query_len, seen, lse=lse, write=write)
     multiplied = dtype == jnp.bfloat16 and device.chip in MULTIPLIES_FP8 and kv_cache.dtype.itemsize == 1
     rebiased = multiplied and device.chip in REBIASES_E4M3 and kv_cache.dtype == jnp.float8_e4m3fn
     entering = jnp.dtype(jnp.float8_e4m3b11fnuz) if rebiased else kv_cache.dtype if multiplied else dtype
     cfg = Config(
         **vars(shape),
-        **(blocks or blocks_for(device.chip, shape))._asdict(),
+        **(rules.blocks or blocks_for(device.chip, shape))._asdict(),
         values=_round_up(rank, LANES),
         staged=kv_cache.dtype != entering or shape.narrow,
         rebiased=rebiased,
     )
     plan = _plan.make(cfg, batch)
-    query = _padded(jnp.concatenate([q_nope, q_pe], axis=-1), lanes)
     worth = jnp.asarray(k_scale, jnp.float32) * (E4M3_GAIN if rebiased else 1.0)
     arrays = {
-        "factors": jnp.stack([worth * (scale * LOG2_E), worth]),
+        "factors": jnp.stack([worth * (rules.scale * LOG2_E), worth]),
         "single.query": jnp.pad(query[batch.start], ((0, 0), (0, -heads % cfg.native), (0, 0))),
     }
     if cfg.large:
         arrays["long.query"] = query[plan.rows.token_of_row].reshape(-1, lanes)
         order = jnp.arange(cfg.large * heads, dtype=jnp.int32) // heads
         arrays["long.order"] = jnp.broadcast_to(order[:, None], (order.shape[0], LANES))
-    if new_kv_c is not None and new_k_pe is not None:
-        new = _padded(jnp.concatenate([new_kv_c, new_k_pe], axis=-1), lanes)
-        arrays["fresh"] = _plan.fresh_tiles(cfg, plan, new[:, None, None])
+    if new is not None:
+        arrays["fresh"] = _plan.fresh_tiles(cfg, plan, _padded(new, lanes)[:, None, None])
     buffers = _buffers(cfg, arrays, kv_cache.dtype, entering)
     made = _launch.paged(lambda refs: run(cfg, _refs(cfg, refs)), cfg, device, plan, arrays, pages, buffers, "mla_attention")
 
@@ -130,8 +130,8 @@ def mla_attention(
         long = made[f"long.{name}"][:, :width].reshape(-1, heads, width) if cfg.large else None
         return plan.rows.by_token(made[f"single.{name}"][:, :heads, :width], long, fill)
 
-    lse = by_token("lse", 1, -jnp.inf)[..., 0].T if return_lse else None
-    return by_token("out", rank, 0), lse, made["cache"].reshape(kv_cache.shape)
+    of_rows = by_token("lse", 1, -jnp.inf)[..., 0].T if lse else None
+    return by_token("out", rank, 0), of_rows, made["cache"].reshape(kv_cache.shape)
 
 
 def _padded(x: jax.Array, width: int) -> jax.Array:

@@ -61,7 +61,7 @@ class Refs(NamedTuple):
     query: Ref  # [1, H, columns]
     bias: Ref  # [1, S, TURNS, 1, turn] float32: 0, or -inf where there is no key
     out: Ref  # [1, H, values]
-    lse: Ref | None  # [1, H, 128] float32
+    lse: Ref  # [1, H, 128] float32
     m: Ref  # [H, 128] float32, as is the next
     l: Ref  # noqa: E741
     acc: Ref  # [H, values] float32
@@ -90,24 +90,20 @@ def mla_sparse_attention(
     kv_lora_rank: int,
     scale: float,
     chip: str | None = None,
-    return_lse: bool = False,
-    turn: int | None = None,
     interpret: Any = None,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Compute (out [T, H, L] of query's dtype, lse [H, T] float32 natural log or None).
+) -> tuple[jax.Array, jax.Array]:
+    """Compute (out [T, H, L] of query's dtype, lse [H, T] float32, natural log).
 
     query: [T, H, W] bfloat16, absorbed; kv_cache: [N, P, *row_shape(W)] bfloat16, which holds the new tokens already; indices:
     [T, topk] int32, the positions of each row's keys in its own request. -1, or a position at or past the request's length,
     is not a key; order does not matter, and a repeated position counts repeatedly. A row takes the steps up to its last key.
-    `turn`: keys of a quarter of a step, a multiple of 16; by default at most 512. `chip` and `interpret`: as for
-    `mla_attention`. Raises ValueError if the scalars of the rows exceed the chip's SMEM.
+    `chip` and `interpret`: as for `mla_attention`. Raises ValueError if the scalars of the rows exceed the chip's SMEM.
     """
     (num_rows, heads, width), topk, words = query.shape, indices.shape[1], kv_cache.shape[2]
     if 0 in (num_rows, topk, kv_cache.shape[0], *requests.block_table.shape):
-        lse = jnp.full((heads, num_rows), -jnp.inf, jnp.float32) if return_lse else None
-        return jnp.zeros((num_rows, heads, kv_lora_rank), query.dtype), lse
+        return jnp.zeros((num_rows, heads, kv_lora_rank), query.dtype), jnp.full((heads, num_rows), -jnp.inf, jnp.float32)
     device = _launch.device(chip, interpret)
-    turn = turn or min(TURN, _round_up(-(-topk // TURNS), _PAIR))
+    turn = min(TURN, _round_up(-(-topk // TURNS), _PAIR))
     cfg = Config(turn, words, _round_up(width, LANES), _round_up(kv_lora_rank, LANES), scale * LOG2_E)
     slots, there = xla_mla.slots_of(indices, requests, kv_cache.shape[1])
     slots = jnp.where(there, slots, jnp.max(jnp.where(there, slots, 0), axis=1, keepdims=True))
@@ -128,34 +124,32 @@ def mla_sparse_attention(
         "query": jnp.pad(query, ((0, 0), (0, -heads % sublanes(query.dtype.itemsize)), (0, cfg.columns - width))),
         "bias": jnp.where(jnp.pad(there, past), 0.0, -jnp.inf).astype(jnp.float32).reshape(num_rows, most, TURNS, 1, turn),
     }
-    out, *lse_rows = _launch_rows(cfg, arrays, device, return_lse)
-    lse = lse_rows[0][:, :heads, 0].T if return_lse else None
-    return out[:, :heads, :kv_lora_rank], lse
+    out, lse = _launch_rows(cfg, arrays, device)
+    return out[:, :heads, :kv_lora_rank], lse[:, :heads, 0].T
 
 
 def _round_up(x: int, multiple: int) -> int:
     return -(-x // multiple) * multiple
 
 
-def _launch_rows(cfg: Config, arrays: dict[str, jax.Array], device: _launch.Device, lse: bool) -> list[jax.Array]:
-    """The pallas_call, one row a grid step: [out] or [out, lse], as in `Refs` for all rows."""
+def _launch_rows(cfg: Config, arrays: dict[str, jax.Array], device: _launch.Device) -> tuple[jax.Array, jax.Array]:
+    """The pallas_call, one row a grid step: (out, lse), as in `Refs` for all rows."""
     interpreted = device.interpret is not False
     if interpreted:  # the interpreter has no views of a ref as another type
         arrays["cache"] = lax.bitcast_convert_type(arrays["cache"].swapaxes(-1, -2), jnp.int32)[:, :, None]
     num_rows, heads, _ = arrays["query"].shape
 
-    def kernel(first: Ref, source: Ref, slots: Ref, cache: Ref, query: Ref, bias: Ref, out: Ref, *rest: Ref) -> None:
+    def kernel(first: Ref, source: Ref, slots: Ref, cache: Ref, query: Ref, bias: Ref, out: Ref, lse: Ref, *rest: Ref) -> None:
         words = cache if interpreted else cache.bitcast(jnp.int32)
-        lse_ref, rest = (rest[0], rest[1:]) if lse else (None, rest)
         m, total, acc, list_sem, key_sem, *turns = rest
         sums, lists, keys = (m, total, acc), tuple(turns[:TURNS]), tuple(turns[TURNS:])
-        run(cfg, Refs(first, source, slots, words, query, bias, out, lse_ref, *sums, list_sem, key_sem, lists, keys))
+        run(cfg, Refs(first, source, slots, words, query, bias, out, lse, *sums, list_sem, key_sem, lists, keys))
 
     def of_row(shape: tuple[int, ...]) -> pl.BlockSpec:
         return pl.BlockSpec((1, *shape[1:]), lambda t, *_: (t, *(0 for _ in shape[1:])))
 
-    made = [jax.ShapeDtypeStruct((num_rows, heads, cfg.values), arrays["query"].dtype)]
-    made += [jax.ShapeDtypeStruct((num_rows, heads, LANES), jnp.float32)] if lse else []
+    shapes = ((num_rows, heads, cfg.values), arrays["query"].dtype), ((num_rows, heads, LANES), jnp.float32)
+    made = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
     of_heads = [pltpu.VMEM((heads, lanes), jnp.float32) for lanes in (LANES, LANES, cfg.values)]
     semaphores = [pltpu.SemaphoreType.DMA((TURNS,))] * 2
     lists, keys = pltpu.SMEM((cfg.turn,), jnp.int32), pltpu.VMEM((cfg.turn * cfg.words, LANES), jnp.int32)
@@ -279,5 +273,4 @@ def _finish(cfg: Config, refs: Refs) -> None:
     total = refs.l[...]
     normaliser = jnp.where(total == 0.0, 0.0, 1.0 / jnp.where(total == 0.0, 1.0, total))
     refs.out[0] = (refs.acc[...] * widen(normaliser, cfg.values)).astype(refs.out.dtype)
-    if refs.lse is not None:
-        refs.lse[0] = (refs.m[...] + jnp.log2(total)) * (1 / LOG2_E)
+    refs.lse[0] = (refs.m[...] + jnp.log2(total)) * (1 / LOG2_E)

@@ -4,7 +4,6 @@
 Every slot of the cache that no request owns is NaN before the launch, and so are the slots that it is to write.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -17,8 +16,9 @@ from jax.experimental.pallas import tpu as pltpu
 from attn.jax.backends.mla import pallas_mla
 from attn.jax.kernels.tpu import mla_attention as kernel
 from attn.jax.kernels.tpu._chips import CHIPS
+from attn.jax.kernels.tpu._plan import Batch
 from attn.jax.kernels.tpu._refs import PagedShape
-from attn.jax.kernels.tpu.mla_attention import Blocks, blocks_for
+from attn.jax.kernels.tpu.mla_attention import Blocks, Rules, blocks_for
 from tests.levels import sampled
 
 #: decode over two kv blocks; a short chunk; a prefill over several; a request without rows; a decode within a block
@@ -49,9 +49,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def run(blocks: Blocks = BLOCKS, mode: str = "on_wait", chip: str = "v5e") -> None:
         interpret = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode=mode)
-        step = functools.partial(kernel.mla_attention, blocks=blocks, interpret=interpret, chip=chip)
-        static = ("scale", "max_query_len", "causal", "return_lse")
-        monkeypatch.setattr(pallas_mla, "_attend", jax.jit(step, static_argnames=static))
+
+        def step(*arrays: Any, rules: Rules, k_scale: Any) -> Any:
+            how = {"interpret": interpret, "chip": chip, "k_scale": k_scale}
+            return kernel.mla_attention(*arrays, rules._replace(blocks=blocks), **how)
+
+        step = jax.jit(step, static_argnames="rules")
+        monkeypatch.setattr(pallas_mla, "_attend", lambda *args, k_scale: step(*args[:-1], rules=args[-1], k_scale=k_scale))
 
     return run
 
@@ -160,9 +164,7 @@ def test_the_rule_of_block_sizes() -> None:
 def test_tables_that_overflow_smem() -> None:
     with pytest.raises(ValueError, match="bytes of SMEM"):
         jax.eval_shape(
-            lambda q, pe, kv, starts, lens, table, slots: kernel.mla_attention(
-                q, pe, None, None, kv, starts, lens, table, slots, scale=1.0, chip="v6e", max_query_len=1
-            ),
-            *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 16, 512), (256, 16, 64), (9, 16, 640))),
+            lambda q, kv, *batch: kernel.mla_attention(q, None, kv, Batch(*batch), Rules(512, 1.0, 1), chip="v6e"),
+            *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 16, 576), (9, 16, 640))),
             *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((257,), (256,), (256, 2048), (256,))),
         )

@@ -22,10 +22,10 @@ from tests.levels import sampled
 
 SPARSE = {"backend": "PALLAS_MLA_SPARSE", "options": {"indexer": object()}, "dtype": "bfloat16"}
 
-#: topk, keys of a turn and the batch, where it is not that of `Batch`.
+#: topk, keys of a turn at most and the batch, where it is not that of `Batch`.
 CASES: dict[str, dict[str, Any]] = {
     "steps": {"topk": 150, "turn": 16, "query_lens": (1, 2, 0, 1), "seq_lens": (200, 9, 20, 140), "mode": "eager"},
-    "tiles": {"topk": 24, "turn": 32, "query_lens": (1, 2), "seq_lens": (33, 9), "tile": 16},
+    "tiles": {"topk": 104, "turn": 32, "query_lens": (1, 2), "seq_lens": (33, 9), "tile": 16},
     "deepseek": {"topk": 40, "turn": 16, "query_lens": (1, 2), "seq_lens": (70, 21), "dims": (512, 64, 128, 128), "heads": 16},
     "wide values": {"topk": 20, "turn": 16, "query_lens": (3,), "seq_lens": (30,), "dims": (272, 16, 24, 20), "mode": "eager"},
 }
@@ -35,10 +35,11 @@ CASES: dict[str, dict[str, Any]] = {
 def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
     """launched(turn, mode): the backend's kernel runs so."""
 
-    def run(turn: int | None = 16, mode: str = "on_wait") -> None:
+    def run(turn: int = 16, mode: str = "on_wait") -> None:
         interpret = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode=mode)
-        call = functools.partial(kernel.mla_sparse_attention, turn=turn, interpret=interpret)
-        static = ("kv_lora_rank", "scale", "return_lse")
+        monkeypatch.setattr(kernel, "TURN", turn)
+        call = functools.partial(kernel.mla_sparse_attention, interpret=interpret)
+        static = ("kv_lora_rank", "scale")
         monkeypatch.setattr(pallas_mla_sparse, "_attend", jax.jit(call, static_argnames=static))
 
     return run
