@@ -313,15 +313,13 @@ class CommonAttentionMetadata:
             _check_mirror("seq_lens_cpu", seq, self.num_reqs)
 
     def _check_query_start_loc(self, start: "IntArray") -> None:
-        import numpy as np
-
         if start[0] != 0:
             raise MetadataError("query_start_loc", 0, int(start[0]), "0")
         if len(start) == 1:
             return
-        lens = np.subtract(start[1:], start[:-1], dtype=np.int64)  # an int32 difference may overflow
-        if lens[lens.argmin()] < 0:
-            i = int((lens < 0).argmax())
+        lens, low = start[1:] - start[:-1], start.argmin()  # of numbers above 0, which cannot overflow
+        if start[low] < 0 or lens[lens.argmin()] < 0:
+            i = int((start[1:] < start[:-1]).argmax())
             raise MetadataError("query_start_loc", i + 1, int(start[i + 1]), f"at least {start[i]}, the entry before it")
         if start[-1] > self.num_actual_tokens:
             bound = f"at most num_actual_tokens={self.num_actual_tokens}"
@@ -342,8 +340,8 @@ class CommonAttentionMetadata:
         if longest > columns * block_size:
             bound = f"at most {columns * block_size} ({columns} blocks of {block_size} in its table row)"
             raise MetadataError("seq_lens", high, longest, bound)
-        query_lens = self.query_lens_cpu()
-        if not strict or query_lens is None:
+        query_lens = self.query_lens_cpu() if strict else None
+        if query_lens is None:
             return
         short = (query_lens > seq) & self.causal
         if short.any():

@@ -32,7 +32,7 @@ _DTYPES = (torch.int32, torch.int32, torch.int32, torch.int64)
 _BOUNDS = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len")
 LAUNCHED_BY = (*ARRAYS, *_BOUNDS, "causal", "mask", "block_size")
 _MASK = LAUNCHED_BY.index("mask")
-_UNCHANGED = (*_BOUNDS, "query_start_loc_cpu", "seq_lens_cpu")
+_bounds = attrgetter(*_BOUNDS)
 _MOST = 64  #: calls of one kind of batch to keep
 _counter = itertools.count(1)
 #: Every live batch by its `handle`, for operators of a graph. A handle is never reused.
@@ -311,9 +311,11 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
     ) -> PagedAttentionMetadata:
         """Return the metadata of a batch whose `ARRAYS` and mask are on the device."""
         metadata = self.metadata_cls(
-            **dict(zip(ARRAYS, arrays, strict=True)),
-            **{name: getattr(batch, name) for name in _UNCHANGED},
+            *arrays,
+            *_bounds(batch),
             causal=batch.all_causal,
+            query_start_loc_cpu=batch.query_start_loc_cpu,
+            seq_lens_cpu=batch.seq_lens_cpu,
             mask=mask,
             mask_cpu=mask if mask.is_plain else batch.mask._replace(tree=None).map(_mirror),
             block_size=self.kv_cache_spec.block_size,
@@ -498,10 +500,13 @@ def put_together(parts: "Sequence[IntArray | _Rows]", device: torch.device) -> l
     A GPU copies them from pinned memory while the host goes on; torch keeps that memory until the copy is done, and for later
     batches.
     """
-    *begins, size = itertools.accumulate([part.size + -part.size % 4 for part in parts], initial=0)
+    places: list[slice] = []
+    size = 0
+    for part in parts:
+        places.append(slice(size, size + part.size))
+        size += part.size + -part.size % 4
     staged = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
     host = staged.numpy()
-    places = [slice(begin, begin + part.size) for begin, part in zip(begins, parts, strict=True)]
     for place, part in zip(places, parts, strict=True):
         if isinstance(part, _Rows):
             part.copy_to(host[place])
