@@ -310,16 +310,10 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         self, batch: CommonAttentionMetadata, arrays: Sequence[Any], mask: BatchMask, fast_build: bool
     ) -> PagedAttentionMetadata:
         """Return the metadata of a batch whose `ARRAYS` and mask are on the device."""
-        metadata = self.metadata_cls(
-            *arrays,
-            *_bounds(batch),
-            causal=batch.all_causal,
-            query_start_loc_cpu=batch.query_start_loc_cpu,
-            seq_lens_cpu=batch.seq_lens_cpu,
-            mask=mask,
-            mask_cpu=mask if mask.is_plain else batch.mask._replace(tree=None).map(_mirror),
-            block_size=self.kv_cache_spec.block_size,
-        )
+        mirrors = batch.query_start_loc_cpu, batch.seq_lens_cpu
+        mask_cpu = mask if mask.is_plain else batch.mask._replace(tree=None).map(_mirror)
+        fields = *arrays, *_bounds(batch), batch.all_causal, *mirrors, mask, mask_cpu, self.kv_cache_spec.block_size
+        metadata = self.metadata_cls(*fields)
         self.extend(metadata, batch, fast_build)
         return metadata
 
