@@ -39,7 +39,6 @@ correctly from 5.16 on; before 5.18 it stores keys and values in separate tensor
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -60,7 +59,18 @@ from attn.integrations.transformers.batching import (
     refuse_unpaged,
 )
 from attn.integrations.transformers.call import NAME, UNKNOWN, Call, refuse_unknown, request, requested
-from attn.integrations.transformers.dispatch import Launch, attend, kept, launch_of, plain_facts, selected, weights
+from attn.integrations.transformers.dispatch import (
+    attend,
+    deciding,
+    facts_of,
+    found,
+    kept,
+    launch_of,
+    plain_launches,
+    runs,
+    selected,
+    weights,
+)
 from attn.integrations.transformers.masks import keys_of_row, mask
 from attn.integrations.transformers.packing import BOUNDARIES, sequences
 from attn.selector import selection_state
@@ -126,11 +136,9 @@ def paged(model: Any, backend: str | None = None) -> Generator[Any, None, None]:
 _OTHERS = frozenset({*UNKNOWN, *BOUNDARIES, "output_attentions", "indices"})
 
 
-@functools.cache  # what a function has learnt outlives another `register()`
+@functools.cache
 def _function(backend: str | None) -> Callable[..., Any]:
     """Make transformers' attention function for one backend."""
-    #: By layer: the launches of calls that see all keys, by their facts. Tokens that follow need no `Call`.
-    repeated: weakref.WeakKeyDictionary[Any, dict[Any, Launch]] = weakref.WeakKeyDictionary()
 
     def attention(
         module: Any,
@@ -161,10 +169,13 @@ def _function(backend: str | None) -> Callable[..., Any]:
             else:
                 keys = key, value
             if keys is not None:
-                facts = plain_facts(query, *keys, s_aux, (selection_state(), causal, scaling, softcap, windowed))
-                launch = repeated.setdefault(module, {}).get(facts)
-                if launch is not None:
-                    return launch(query, *keys, s_aux, None), None
+                options = backend, causal, scaling, softcap, windowed, selection_state()
+                facts = facts_of(query, *keys, s_aux, options)
+                run = runs.get(facts)
+                if run is None and facts is not None:
+                    run = found(facts, query, *keys, s_aux)
+                if run is not None:
+                    return run(query, *keys, s_aux, None), None
         if graph:
             scaling, (seen, asked) = known(scaling), request(backend, causal, sliding_window)
         else:
@@ -183,8 +194,8 @@ def _function(backend: str | None) -> Callable[..., Any]:
             return _restricted(call, kwargs, graph)
         out = attend(call, graph)
         launch = None if facts is None else launch_of(call)
-        if launch is not None:
-            kept(repeated[module], facts, launch)
+        if facts is not None and launch is not None:
+            kept(plain_launches, deciding(facts), launch)
         return out, None
 
     return attention

@@ -9,7 +9,7 @@ import enum
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -31,10 +31,29 @@ from attn.torch.layer import Attention
 from attn.weights import dense
 
 #: (query, key, value, sinks, each entry's run of valid keys or None for all) -> [B, S, H, Dv].
-Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, Runs | None], torch.Tensor]
+Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, Runs | None], torch.Tensor]
+
+
+class Launch(NamedTuple):
+    """How a layer's calls of the same facts are computed. decoder: of its single rows, if it has one and the values need no
+    padding: `decoder.bound` prepares calls without sinks of the same shapes and strides."""
+
+    run: Run
+    decoder: Any = None
+
+    def bound(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None) -> Run:
+        """Return `run`, or what does the same with less work of the host for arrays of these shapes and strides."""
+        prepare = getattr(self.decoder, "bound", None)
+        return self.run if prepare is None or sinks is not None else prepare(query, key, value)  # type: ignore[no-any-return]
+
 
 _launches: "weakref.WeakKeyDictionary[Any, dict[Any, Launch | None]]" = weakref.WeakKeyDictionary()
-_MOST = 64  #: launches of a layer to keep
+#: Of calls that see all keys: launches by what decides them, for which later steps need no `Call`, and what computes those of
+#: the same facts, as all layers of a step have.
+plain_launches: dict[Any, Launch] = {}
+runs: dict[Any, Run] = {}
+_MOST = 64  #: of each to keep
+_L = TypeVar("_L")
 
 
 class Way(enum.Enum):
@@ -78,7 +97,7 @@ def attend(call: Call, graph: bool = False) -> torch.Tensor:
         if launch is not None:
             runs = None if call.valid is None else call.valid.runs()
             if runs is not None or call.valid is None:
-                return launch(call.query, call.key, call.value, call.sinks, runs)
+                return launch.run(call.query, call.key, call.value, call.sinks, runs)
     windowed = call.seen.layer.window[0] is not None
     way = classify(call, gaps=windowed and call.valid is not None and call.valid.lens()[2] is None)
     if way is Way.DENSE:
@@ -86,20 +105,34 @@ def attend(call: Call, graph: bool = False) -> torch.Tensor:
     return pack(call) if way is Way.PACKED else by_formula(call)
 
 
-def plain_facts(
+def facts_of(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, options: tuple[Any, ...]
 ) -> tuple[Any, ...] | None:
-    """Return what decides the launch of a call without a mask, of `options` of the layer; None if more may decide."""
-    q, k, v, dtype, index = query.shape, key.shape, value.shape, query.dtype, query.get_device()
-    rows, keys = q[2], k[2]
-    if not (q[0] and rows and keys and q[0] == k[0] == v[0] and k[1] == v[1] and keys == v[2]):
-        return None
-    if dtype is not key.dtype or dtype is not value.dtype or key.get_device() != index or value.get_device() != index:
-        return None
+    """Return all of a call without a mask but where its arrays are, with `options` of the layer; None if more may decide.
+
+    Layers of a step have the same ones, except that each with sinks has its own.
+    """
     if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
         return None
-    sizes = sizes_that_decide(rows, keys)
-    return options, sinks is None, q[1], k[1], q[3], k[3], v[3], dtype, query.device, sizes
+    return (
+        query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(), query.dtype, key.dtype, value.dtype,
+        query.device, key.get_device(), value.get_device(), None if sinks is None else id(sinks), options,
+    )  # fmt: skip
+
+
+def deciding(facts: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what decides the launch of a call with these facts: nothing that is another in each step."""
+    (batch, heads, rows, size), k, v, _, _, _, *rest = facts
+    fits = batch == k[0] == v[0] and k[1:3] == v[1:3] and batch * rows * k[2] > 0
+    return fits, heads, k[1], size, k[3], v[3], sizes_that_decide(rows, k[2]), *rest
+
+
+def found(
+    facts: tuple[Any, ...], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
+) -> Run | None:
+    """Return what computes calls of these facts, and keep it in `runs`; None if none was launched that is decided alike."""
+    launch = plain_launches.get(deciding(facts))
+    return None if launch is None else kept(runs, facts, launch.bound(query, key, value, sinks))
 
 
 def launch_of(call: Call) -> Launch | None:
@@ -123,8 +156,8 @@ def launch_of(call: Call) -> Launch | None:
     return launches[facts] if facts in launches else kept(launches, facts, _decided(call))
 
 
-def kept(launches: dict[Any, Any], facts: Any, launch: Launch | None) -> Launch | None:
-    """Keep a launch of a layer, and return it."""
+def kept(launches: dict[Any, _L], facts: Any, launch: _L) -> _L:
+    """Keep a launch, or what is known of one, and return it."""
     if len(launches) >= _MOST:
         launches.clear()
     launches[facts] = launch
@@ -140,8 +173,8 @@ def _decided(call: Call) -> Launch | None:
     plain = None if padded else _dense(call, way)
     if plain is not None:
         if pads:
-            return lambda query, key, value, sinks, runs: plain(query, key, F.pad(value, (0, pads)))[..., :width]
-        return lambda query, key, value, sinks, runs: plain(query, key, value)
+            return Launch(lambda query, key, value, sinks, runs: plain(query, key, F.pad(value, (0, pads)))[..., :width])
+        return Launch(lambda query, key, value, sinks, runs: plain(query, key, value), plain)
     causal = call.seen.layer.causal
     try:
         layer = layer_of(call, AttentionType.DECODER if causal or not call.square else AttentionType.ENCODER_ONLY)
@@ -163,13 +196,13 @@ def _decided(call: Call) -> Launch | None:
         if pads:
             value = F.pad(value, (0, pads))
         if row is not None:
-            out: torch.Tensor = row(query, key, value, runs)
+            out: torch.Tensor = row(query, key, value, impl.sinks, runs)
         else:
             q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
             out = impl.attend_keys(q, k, v, causal) if runs is None else impl.attend_keys(q, k, v, causal, valid=runs)
         return out[..., :width] if pads else out
 
-    return launch
+    return Launch(launch, None if pads else row)
 
 
 def _dense(call: Call, way: Way) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:

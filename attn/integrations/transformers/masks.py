@@ -112,14 +112,16 @@ def mask(
             'AttentionInterface; use attn_implementation="eager"'
         )
     mask_function = causal_mask_function if mask_function is None else mask_function  # torch 2.11 traces no truth of functions
+    known_offset = not isinstance(q_offset, torch.Tensor)
+    plain = attention_mask is None and mask_function is causal_mask_function and allow_is_causal_skip and known_offset
+    if plain and q_length in (1, kv_length) and q_offset + q_length == kv_offset + kv_length:
+        return None  # the rows are those of the last key, or of all keys
     make: Any = sdpa_mask
     arguments: Any = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
     options = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, "use_vmap": use_vmap, "device": device}
     draw = functools.partial(make, *arguments, **options)
-    if isinstance(q_offset, torch.Tensor) or torch.compiler.is_compiling():
-        of_rows = attention_mask is None and not isinstance(q_offset, torch.Tensor) and q_length == kv_length
-        plain = of_rows and q_offset == kv_offset and mask_function is causal_mask_function
-        return None if plain and allow_is_causal_skip else draw()
+    if not known_offset or torch.compiler.is_compiling():
+        return draw()  # type: ignore[no-any-return]
     pattern, end = translated(mask_function), q_offset + q_length - kv_offset  # keys up to the last row's
     if pattern is None or end > kv_length or (end < kv_length and kv_offset):
         return draw()  # type: ignore[no-any-return]

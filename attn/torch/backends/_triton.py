@@ -309,12 +309,9 @@ class TritonPagedImpl(PagedAttentionImpl):
         return not (self._fixed_split() or self.alibi_slopes is not None or self._sparse() or self.mask.chunk_size)
 
     def row_launcher(self, device: torch.device, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
-        if not self.has_row_operator:
-            return None
-        rows = self._decoder(device, dtype)
-        return lambda query, key, value, valid: rows(query, key, value, self.sinks, valid)
+        return self._decoder(device, dtype) if self.has_row_operator else None
 
-    def _decoder(self, device: torch.device, dtype: torch.dtype) -> Any:
+    def _decoder(self, device: torch.device, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
         from attn.torch.kernels.dense_decode import decoder
 
         self._move_to(device)

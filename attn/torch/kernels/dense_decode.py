@@ -9,7 +9,11 @@ Masked keys are not loaded, and their scores are replaced by -inf. Weights in fl
 `paged_attention`.
 """
 
+import ctypes
 import functools
+import struct
+from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -21,6 +25,8 @@ from attn.kernels.launch import LOG2E, UNBOUNDED, power_of_two, row_launch, row_
 from attn.kernels.paged_attention import tanh
 from attn.torch.kernels.direct import Prepared, arch, memory_of_stream, multiprocessors, strides_that_count
 from attn.torch.kernels.runs import Runs
+
+_BY_KEY = itemgetter(0, 2, 1)  #: strides of [B, K, m, D] in the kernel's order: of requests, keys and heads
 
 
 @triton.jit(
@@ -187,30 +193,64 @@ class Decoder:
         if query.is_cuda and torch._C._cuda_getDevice() != device.index:
             with torch.cuda.device(device):
                 return self(query, key, value, sinks, runs, mask, parts)
-        batch, _, keys, _ = key.shape
-        output = query.new_empty(batch, 1, self.heads, self.size)
-        count = batch * self.kv_heads
-        if count == 0:
+        output = query.new_empty(key.shape[0], 1, self.heads, self.size)
+        if key.shape[0] == 0:
             return output
-        tiles = -(-min(keys, self.window) // self.block_n)
-        parts = parts or row_parts(count, tiles, self.slots, self.width)
-        (q_b, q_h, _, q_d), (k_b, k_h, k_t, k_d), (v_b, v_h, v_t, v_d) = query.stride(), key.stride(), value.stride()
         m_b, m_k = (0, 1) if mask is None else mask.stride()
-        if not q_d == k_d == v_d == m_k == 1:
+        if not query.stride(-1) == key.stride(-1) == value.stride(-1) == m_k == 1:
             mask = None if mask is None else mask.clone(memory_format=torch.contiguous_format)
             return self(query.contiguous(), key.contiguous(), value.contiguous(), sinks, runs, mask, parts)
-        states, counters = (
-            memory_of_stream(device, batch * parts * self.heads * (self.size + 1), count) if parts > 1 else (None, None)
-        )
         first, number = (None, None) if runs is None else (runs.first, runs.number)
-        strides = q_b, q_h, k_b, k_t, k_h, v_b, v_t, v_h
-        variant = (sinks is not None) | (runs is not None) << 1 | (mask is not None) << 2 | (parts > 1) << 3
-        key_of = variant, strides_that_count(strides)
-        kernel = self.kernels.get(key_of) or self._prepared(key_of)
-        arrays = output, states, counters, query, key, value, sinks, first, number, mask
-        numbers = self.factor, self.cap, self.window, keys, parts, *strides, m_b
-        kernel(count, arrays, *numbers, columns=parts)
+        present = (sinks is not None) | (runs is not None) << 1 | (mask is not None) << 2
+        kernel, grid, memory, numbers = self._planned(query, key, value, present, parts)
+        kernel(grid[0], (output, *memory, query, key, value, sinks, first, number, mask), *numbers, m_b, columns=grid[1])
         return output
+
+    def _planned(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, present: int = 0, parts: int = 0
+    ) -> tuple[Prepared, tuple[int, int], tuple[torch.Tensor | None, torch.Tensor | None], tuple[float, ...]]:
+        """Return a call's kernel, grid, scratch memory, and numbers but the mask's. present: bits of sinks, runs and mask."""
+        (batch, _, keys, _), count = key.shape, key.shape[0] * self.kv_heads
+        parts = parts or row_parts(count, -(-min(keys, self.window) // self.block_n), self.slots, self.width)
+        memory: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        if parts > 1:
+            memory = memory_of_stream(self.device, batch * parts * self.heads * (self.size + 1), count)
+        strides = *query.stride()[:2], *_BY_KEY(key.stride()), *_BY_KEY(value.stride())
+        key_of = present | (parts > 1) << 3, strides_that_count(strides)
+        kernel = self.kernels.get(key_of) or self._prepared(key_of)
+        return kernel, (count, parts), memory, (self.factor, self.cap, self.window, keys, parts, *strides)
+
+    def bound(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Callable[..., torch.Tensor]:
+        """Return this call, without sinks and runs, for arrays of these shapes, strides and dtypes at any place: its launch is
+        prepared once. Calls that it does not serve, such as those on a stream of the caller's, are made by the decoder."""
+        index, shape = self.device.index if query.is_cuda else None, (key.shape[0], 1, self.heads, self.size)
+        dense = query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+        if not dense or not shape[0] or (index is not None and torch._C._cuda_getCurrentRawStream(index)):
+            return self
+        kernel, grid, memory, numbers = self._planned(query, key, value)
+        slots, addresses = (ctypes.c_uint64 * 4)(), [0 if x is None else x.data_ptr() for x in memory]
+        arguments, changing = (0, *addresses, *[0] * 7, *numbers, 0), ((0, 0), (3, 1), (4, 2), (5, 3))
+        launch = kernel.bind(*grid, arguments, changing, ctypes.addressof(slots))
+        if launch is None:
+            return self
+        idle, pack = [(launch, memory)], struct.Struct("=4Q").pack_into  # one thread's at a time
+
+        def again(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: None) -> torch.Tensor:
+            output = query.new_empty(*shape)
+            places = output.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr()
+            here = index is None or (torch._C._cuda_getDevice() == index and not torch._C._cuda_getCurrentRawStream(index))
+            if not here or (places[0] | places[1] | places[2] | places[3]) & 15:
+                return self(query, key, value)
+            try:
+                free = idle.pop()
+            except IndexError:
+                return self(query, key, value)
+            pack(slots, 0, *places)
+            launched = free[0](0, places)
+            idle.append(free)
+            return output if launched else self(query, key, value)
+
+        return again
 
     def _prepared(self, key_of: tuple[int, tuple[int, ...] | None]) -> Prepared:
         flags = {name: bool(key_of[0] >> i & 1) for i, name in enumerate(("HAS_SINKS", "HAS_RUNS", "HAS_MASK", "SPLIT"))}

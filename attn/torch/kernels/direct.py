@@ -156,6 +156,13 @@ class Prepared:
         if keepers and (keeper := keepers.get(get_ident())) is not None:
             keeper.launched(kept, programs, columns, self._device, addresses, numbers)
 
+    def bind(
+        self, programs: int, columns: int, arguments: Sequence[Any], changing: Sequence[tuple[int, int]], slots: int
+    ) -> Bound | None:
+        """`Compiled.bind` for arrays aligned to 16 bytes; None before the first launch of such, and where a profiler looks."""
+        kept = self._kept.get(None)
+        return None if kept is None or is_profiled() else kept.bind(programs, columns, arguments, changing, slots)
+
 
 def temporary(memory: torch.Tensor) -> torch.Tensor:
     """Return memory whose contents are of this call alone: a call that repeats its launches gives them other memory."""

@@ -36,6 +36,13 @@ def attended(module, given, mask=None, name="attn", **options):
     return AttentionInterface()[name](module, *given, mask, **{"scaling": 0.25, **options})[0]
 
 
+@pytest.fixture(autouse=True)
+def nothing_launched():
+    """No launch is of another test, which layers with the same facts would share."""
+    dispatch.plain_launches.clear()
+    dispatch.runs.clear()
+
+
 @pytest.fixture
 def decisions(monkeypatch):
     """The calls that were decided, one entry each."""
@@ -168,7 +175,50 @@ def test_tokens_after_the_first_are_not_decided(name, options, decisions):
         torch.testing.assert_close(attended(module, given, mask, name, **options), want, rtol=1e-4, atol=1e-5)
     assert (first := len(decisions)) < 8
     attended(Layer(), given, mask, name, **options)
-    assert len(decisions) == first + 1
+    assert len(decisions) == first, "another layer of the step"
+    if "s_aux" in options:
+        attended(Layer(), given, mask, name, s_aux=options["s_aux"].clone())
+        assert len(decisions) == first + 1, "each with sinks has its own launch"
+
+
+class Bound:
+    """A decoder whose calls are counted, and its calls that were prepared."""
+
+    def __init__(self):
+        self.calls, self.prepared = [], []
+
+    def __call__(self, query, key, value, sinks=None, runs=None):
+        self.calls.append(key.shape[2])
+        return attn.attention(*(x.transpose(1, 2) for x in (query, key, value)), scale=0.25, sinks=sinks, layout="BSHD")
+
+    def bound(self, query, key, value):
+        like = [(x.shape, x.stride()) for x in (query, key, value)]
+
+        def again(query, key, value, sinks, runs):
+            assert like == [(x.shape, x.stride()) for x in (query, key, value)]
+            self.prepared.append(key.shape[2])
+            return self(query, key, value)
+
+        return again
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"softcap": None, "s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0])}])
+def test_layers_of_a_step_repeat_a_prepared_call(options, monkeypatch):
+    """Each step prepares one for all of its layers, from the second on; strides count; layers with sinks are not prepared."""
+    decoder = Bound()
+    monkeypatch.setattr(dispatch, "_decided", lambda call: dispatch.Launch(decoder, decoder))
+    layers = [Layer() for _ in range(3)]
+    for keys in (11, 13, 17):
+        for layer in layers:
+            given = arrays(1, keys)
+            got = attended(layer, given, None, **options)
+            want = attn.attention(*(x.transpose(1, 2) for x in given), scale=0.25, sinks=options.get("s_aux"), layout="BSHD")
+            torch.testing.assert_close(got, want)
+    assert decoder.calls == [11] * 3 + [13] * 3 + [17] * 3
+    assert decoder.prepared == ([] if "s_aux" in options else [11] * 2 + [13] * 3 + [17] * 3)
+    query, key, value = arrays(1, 17)
+    attended(layers[0], (query, key.transpose(1, 2).contiguous().transpose(1, 2), value), None, **options)
 
 
 @torch.no_grad()

@@ -213,6 +213,28 @@ def attend_row(reqs, keys, dtype, odd, order, window, extras):
         mask=torch.ones(reqs, keys, dtype=torch.bool) if extras else None,
         runs=Runs(numbers, numbers) if extras else None))
 
+def attend_bound(reqs, keys, dtype, odd, order, window, extras):
+    # a call that was prepared for arrays of the same shapes: of others, one of them not aligned if `odd`
+    global given, given_tensors
+    def arrays(odd):
+        key = torch.zeros(reqs * keys * 128 + 8, dtype=dtype)[odd : odd + reqs * keys * 128]
+        key = key.view(reqs, 2, keys, 64) if order == "heads" else key.view(reqs, keys, 2, 64).transpose(1, 2)
+        return torch.zeros(reqs, 8, 1, 64, dtype=dtype), key, key.clone()
+    decoder = dense_decode.decoder(torch.device("cpu"), dtype, (8, 2, 64), 0.3, 0.0, window)
+    like, given_tensors = arrays(0), arrays(odd)
+    decoder(*like)
+    again = decoder.bound(*like)
+    assert again is not decoder
+    given = {x.data_ptr() for x in given_tensors}
+    taken()
+    assert again(*given_tensors, None, None).shape == (reqs, 1, 8, 64)
+    directly = taken()
+    direct.Prepared.__call__ = by_triton
+    decoder(*given_tensors)
+    direct.Prepared.__call__ = call
+    used.add(("attend_bound", directly[0][0]))
+    return directly, taken()
+
 def write(tokens, dtype, stored, odd, scales):
     key = torch.zeros(tokens * 128 + 8, dtype=dtype)[odd : odd + tokens * 128].view(tokens, 2, 64)
     cache = torch.zeros(2, 8, 16, 2, 64, dtype=stored)
@@ -255,6 +277,8 @@ calls += [
         (torch.float16, 0, "heads", 100, True)
     )
 ]
+calls += [(attend_bound, reqs, keys, half, *how, False) for reqs, keys in ((3, 700), (1, 701)) for how in (
+    (0, "heads", None), (0, "tokens", 100), (1, "heads", None))]
 calls += [
     (write, tokens, *shape) for tokens in (3, 17, 5)
     for shape in ((half, half, 0, False), (half, half, 1, False), (half, fp8, 0, True), (full, half, 0, False))
@@ -284,8 +308,8 @@ for of, *arguments in calls:
     if of is attend:
         assert len(directly) == (1 if arguments[-1] else 2)
 wanted = {
-    attend: "attention merge", attend_prompts: "attention prefill", attend_row: "_decode", merge: "merge",
-    write: "write", write_latents: "write", decode: "attend shares merge", prefill: "attend prefill",
+    attend: "attention merge", attend_prompts: "attention prefill", attend_row: "_decode", attend_bound: "_decode",
+    merge: "merge", write: "write", write_latents: "write", decode: "attend shares merge", prefill: "attend prefill",
 }
 assert used == {(of.__name__, name) for of, names in wanted.items() for name in names.split()}, used
 print("equal", len(calls))
