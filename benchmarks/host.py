@@ -214,7 +214,7 @@ def adapters() -> None:
         flash_attn_with_kvcache=lambda *_, **__: (query, log), run=lambda *_, out=None, **__: query if out is None else out
     )
     provider = next(provider for provider in _flash_providers.PROVIDERS if provider.name == "FlashAttention 3")
-    provider = SimpleNamespace(attend=provider.attend, load=lambda: vendor)
+    provider = SimpleNamespace(bind=provider.bind, load=lambda: vendor)
     layer = SimpleNamespace(_k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0), _k_scale_float=1.0, _v_scale_float=1.0)
     calls: dict[str, Callable[[], Any]] = {"copy": functools.partial(out.copy_, query)}
     batch = CommonAttentionMetadata.from_lens([1] * 64, [KEYS] * 64, np.arange(64 * 63, dtype=np.int32).reshape(64, 63), 16)

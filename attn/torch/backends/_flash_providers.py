@@ -10,7 +10,7 @@
 | PyTorch | `torch.nn.attention.varlen` (since 2.12) | multiple of 256 | yes | no | no | no |
 
 Each is a `Provider`: a capability record, the arguments that its functions must have (a version without one of them is
-rejected with that reason), and the call itself, which takes a `VarlenCall` in this library's conventions. Providers return the
+rejected with that reason), and the call itself, derived from a `VarlenCall` in this library's conventions. Providers return the
 log-sum-exp of rows without a key as +inf or -inf, and define sinks differently (FlashAttention 4 includes them in the
 log-sum-exp, in bfloat16). So sinks are never passed to a provider: the backend applies them, from the log-sum-exp.
 Other masks (`MASK_FEATURES`) are FlashAttention 4's `mask_mod`, which it calls for each row and key in place of causality and
@@ -80,9 +80,9 @@ class VarlenCall(NamedTuple):
         """Whether no row sees a later key."""
         return self.window[1] == 0
 
-    def varlen(self) -> tuple[Any, ...]:
-        """Return the arguments that FlashAttention's functions for sequences of different lengths begin with."""
-        return (self.query, self.key, self.value, self.starts, self.key_starts, self.max_query_len, self.max_seq_len)
+    def lens_of(self) -> tuple[Any, ...]:
+        """Return the arguments of FlashAttention's functions for sequences of different lengths after query, key and value."""
+        return (self.starts, self.key_starts, self.max_query_len, self.max_seq_len)
 
     def rules(self, window: tuple[int, int]) -> dict[str, Any]:
         """Return the arguments of FlashAttention 2 and 3 that turn scores into weights; window: `sides` in some form."""
@@ -104,6 +104,17 @@ class VarlenCall(NamedTuple):
 
 
 State = tuple[torch.Tensor, torch.Tensor]  #: output [T, H, D], lse [H, T] float32
+#: Attends query, key and value, of a `VarlenCall`'s shapes, over its batch; with `alibi_slopes` too, if the layer has any.
+Bound = Callable[..., State]
+
+
+def _bound(function: Callable[..., Any], *rest: Any, **named: Any) -> Bound:
+    """Return what calls a package's function with arguments that were derived once for a batch."""
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **more: Any) -> State:
+        return function(query, key, value, *rest, **named, **more)[:2]  # type: ignore[no-any-return]
+
+    return attend
 
 
 @functools.lru_cache(256)
@@ -127,7 +138,7 @@ def _mask_mod(to_vector: Callable[[Any, Any], Any], layer: LayerMask, names: tup
     return mask_mod
 
 
-def _fa4(module: Any, call: VarlenCall) -> State:
+def _fa4(module: Any, call: VarlenCall) -> Bound:
     plain = call.causal and call.window[0] is None
     window = (None, None) if plain else call.window
     if call.block_table is not None and 64 < call.query.shape[2] <= 96 and not plain and window == (None, None):
@@ -138,10 +149,8 @@ def _fa4(module: Any, call: VarlenCall) -> State:
         arrays = {name: array for name, array in call.mask.batch._asdict().items() if array is not None}
         mask_mod = _mask_mod(module.utils.scalar_to_ssa, call.mask.layer, tuple(arrays))
         rules = {"mask_mod": mask_mod, "aux_tensors": list(arrays.values()) or None}
-    out, lse = module.flash_attn_varlen_func(
-        call.query,
-        call.key,
-        call.value,
+    return _bound(
+        module.flash_attn_varlen_func,
         cu_seqlens_q=call.starts,
         cu_seqlens_k=call.key_starts if call.block_table is None else None,
         max_seqlen_q=call.max_query_len,
@@ -152,81 +161,59 @@ def _fa4(module: Any, call: VarlenCall) -> State:
         softcap=call.soft_cap,
         return_lse=True,
         **rules,
-    )[:2]
-    return out, lse
+    )
 
 
-def _fa3(module: Any, call: VarlenCall) -> State:
+def _fa3(module: Any, call: VarlenCall) -> Bound:
+    rules = call.rules(call.sides())
     if call.block_table is None:
-        out, lse = module.flash_attn_varlen_func(
-            *call.varlen(),
-            **call.rules(call.sides()),
-            return_attn_probs=True,
-        )[:2]
-        return out, lse
-    out, lse = module.flash_attn_with_kvcache(
-        call.query,
-        call.key,
-        call.value,
+        return _bound(module.flash_attn_varlen_func, *call.lens_of(), **rules, return_attn_probs=True)
+    return _bound(
+        module.flash_attn_with_kvcache,
         cache_seqlens=call.lens,
         page_table=call.block_table,
         cu_seqlens_q=call.starts,
         max_seqlen_q=call.max_query_len,
-        **call.rules(call.sides()),
+        **rules,
         return_softmax_lse=True,
-    )[:2]
-    return out, lse
+    )
 
 
-def _fa2(module: Any, call: VarlenCall) -> State:
-    out, lse = module.flash_attn_varlen_func(
-        *call.varlen(),
-        **call.rules(call.sides_beside_causal()),
-        alibi_slopes=call.alibi_slopes,
-        return_attn_probs=True,
-        block_table=call.block_table,
-    )[:2]
-    return out, lse
+def _fa2(module: Any, call: VarlenCall) -> Bound:
+    rules = call.rules(call.sides_beside_causal())
+    lens, table = call.lens_of(), call.block_table
+    return _bound(module.flash_attn_varlen_func, *lens, **rules, return_attn_probs=True, block_table=table)
 
 
-def _vllm(module: Any, call: VarlenCall, version: int) -> State:
+def _vllm(module: Any, call: VarlenCall, version: int) -> Bound:
     # pass the cumulative key lengths or the lengths, never both: the function computes the other
     paged = {"seqused_k": call.lens, "block_table": call.block_table}
     keys = {"cu_seqlens_k": call.key_starts} if call.block_table is None else paged
-    return module.flash_attn_varlen_func(  # type: ignore[no-any-return]
-        call.query,
-        call.key,
-        call.value,
-        call.max_query_len,
-        call.starts,
-        call.max_seq_len,
+    return _bound(
+        module.flash_attn_varlen_func,
+        *(call.max_query_len, call.starts, call.max_seq_len),
         **call.rules(call.sides_beside_causal()),
-        alibi_slopes=call.alibi_slopes,
         return_softmax_lse=True,
         fa_version=version,
         **keys,
     )
 
 
-def _varlen(module: Any, call: VarlenCall) -> State:
+def _varlen(module: Any, call: VarlenCall) -> Bound:
     # FlashAttention 2's kernel takes both cumulative key lengths and lengths, and only pages of a multiple of 256
     paged = {} if call.block_table is None else {"seqused_k": call.lens, "block_table": call.block_table}
-    return module.varlen_attn(  # type: ignore[no-any-return]
-        *call.varlen(),
-        return_aux=module.AuxRequest(lse=True),
-        scale=call.scale,
-        window_size=call.sides(),
-        enable_gqa=True,
-        **paged,
-    )
+    log = module.AuxRequest(lse=True)
+    rules = {"scale": call.scale, "window_size": call.sides(), "enable_gqa": True}
+    return _bound(module.varlen_attn, *call.lens_of(), return_aux=log, **rules, **paged)
 
 
 @dataclass(frozen=True)
 class Provider:
     """One package that provides FlashAttention.
 
-    capabilities, block_size: what it supports. needs: its functions, each with the arguments that it must have, and mask_needs
-    for `MASK_FEATURES`. attend: the call. compiled: its extension module, if `module` can be imported without it.
+    capabilities, block_size: what it supports. needs: its functions, each with the arguments that it must have, and
+    mask_needs for `MASK_FEATURES`. bind: derives what attends, from a module and a call. compiled: its extension module, if
+    `module` can be imported without it.
     """
 
     name: str
@@ -235,7 +222,7 @@ class Provider:
     capabilities: Capabilities
     block_size: MultipleOf
     needs: tuple[tuple[str, tuple[str, ...]], ...]
-    attend: Callable[[Any, VarlenCall], State]
+    bind: Callable[[Any, VarlenCall], Bound]
     narrow_values: Callable[[int, int], bool] = lambda keys, values: False  #: whether values need no padding
     sizes_on: tuple[tuple[str, MultipleOf], ...] = ()  #: head sizes on architectures that serve fewer than the record
     sizes_over_pages: MultipleOf = MultipleOf(1)
@@ -255,6 +242,11 @@ class Provider:
             if self.compiled:  # the module hides that its extension failed to load
                 importlib.import_module(self.compiled)
         return module
+
+    def attend(self, module: Any, call: VarlenCall) -> State:
+        """Attend a call, with what `load` returned."""
+        slopes = {} if call.alibi_slopes is None else {"alibi_slopes": call.alibi_slopes}
+        return self.bind(module, call)(call.query, call.key, call.value, **slopes)
 
     def reasons(self, request: Request, device: Device | None) -> list[str]:
         """Return why this provider does not serve the request; empty if it does.

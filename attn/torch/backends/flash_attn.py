@@ -7,9 +7,9 @@ result is the same for every provider. What rows see besides causality and the w
 batches that have it: the others go to the provider, and with the arguments, that they would have without it.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from operator import attrgetter
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,7 +22,7 @@ from attn.torch.backends import _flash_providers as providers
 from attn.torch.backends._flash_providers import VarlenCall
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
 from attn.torch.backends._vendor import arch_of, canonical, fill
-from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
+from attn.torch.metadata import LAUNCHED_BY, PagedAttentionMetadata, PagedAttentionMetadataBuilder
 
 
 @dataclass
@@ -30,6 +30,8 @@ class FlashAttentionMetadata(PagedAttentionMetadata):
     """The batch, and key_starts [R + 1] int32: the cumulative key lengths, which FlashAttention 2 requires."""
 
     key_starts: torch.Tensor | None = None
+
+    _launched_by: ClassVar = attrgetter(*LAUNCHED_BY, "key_starts")
 
 
 class FlashAttentionMetadataBuilder(PagedAttentionMetadataBuilder):
@@ -75,8 +77,8 @@ class FlashAttentionImpl(PagedAttentionImpl, backend=FlashAttentionBackend):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        #: By dtype, block size, device and features of the batch: what calls the provider that was chosen, and its module.
-        self._chosen = dict[Any, tuple[Callable[[Any, VarlenCall], Any], Any]]()
+        #: By dtype, block size, device and features of the batch: the provider that was chosen, and its module.
+        self._chosen = dict[Any, tuple[providers.Provider, Any]]()
 
     @staticmethod
     def get_supported_kernel_block_size() -> list[int | MultipleOf]:
@@ -85,42 +87,26 @@ class FlashAttentionImpl(PagedAttentionImpl, backend=FlashAttentionBackend):
         return [min(sizes, key=lambda size: size.base)]  # the others are multiples of it
 
     def _attend(self, call: PagedCall) -> torch.Tensor:
-        meta = call.meta
-        assert isinstance(meta, FlashAttentionMetadata) and meta.key_starts is not None
         key, value = map(canonical, self.backend.logical_kv_cache(call.kv_cache))
-        return self._compute(
-            call,
-            key=key,
-            value=value,
-            key_starts=meta.key_starts,
-            max_seq_len=meta.max_seq_len,
-            lens=meta.seq_lens,
-            block_table=meta.block_table,
-        )
+        return self._compute(call, key, value, is_paged=True)
 
     def _attend_ragged(self, call: PagedCall) -> torch.Tensor:
-        rows, meta = call.meta.num_actual_tokens, call.meta
-        return self._compute(
-            call,
-            key=call.key[:rows],
-            value=call.value[:rows],
-            key_starts=meta.query_start_loc,
-            max_seq_len=meta.max_query_len,
-        )
+        rows = call.meta.num_actual_tokens
+        return self._compute(call, call.key[:rows], call.value[:rows], is_paged=False)
 
-    def _compute(self, call: PagedCall, **keys: Any) -> torch.Tensor:
-        """Attend `keys`, the fields of `VarlenCall` that describe the keys; return the output."""
+    def _compute(self, call: PagedCall, key: torch.Tensor, value: torch.Tensor, is_paged: bool) -> torch.Tensor:
+        """Attend keys and values of the cache, or of the batch's own rows; return the output."""
         rows, held, query, output = call.meta.num_actual_tokens, {} if call.held is None else call.held, call.query, call.output
         if rows == 0:
             return torch.empty_like(query) if output is None else output
         own = query if rows == query.shape[0] else query[:rows]
-        if "rules" not in held:
-            held["rules"], held["chosen"] = self._rules(call, keys["max_seq_len"], "block_table" in keys)
-        attend, module = held["chosen"]
-        out, log = attend(module, VarlenCall(query=own, alibi_slopes=self.alibi_slopes, **held["rules"], **keys))
+        if "attend" not in held:
+            held["attend"] = self._bind(call, own, key, value, is_paged)
+        slopes = {} if self.alibi_slopes is None else {"alibi_slopes": self.alibi_slopes}
+        out, log = held["attend"](own, key, value, **slopes)
         is_complete = self.sinks is None and call.lse is None and not self._may_lack_keys(call)
         if is_complete and output is None and own is query and out.is_contiguous():
-            return out
+            return out  # type: ignore[no-any-return]
         output = torch.empty_like(query) if output is None else output
         if is_complete:
             (output if own is query else output[:rows]).copy_(out)
@@ -128,19 +114,30 @@ class FlashAttentionImpl(PagedAttentionImpl, backend=FlashAttentionBackend):
             fill(out, log, self.sinks, output, call.lse)
         return output
 
-    def _rules(self, call: PagedCall, longest: int, is_paged: bool) -> tuple[dict[str, Any], Any]:
-        """Return what `VarlenCall`s like a call's have in common, and what serves them: see `_chosen`."""
+    def _bind(
+        self, call: PagedCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_paged: bool
+    ) -> providers.Bound:
+        """Return what attends calls like this one over the batch. query, key, value: as they are passed to it."""
         meta, (layer, batch) = call.meta, call.mask
+        assert isinstance(meta, FlashAttentionMetadata) and meta.key_starts is not None
+        longest = meta.max_seq_len if is_paged else meta.max_query_len
         asked = frozenset[str]() if batch.is_plain else batch_features(batch)
         window_is_all = not asked and (layer.chunk_size is None or layer.chunk_size >= longest)
-        rules = {
-            "starts": meta.query_start_loc,
-            "max_query_len": meta.max_query_len,
-            "scale": self.scale,
-            "window": call.window,
-            "soft_cap": self.logits_soft_cap or 0.0,
-            "mask": None if window_is_all else call.mask,
-        }
+        provided = VarlenCall(
+            query=query,
+            key=key,
+            value=value,
+            starts=meta.query_start_loc,
+            key_starts=meta.key_starts if is_paged else meta.query_start_loc,
+            max_query_len=meta.max_query_len,
+            max_seq_len=longest,
+            scale=self.scale,
+            window=call.window,
+            lens=meta.seq_lens if is_paged else None,
+            block_table=meta.block_table if is_paged else None,
+            soft_cap=self.logits_soft_cap or 0.0,
+            mask=None if window_is_all else call.mask,
+        )
         block_size = meta.block_size if is_paged else None
         kind = call.query.dtype, block_size, call.query.device, asked
         if kind not in self._chosen:
@@ -148,8 +145,9 @@ class FlashAttentionImpl(PagedAttentionImpl, backend=FlashAttentionBackend):
             features = request.features | asked
             request = replace(request, dtype=dtype_name(call.query.dtype), block_size=block_size, features=features)
             provider = self._provider(request, arch_of(call.query.device))
-            self._chosen[kind] = provider.attend, provider.load()
-        return rules, self._chosen[kind]
+            self._chosen[kind] = provider, provider.load()
+        provider, module = self._chosen[kind]
+        return provider.bind(module, provided)
 
     def _provider(self, request: Request, arch: str) -> providers.Provider:
         """Return the best provider that serves a request."""

@@ -28,7 +28,6 @@ from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.paged import PagedCall
 from attn.capabilities import ATTN_TYPES, MASK_FEATURES, PAGED_FEATURES, Device, Feature, Request, arch_matches
 from attn.errors import MetadataError, UnsupportedError
-from attn.torch import kv_cache as caches
 from attn.torch import records
 from attn.torch.backends import _flashinfer_trtllm as trtllm
 from attn.torch.backends._flashinfer import Group, capturing, plan, workspace, wrapper_for
@@ -217,7 +216,7 @@ class FlashInferImpl(PagedAttentionImpl, backend=FlashInferBackend):
         key, value = map(canonical, self.backend.logical_kv_cache(call.kv_cache))
         keys = (key, value)
         scales = {}
-        if caches.is_quantised(call.kv_cache.dtype):
+        if self._quantised:
             scales = {"k_scale": call.layer._k_scale_float, "v_scale": call.layer._v_scale_float}
         held, logs = {} if call.held is None else call.held, call.lse is not None or self.sinks is not None
         if "parts" not in held:

@@ -23,8 +23,7 @@ from attn.testing.subject import subject_of
 from attn.testing.suite import cases_of
 from attn.torch.backends import _flash_providers as providers
 from attn.torch.backends._flash_providers import VarlenCall
-from attn.torch.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
-from attn.torch.metadata import PagedAttentionMetadata
+from attn.torch.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl, FlashAttentionMetadata
 from attn.visibility import BatchMask, LayerMask, Visibility
 from tests.levels import some
 from tests.testing import covering
@@ -179,18 +178,18 @@ def test_only_batches_that_need_it_have_a_mask(
         def _provider(self, request: Request, arch: str) -> providers.Provider:
             provider = super()._provider(request, arch)
 
-            def attend(module: Any, call: VarlenCall) -> Any:
+            def bind(module: Any, call: VarlenCall) -> Any:
                 calls.append((provider.name, call))
-                return call.query, torch.zeros(4, 2)
+                return lambda query, key, value: (query, torch.zeros(4, 2))
 
-            return replace(provider, attend=attend)
+            return replace(provider, bind=bind)
 
     impl = Told(4, 64, 0.125, 2, **layer)
     rows, starts = torch.zeros(2, 4, 64, dtype=torch.bfloat16), torch.tensor([0, 2]).int()
-    meta = PagedAttentionMetadata(starts, torch.tensor([7]).int(), torch.zeros(1, 1).int(), starts[:0], 1, 2, 2, 7)
-    keys = {"key": rows, "value": rows, "key_starts": starts, "max_seq_len": 7}
+    lens, table = torch.tensor([7]).int(), torch.zeros(1, 1).int()
+    meta = FlashAttentionMetadata(starts, lens, table, starts[:0], 1, 2, 2, 7, key_starts=starts)
     for mask in (BatchMask(), batch, batch, BatchMask()):  # a provider that was chosen for one batch is not that of another
-        impl._compute(PagedCall(rows, meta, Visibility(impl.mask, mask), output=rows), **keys)
+        impl._compute(PagedCall(rows, meta, Visibility(impl.mask, mask), output=rows), rows, rows, is_paged=True)
     assert [(name, call.mask is not None) for name, call in calls[1:3]] == [(chosen, masked)] * 2
     if not layer:
         assert [(name, call.mask) for name, call in calls[::3]] == [("FlashAttention 3", None)] * 2
@@ -468,8 +467,8 @@ def test_layers_of_a_shape_derive_the_arguments_of_a_batch_once(
 ) -> None:
     """Slopes, caches, queries and outputs are each layer's and each call's own."""
     only("FlashAttention 2")
-    rules, derived = FlashAttentionImpl._rules, list[Any]()
-    monkeypatch.setattr(FlashAttentionImpl, "_rules", lambda self, *of: derived.append(self) or rules(self, *of))
+    bind, derived = FlashAttentionImpl._bind, list[Any]()
+    monkeypatch.setattr(FlashAttentionImpl, "_bind", lambda self, *of: derived.append(self) or bind(self, *of))
     torch.manual_seed(0)
     spec = KVCacheSpec(block_size=256, num_kv_heads=2, head_size=64, dtype="bfloat16")
     builder = FlashAttentionBackend.get_builder_cls()(spec)
@@ -491,7 +490,10 @@ def test_layers_of_a_shape_derive_the_arguments_of_a_batch_once(
     shared.seq_lens = torch.tensor([200, 9]).int()
     shared.key_starts = torch.tensor([0, 200, 209]).int()
     derived.clear()
-    assert not torch.equal(call(*calls[0], shared), got[0]) and len(derived) == 1
+    other = call(*calls[0], shared)
+    assert not torch.equal(other, got[0]) and len(derived) == 1
+    shared.key_starts = shared.key_starts.clone()
+    assert torch.equal(call(*calls[0], shared), other) and len(derived) == 2
 
 
 @torch.no_grad()
@@ -510,12 +512,16 @@ def test_the_output_is_the_kernels_own_unless_the_caller_has_one(padding: int, o
     def told(request: Request, arch: str) -> Any:
         chosen = provider(request, arch)
 
-        def attend(module: Any, call: VarlenCall) -> Any:
-            out, log = chosen.attend(module, call)
-            made.append(out)
-            return out, log
+        def bind(module: Any, call: VarlenCall) -> Any:
+            def attend(*given: Any) -> Any:
+                out, log = bound(*given)
+                made.append(out)
+                return out, log
 
-        return replace(chosen, attend=attend)
+            bound = chosen.bind(module, call)
+            return attend
+
+        return replace(chosen, bind=bind)
 
     impl._provider = told  # type: ignore[method-assign]
     output = torch.full_like(query, 7)
