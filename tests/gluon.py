@@ -5,6 +5,7 @@ admits raises, shared memory begins as NaN, and a copy has zeros outside its arr
 fences and the asynchrony of copies and products, which end at once here. Elements of 16 bits are float32.
 """
 
+import functools
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -226,6 +227,10 @@ def _scan(values: Any, axis: int, add: Callable[[Any, Any], Any]) -> Tensor:
     return tensor(made)
 
 
+def _reduce(values: Any, axis: int, combine: Callable[[Any, Any], Any]) -> Tensor:
+    return tensor(functools.reduce(combine, np.moveaxis(np.asarray(values), axis, 0)))
+
+
 def _product(a: Any, b: Any, acc: Any, use_acc: Any = True, is_async: bool = False) -> Tensor:
     left, right = (x.load() if isinstance(x, Shared | Columns) else x for x in (a, b))
     made = np.asarray(left, np.float32) @ np.asarray(right, np.float32)
@@ -261,7 +266,14 @@ def _assembled(ptx: str, constraints: str, operands: Sequence[Any], *_: Any, **_
 
 def _language(program: tuple[int, int]) -> types.SimpleNamespace:
     """The module `gluon.language`."""
-    layouts = ("BlockedLayout", "DotOperandLayout", "NVMMADistributedLayout", "NVMMASharedLayout", "SliceLayout")
+    layouts = (
+        "BlockedLayout",
+        "DistributedLinearLayout",
+        "DotOperandLayout",
+        "NVMMADistributedLayout",
+        "NVMMASharedLayout",
+        "SliceLayout",
+    )
     same = {name: getattr(np, name) for name in ("exp2", "log2", "abs", "maximum", "minimum", "float32", "int32", "int64")}
     return types.SimpleNamespace(
         **{name: lambda *_, **__: None for name in (*layouts, "SwizzledSharedLayout")},
@@ -285,6 +297,7 @@ def _language(program: tuple[int, int]) -> types.SimpleNamespace:
         min=lambda values, axis: tensor(np.asarray(values).min(axis)),
         num_programs=lambda axis: program[1],
         program_id=lambda axis: tensor(program[0], np.int32),
+        reduce=_reduce,
         reshape=lambda values, shape: tensor(np.reshape(values, shape)),
         static_range=range,
         store=_store,
@@ -312,10 +325,12 @@ def module(name: str, program: tuple[int, int] = (0, 1)) -> Any:
     made = types.ModuleType(name)
     with _standing_in(sys.modules, "attn.kernels.gluon", language):
         exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), made.__dict__)
-    # pairs of 16-bit weights in 32 bits: here they are float32, one by one
-    for function in ("_narrow", "_narrowed"):
+    # pairs of 16-bit numbers in 32 bits: here they are float32, one by one
+    for function in ("_pairs", "_of_pairs"):
         if hasattr(made, function):
-            setattr(made, function, lambda weights, *_: weights)
+            setattr(made, function, lambda values, *_: values)
+    if hasattr(made, "_odd"):
+        made._odd = lambda values, *_: tensor(~np.isfinite(values), np.int32)  # type: ignore[attr-defined]
     if hasattr(made, "_scaled"):  # a warp jumps over multiplications by 1
         made._scaled = lambda acc, factor: acc * factor[:, None]  # type: ignore[attr-defined]
     return made
