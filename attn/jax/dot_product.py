@@ -168,10 +168,10 @@ def _chosen(call: _Call, backend: DiffusionAttentionBackendEnum | str | None, *f
 
 
 def _pallas(call: _Call) -> tuple[jax.Array, jax.Array]:
-    from attn.jax.kernels.tpu.flash_attention import flash_attention
+    from attn.jax.kernels.tpu.flash_attention import Extras, Rules, flash_attention
 
-    rules: dict[str, Any] = {"causal": call.visible.causal, "sliding_window": call.visible.window, "scale": call.scale}
-    out, lse = flash_attention(call.query, call.key, call.value, kv_lens=call.key_lens, return_lse=True, **rules)
+    rules, extras = Rules(call.visible, call.scale), Extras(kv_lens=call.key_lens)
+    out, lse = flash_attention(call.query, call.key, call.value, rules, extras, return_lse=True)
     return out, jnp.swapaxes(lse, 1, 2)
 
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from attn.jax import kv_cache as caches
 from attn.jax.kernels.xla_mla import numbers
+from attn.visibility import LayerMask
 
 Array = npt.NDArray[Any]
 
@@ -70,7 +71,7 @@ class Ops:
     @staticmethod
     def add_if(condition: jax.Array, x: jax.Array, more: Callable[[], jax.Array]) -> jax.Array:
         """x + more() if the (0-d) condition holds, else x."""
-        return jax.lax.cond(condition, lambda: x + more(), lambda: x)  # type: ignore[no-any-return]
+        return jax.lax.cond(condition, lambda: x + more(), lambda: x)
 
     @staticmethod
     def rows_at_once(n: int, row: int) -> int:
@@ -132,7 +133,7 @@ class Ops:
 @functools.partial(jax.jit, static_argnums=0)  # without jit, a view of the whole cache may be a copy
 def _key_blocks(backend: Any, kv_cache: jax.Array, blocks: jax.Array) -> jax.Array:
     """Return the stored keys [n, P, K, D] of blocks [n]."""
-    return backend.logical_kv_cache(kv_cache)[0][blocks]  # type: ignore[no-any-return]
+    return backend.logical_kv_cache(kv_cache)[0][blocks]
 
 
 def bits_of(host: Array) -> Array:
@@ -160,7 +161,6 @@ def _kernel_supports(*arrays: Any) -> bool:
 def _by_kernel(rules: Any, q: jax.Array, k: jax.Array, v: jax.Array, extras: Any) -> tuple[jax.Array, jax.Array]:
     from attn.jax.kernels.tpu import flash_attention as kernel
 
-    options = {"causal": rules.causal, "sliding_window": rules.window, "scale": rules.scale, "logits_soft_cap": rules.cap}
-    arrays = {"alibi_slopes": extras.slopes, "sinks": extras.sinks}
-    result: tuple[jax.Array, jax.Array] = kernel.flash_attention(q, k, v, return_lse=True, **options, **arrays)
-    return result
+    its = kernel.Rules(LayerMask(rules.causal, rules.window), rules.scale, rules.cap)
+    arrays = kernel.Extras(alibi_slopes=extras.slopes, sinks=extras.sinks)
+    return kernel.flash_attention(q, k, v, its, arrays, return_lse=True)

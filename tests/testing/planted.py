@@ -776,8 +776,8 @@ DEFECTS = (
     Defect(
         "tpu_encoder_window",
         "jax/backends/pallas.py",
-        "sliding_window=self.window,",
-        "sliding_window=None,",
+        "LayerMask(False, self.window)",
+        "LayerMask(False)",
         ("jax/test_conformance.py",),
         "The window of an encoder is dropped.",
     ),

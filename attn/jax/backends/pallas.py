@@ -25,8 +25,9 @@ from attn.jax import kv_cache as caches
 from attn.jax import records
 from attn.jax.backends._paged import FEATURES, PagedAttentionBackend, PagedAttentionImpl
 from attn.jax.kernels.tpu import ragged_paged_attention as kernel
-from attn.jax.kernels.tpu.flash_attention import flash_attention
+from attn.jax.kernels.tpu.flash_attention import Extras, Rules, flash_attention
 from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
+from attn.visibility import LayerMask
 
 #: The maximum width of a tree: a row of its mask is the lanes of one register.
 MAX_TREE_WIDTH = 128
@@ -35,7 +36,7 @@ MAX_TREE_WIDTH = 128
 _attend = jax.jit(
     kernel.ragged_paged_attention, static_argnames=("max_query_len", "mask", "logits_soft_cap", "return_lse", "invariant")
 )
-_attend_segments = jax.jit(flash_attention, static_argnames=("sliding_window", "scale", "logits_soft_cap", "return_lse"))
+_attend_segments = jax.jit(flash_attention, static_argnames=("rules", "return_lse"))
 
 
 class PallasMetadataBuilder(PagedAttentionMetadataBuilder):
@@ -115,21 +116,19 @@ class PallasAttentionImpl(PagedAttentionImpl, backend=PallasAttentionBackend):
                 key, value = (caches.encode(x, kv_cache.dtype, s) for x, s in zip((key, value), scales.values(), strict=True))
         seen = {"mask": call.mask.layer, "batch_mask": meta.mask, "max_query_len": meta.max_query_len}
         asked = {"return_lse": self.need_to_return_lse_for_decode, "invariant": self.batch_invariant}
-        rules = {**self._numbers(), **seen, **scales, **asked}
+        numbers = {name: getattr(self, name) for name in ("scale", "logits_soft_cap", "alibi_slopes", "sinks")}
+        rules = {**numbers, **seen, **scales, **asked}
         return _attend(call.query, key, value, kv_cache, *meta.requests, slots, **rules)
-
-    def _numbers(self) -> dict[str, Any]:
-        """Return what both kernels take of the layer, apart from what rows see."""
-        return {name: getattr(self, name) for name in ("scale", "logits_soft_cap", "alibi_slopes", "sinks")}
 
     def _attend_ragged(self, call: PagedCall) -> tuple[jax.Array, jax.Array | None]:
         ends, row = call.meta.query_start_loc[1:], jnp.arange(call.query.shape[0])
         request = jnp.searchsorted(ends, row, side="right")  # sorted, so a block has few requests; R in padding rows
         live = row < ends[-1]
         value = jnp.where(live[:, None, None], call.value, 0)  # a NaN in padding would cost a second pass
-        segments = {"q_segment_ids": request, "kv_segment_ids": jnp.where(live, request, ends.shape[0] + 1)}
-        arrays = {name: x[None] for name, x in {"q": call.query, "k": call.key, "v": value, **segments}.items()}
-        out, lse = _attend_segments(**arrays, **self._numbers(), sliding_window=self.window, return_lse=True)
+        segments = request[None], jnp.where(live, request, ends.shape[0] + 1)[None]
+        query, key, value = (x[None] for x in (call.query, call.key, value))
+        rules = Rules(LayerMask(False, self.window), self.scale, self.logits_soft_cap)
+        out, lse = _attend_segments(query, key, value, rules, Extras(*segments, self.alibi_slopes, self.sinks), return_lse=True)
         return out[0], lse[0]
 
 

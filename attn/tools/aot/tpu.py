@@ -420,7 +420,7 @@ class Dense(NamedTuple):
 
 def dense(chip: str, shape: Dense) -> Program:
     """`flash_attention` of one sequence; with `backward` also its gradient with respect to q, k, v (and sinks)."""
-    from attn.jax.kernels.tpu.flash_attention import flash_attention
+    from attn.jax.kernels.tpu.flash_attention import Extras, Rules, flash_attention
 
     (rows, keys), (num_heads, kv_heads), (size, value_size) = shape.lengths, shape.heads, shape.head_sizes
     dtype, sinks, alibi = shape.dtype, shape.sinks, shape.alibi
@@ -443,20 +443,10 @@ def dense(chip: str, shape: Dense) -> Program:
         slopes, rest = (rest[0], rest[1:]) if alibi else (None, rest)
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, logits: jax.Array | None) -> Any:
-            return flash_attention(
-                q,
-                k,
-                v,
-                causal=shape.causal,
-                sliding_window=shape.window,
-                logits_soft_cap=shape.soft_cap,
-                sinks=logits,
-                alibi_slopes=None if slopes is None else jax.lax.stop_gradient(slopes),
-                return_lse=shape.lse,
-                chip=chip,
-                interpret=False,
-                **dict[str, Any](zip(known, rest, strict=True)),
-            )
+            rules = Rules(LayerMask(shape.causal, shape.window), logits_soft_cap=shape.soft_cap)
+            extras = Extras(sinks=logits, alibi_slopes=None if slopes is None else jax.lax.stop_gradient(slopes))
+            extras = extras._replace(**dict(zip(known, rest, strict=True)))
+            return flash_attention(q, k, v, rules, extras, return_lse=shape.lse, chip=chip, interpret=False)
 
         if not shape.backward:
             return attend(q, k, v, logits)

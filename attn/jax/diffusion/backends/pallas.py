@@ -3,8 +3,6 @@
 Key masks that are prefixes are passed as lengths, other masks as segments: rows of segment 1 see keys of segment 1.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -12,6 +10,7 @@ from attn.capabilities import Capabilities, Feature, MultipleOf
 from attn.diffusion.backends.abstract import DiffusionAttentionBackend
 from attn.diffusion.backends.dense import DenseCall
 from attn.jax.diffusion.backends._dense import DenseImpl
+from attn.visibility import LayerMask
 
 
 class PallasAttentionBackend(DiffusionAttentionBackend):
@@ -33,11 +32,10 @@ class PallasAttentionImpl(DenseImpl, backend=PallasAttentionBackend):
         return self._attend_lse(call)[0]
 
     def _attend_lse(self, call: DenseCall) -> tuple[jax.Array, jax.Array]:
-        from attn.jax.kernels.tpu.flash_attention import flash_attention
+        from attn.jax.kernels.tpu.flash_attention import Extras, Rules, flash_attention
 
         lens = None if call.lens is None else jnp.asarray(call.lens, jnp.int32)
         segments = None if call.lens is not None or call.present is None else call.present.astype(jnp.int32)
         rows = None if segments is None else jnp.ones(call.query.shape[:2], jnp.int32)
-        masks: dict[str, Any] = {"kv_lens": lens, "q_segment_ids": rows, "kv_segment_ids": segments, "causal": self.causal}
-        out, lse = flash_attention(call.query, call.key, call.value, scale=self.scale, return_lse=True, **masks)
-        return out, lse
+        rules, extras = Rules(LayerMask(self.causal), self.scale), Extras(rows, segments, kv_lens=lens)
+        return flash_attention(call.query, call.key, call.value, rules, extras, return_lse=True)

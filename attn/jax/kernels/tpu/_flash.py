@@ -34,13 +34,24 @@ class BlockSizes(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class Rules:
+    """The arguments of a call that are not arrays. scale: of the scores; 1 / sqrt(D) when None. logits_soft_cap: cap *
+    tanh(score / cap), before ALiBi. block_sizes: of the forward and the backward pass; by default a rule's."""
+
+    mask: LayerMask = LayerMask(causal=False)
+    scale: float | None = None
+    logits_soft_cap: float | None = None
+    block_sizes: tuple[BlockSizes, BlockSizes] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Static:
-    """The arguments of a call that are not arrays."""
+    """`Rules` after they were checked, and the device."""
 
     mask: LayerMask
     scale: float
     logits_soft_cap: float | None
-    block_sizes: tuple[BlockSizes, BlockSizes] | None  # forward, backward
+    block_sizes: tuple[BlockSizes, BlockSizes] | None
     device: Device
 
 

@@ -28,13 +28,18 @@ class Extents(NamedTuple):
 
 
 class Extras(NamedTuple):
-    """The arrays beside q, k, v; each may be None."""
+    """The arrays beside q, k, v.
 
-    q_segment_ids: jax.Array | None
-    kv_segment_ids: jax.Array | None
-    alibi_slopes: jax.Array | None
-    sinks: jax.Array | None
-    kv_lens: jax.Array | None
+    q_segment_ids [B, S], kv_segment_ids [B, M], int32, both or neither: a row sees the keys of its own segment. alibi_slopes
+    [H]: adds slope * (j - p) under causality, else -slope * |p - j|, for key j and the row at position p. sinks [H]: logits of
+    a key without value. kv_lens: [B] int32, the number of keys of sequence b (M when None); later keys are ignored.
+    """
+
+    q_segment_ids: jax.Array | None = None
+    kv_segment_ids: jax.Array | None = None
+    alibi_slopes: jax.Array | None = None
+    sinks: jax.Array | None = None
+    kv_lens: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,10 +22,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from attn.jax.kernels.tpu import _flash_backward, _flash_forward, _launch
 from attn.jax.kernels.tpu._chips import chip_of
-from attn.jax.kernels.tpu._flash import TILE, BlockSizes, Masks, Static
+from attn.jax.kernels.tpu._flash import TILE, Masks, Rules, Static
 from attn.jax.kernels.tpu._flash_layout import Extras, Layout, layout_of, masks_of
 from attn.jax.kernels.tpu._refs import LOG2_E
-from attn.visibility import LayerMask, Visibility
+from attn.visibility import Visibility
+
+__all__ = ["Extras", "Rules", "flash_attention"]
 
 Arrays = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -34,55 +36,37 @@ def flash_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
+    rules: Rules,
+    extras: Extras,
     *,
-    q_segment_ids: jax.Array | None = None,
-    kv_segment_ids: jax.Array | None = None,
-    causal: bool = False,
-    sliding_window: tuple[int | None, int | None] | None = None,
-    scale: float | None = None,
-    logits_soft_cap: float | None = None,
-    alibi_slopes: jax.Array | None = None,
-    sinks: jax.Array | None = None,
-    kv_lens: jax.Array | None = None,
     return_lse: bool = False,
     chip: str | None = None,
-    block_sizes: tuple[BlockSizes, BlockSizes] | None = None,
     interpret: Any = None,
 ) -> Any:
     """Compute out [B, S, H, Dv] in the dtype of q, or (out, lse [B, H, S] float32, natural log, without the sink).
 
-    q: [B, S, H, D]; k: [B, M, K, D]; v: [B, M, K, Dv]; all bfloat16 or all float32. Head h reads kv head h // (H / K).
-    kv_lens: [B] int32, the number of keys of sequence b (M when None); later keys are ignored. Row i is at position p = i +
-    kv_lens[b] - S: the last row is aligned with the last key. So right-padded rows and keys under `causal` need no kv_lens:
-    no real row sees a padding key.
-
-    q_segment_ids [B, S], kv_segment_ids [B, M], int32, both or neither: a row sees the keys of its own segment. causal: key
-    j <= p. sliding_window: (left, right), p - left <= j <= p + right, None for unbounded. scale: of the scores; 1 / sqrt(D)
-    when None. logits_soft_cap: cap * tanh(score / cap), before ALiBi. alibi_slopes [H]: adds slope * (j - p) under
-    `causal`, else -slope * |p - j|. sinks [H]: logits of a key without value. chip: v5e, v6e, ... and interpret: False or
-    `pltpu.InterpretParams`; by default the TPU that is compiled for, or else the interpreter. block_sizes: of the forward
-    and the backward pass; by default a rule's.
+    q: [B, S, H, D]; k: [B, M, K, D]; v: [B, M, K, Dv]; all bfloat16 or all float32. Head h reads kv head h // (H / K). Row i of
+    sequence b is at position p = i + kv_lens[b] - S: the last row is aligned with the last key. So right-padded rows and keys
+    under causality need no kv_lens: no real row sees a padding key. chip: v5e, v6e, ... and interpret: False or
+    `pltpu.InterpretParams`; by default the TPU that is compiled for, or else the interpreter.
 
     A row that sees no key is 0 and its lse -inf. Masked keys have no effect, NaN included; a NaN that is seen affects the
     rows that see it. Differentiable once, in reverse mode, with respect to q, k, v and sinks, through out and lse. Raises
     ValueError for invalid shapes and arguments, TypeError for dtypes, for the gradient of `alibi_slopes` and for second
     derivatives.
     """
-    extras = Extras(q_segment_ids, kv_segment_ids, alibi_slopes, sinks, kv_lens)
     _check(q, k, v, extras)
-    left, right = sliding_window or (None, None)
-    for side in (left, right):
-        if side is not None and side < 0:
-            raise ValueError(f"sliding_window={sliding_window}: each side must be None or at least 0")
-    if logits_soft_cap is not None and not (math.isfinite(logits_soft_cap) and logits_soft_cap >= 0):
-        raise ValueError(f"logits_soft_cap={logits_soft_cap}: must be finite and at least 0 (0 or None: off)")
+    mask, cap = rules.mask, rules.logits_soft_cap
+    if any(side is not None and side < 0 for side in mask.window) or mask.chunk_size is not None:
+        raise ValueError(f"{mask}: each side of the window must be None or at least 0, and chunk_size None")
+    if cap is not None and not (math.isfinite(cap) and cap >= 0):
+        raise ValueError(f"logits_soft_cap={cap}: must be finite and at least 0 (0 or None: off)")
     device = _launch.device(chip, interpret)
     chip_of(device.chip)
-    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    scale = q.shape[3] ** -0.5 if rules.scale is None else float(rules.scale)
     if scale < 0:  # the kernels bound scores by a positive scale
         q, scale = -q, -scale
-    static = Static(LayerMask(causal, (left, right)), scale, logits_soft_cap or None, block_sizes, device)
-    out, lse = _attention(static, q, k, v, extras)
+    out, lse = _attention(Static(mask, scale, cap or None, rules.block_sizes, device), q, k, v, extras)
     return (out, lse) if return_lse else out
 
 

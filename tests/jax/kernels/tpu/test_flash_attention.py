@@ -20,7 +20,8 @@ from attn.jax import ops
 from attn.jax.kernels.tpu import flash_attention as module
 from attn.jax.kernels.tpu._chips import CHIPS
 from attn.jax.kernels.tpu._flash_layout import BlockSizes, Extents, block_sizes_for, vmem_bytes
-from attn.jax.kernels.tpu.flash_attention import flash_attention
+from attn.jax.kernels.tpu.flash_attention import Extras, Rules
+from attn.visibility import LayerMask
 from tests.levels import sampled
 
 BLOCKS = (BlockSizes(positions=128, units=2, chunk=128, keys=4096),) * 2
@@ -46,6 +47,14 @@ def tensors(
 
 def interpreter(mode: str = "on_wait") -> pltpu.InterpretParams:
     return pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode=mode)
+
+
+def flash_attention(q: Any, k: Any, v: Any, *, causal: bool = False, sliding_window: Any = None, **more: Any) -> Any:
+    """The kernel with its rules, arrays and options by name."""
+    extras = Extras(**{name: more.pop(name) for name in Extras._fields if name in more})
+    rules = {name: more.pop(name) for name in ("scale", "logits_soft_cap", "block_sizes") if name in more}
+    mask = LayerMask(causal, sliding_window or (None, None))
+    return module.flash_attention(q, k, v, Rules(mask, **rules), extras, **more)
 
 
 def split(rules: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -274,11 +283,11 @@ def test_attention_on_a_tpu_comes_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """`attn.attention` on jax arrays takes the kernel on a TPU where it has the rules, and else the formula."""
     q, k, v = tensors(20, 20, dtype="float32")
     want = attn.attention(q, k, v, causal=True, window=7)
-    calls = []
+    calls, kernel = [], module.flash_attention
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         calls.append(kwargs)
-        return flash_attention(*args, **kwargs)
+        return kernel(*args, **kwargs)
 
     monkeypatch.setattr(ops, "on_tpu", lambda x: True)
     monkeypatch.setattr(module, "flash_attention", spy)
@@ -318,7 +327,7 @@ WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "keys": (ValueError, "k and v in keys", {"v": (1, 5, 2, 64)}),
     "heads": (ValueError, "4 query heads must be a multiple of 3 kv heads", {"k": (1, 4, 3, 64), "v": (1, 4, 3, 64)}),
     "dtype": (TypeError, "must be all bfloat16 or all float32", {"dtype": "float16"}),
-    "window": (ValueError, "each side must be None or at least 0", {"sliding_window": (-1, 0)}),
+    "window": (ValueError, "each side of the window must be None or at least 0", {"sliding_window": (-1, 0)}),
     "soft cap": (ValueError, "logits_soft_cap=-1.0", {"logits_soft_cap": -1.0}),
     "chip": (ValueError, "chip='v3' is unknown", {"chip": "v3"}),
     "one segment": (ValueError, "give both or neither", {"q_segment_ids": np.zeros((1, 4), np.int32)}),

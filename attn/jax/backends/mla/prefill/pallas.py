@@ -11,7 +11,8 @@ from attn.backends.abstract import MultipleOf
 from attn.backends.mla.prefill.abstract import MLAPrefillBackend, PrefillCall
 from attn.capabilities import Feature
 from attn.jax import records
-from attn.jax.kernels.tpu.flash_attention import flash_attention
+from attn.jax.kernels.tpu.flash_attention import Extras, Rules, flash_attention
+from attn.visibility import LayerMask
 
 #: Segments of the rows and keys that belong to no request. They differ, so such rows see no key.
 _NO_ROW, _NO_KEY = -1, -2
@@ -23,12 +24,10 @@ class PallasPrefillBackend(MLAPrefillBackend):
     capabilities = records.PALLAS(head_sizes=(MultipleOf(1, 1, 256),), features=frozenset({Feature.MLA, Feature.NAN_SAFE}))
 
     def _attend(self, call: PrefillCall) -> tuple[jax.Array, jax.Array]:
-        arrays = [x[None] for x in (call.q, call.k, call.v)]
+        q, k, v = (x[None] for x in (call.q, call.k, call.v))
         rows = _segments(call.meta.query_start_loc, call.q.shape[0], _NO_ROW)
         keys = _segments(call.key_start_loc, call.k.shape[0], _NO_KEY)
-        out, lse = flash_attention(
-            *arrays, q_segment_ids=rows, kv_segment_ids=keys, causal=call.causal, scale=self.scale, return_lse=True
-        )
+        out, lse = flash_attention(q, k, v, Rules(LayerMask(call.causal), self.scale), Extras(rows, keys), return_lse=True)
         return out[0], lse[0]
 
 
