@@ -57,10 +57,7 @@ class Runner(Protocol):
 
 def runner_for(backend: Any, device: Device | None = None) -> Runner:
     """Return the driver of a backend class, from its framework's package."""
-    runner: Runner = resolve_obj_by_qualname(f"attn.{_framework(backend)}.testing.Runner")(
-        backend, device or device_for(backend)
-    )
-    return runner
+    return resolve_obj_by_qualname(f"attn.{_framework(backend)}.testing.Runner")(backend, device or device_for(backend))
 
 
 def _framework(backend: Any) -> str:
@@ -233,24 +230,22 @@ def run_conformance(
     names: Sequence[str] | None = None,
     level: str = "quick",
     *,
-    kind: str | None = None,
-    record: bool = False,
-    only: str = "",
     dtypes: Sequence[str] = (),
     minimise: bool = True,
-    jobs: int = 1,
-    part: tuple[int, int] = (1, 1),
-    shown: Display | None = None,
+    **options: Any,
 ) -> Report:
     """Run the suite on the named backends, or on all that can run on this machine without an interpreter.
 
     level: one of `attn.testing.suite.LEVELS`.
+    dtypes: run the cases of these dtypes (an interpreter may lack one); the evidence states it. Empty: all.
+    minimise: minimise the first failure of each backend.
+
+    The other options are those of the suites of all registries:
+
     kind: how the backends are executed: `ran`, or `interpreted` or `stand-in` (`attn.reports.evidence`), which do not need a
         supported device. None: `interpreted` on the platforms of a backend's `interpreted_on`, else `ran`.
     only: run the cases whose name contains this text.
     record: write a row for each backend to the evidence file, whether it passed or failed.
-    dtypes: run the cases of these dtypes (an interpreter may lack one); the evidence states it. Empty: all.
-    minimise: minimise the first failure of each backend.
     jobs: number of processes that share the cases, useful for kernels that compile at their first call on one core.
     part: (i, n): run every n-th case from the i-th on; n runs cover the suite.
     shown: display of the progress, a step per case (default: none).
@@ -268,7 +263,7 @@ def run_conformance(
     all_names = lambda: [*AttentionBackendEnum.names(), BLOCKSPARSE]  # noqa: E731
     more: dict[str, Any] = {"program_of": program_of, "minimise": minimise}
     family = Family("attention", words, all_names, candidate_of, subject_here, cases, _outcome, **more)
-    return run_family(family, names, kind=kind, record=record, only=only, jobs=jobs, part=part, shown=shown)
+    return run_family(family, names, **options)
 
 
 class Family(NamedTuple):
