@@ -74,7 +74,7 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class ModelLayers:
-    """The layers of the model in `place` by kind, its dtype, the fields that were read, and remarks on how."""
+    """The layers of the model in `place`, by kind and in order, its dtype, the fields that were read, and remarks on how."""
 
     place: str
     model_type: str
@@ -82,6 +82,7 @@ class ModelLayers:
     kinds: tuple[LayerKind, ...]
     fields: tuple[str, ...]
     notes: tuple[str, ...]
+    layers: tuple[LayerKind, ...]
 
 
 _Layers = Callable[["_Reader", int], list[str]]
@@ -157,7 +158,7 @@ _WORDS = {
 
 
 def read_layers(source: str | Path | Mapping[str, Any] | Any) -> ModelLayers:
-    """Return the layers of a configuration: a `config.json`, a folder with one, its contents, or transformers' object.
+    """Return the layers of a configuration: a `config.json`, a folder with one, its fields, or transformers' object.
 
     Raises `CheckpointError` (a ValueError), with the file and the field, for what cannot be read.
     """
@@ -187,10 +188,13 @@ def read_layers(source: str | Path | Mapping[str, Any] | Any) -> ModelLayers:
         tuple(replace(kind, count=count) for kind, count in counted.items()),
         (f"model_type={model_type}", *reader.used.values()),
         tuple(notes),
+        tuple(kinds),
     )
 
 
 def _fields_of(source: Any) -> Fields:
+    if isinstance(source, Fields):
+        return source
     if hasattr(source, "to_dict"):
         source = source.to_dict()
     if isinstance(source, Mapping):
@@ -269,6 +273,8 @@ def _layer_types(reader: _Reader, count: int | None) -> list[str]:
 
 def _kind(reader: _Reader, base: LayerKind, word: str) -> LayerKind:
     if word == "sliding_attention":
+        if reader.value("use_sliding_window") is False:
+            raise reader.wrong("layer_types", "full_attention throughout: use_sliding_window or sliding_window is off")
         return replace(base, name="sliding", window=reader.integer("sliding_window"))
     if word == "chunked_attention":
         return replace(base, name="chunked", chunk=reader.integer("attention_chunk_size"))
@@ -327,6 +333,7 @@ def _all_sliding(reader: _Reader, count: int) -> list[str]:
 def _qwen(reader: _Reader, count: int) -> list[str]:
     if not reader.boolean("use_sliding_window") or not reader.has("sliding_window"):
         return ["full_attention"] * count
+    reader.integer("sliding_window")  # refused if it is none, also where no layer is that late
     first = reader.integer("max_window_layers", 0)
     return ["full_attention" if i < first else "sliding_attention" for i in range(count)]
 
@@ -456,6 +463,7 @@ _FALCON = {
     "num_attention_heads": ("num_attention_heads", "n_head"),
     "num_kv_heads": ("num_kv_heads", "n_head_kv"),
 }
+_QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 _SLIDING = _every("sliding_window_pattern", "sliding_attention")
 
 _MODELS: dict[str, _Model] = {
@@ -463,10 +471,10 @@ _MODELS: dict[str, _Model] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2"), _Model()),
     "gemma": _Model(defaults={"head_dim": 256}),
     "glm4": _Model(defaults={"head_dim": 128}),
-    **dict.fromkeys(("mistral", "mixtral"), _Model(layers=_all_sliding)),
-    **dict.fromkeys(("phi3", "starcoder2"), _Model(layers=_all_sliding)),
-    "qwen2": _Model(layers=_qwen, defaults={"max_window_layers": 28}),
-    "qwen3": _Model(layers=_qwen, defaults={"max_window_layers": 28, "head_dim": 128}),
+    "mistral": _Model(layers=_all_sliding, defaults={"sliding_window": 4096}),
+    **dict.fromkeys(("mixtral", "phi3", "starcoder2"), _Model(layers=_all_sliding)),
+    "qwen2": _Model(layers=_qwen, defaults=_QWEN),
+    "qwen3": _Model(layers=_qwen, defaults={**_QWEN, "head_dim": 128}),
     "qwen2_moe": _Model(layers=_unknown_windows, defaults={"use_sliding_window": False}),
     "qwen3_moe": _Model(layers=_all_sliding, defaults={"use_sliding_window": False}),
     "smollm3": _Model(layers=_unknown_windows, defaults={"use_sliding_window": False}),

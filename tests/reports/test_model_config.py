@@ -432,6 +432,7 @@ def test_an_unknown_type_is_read_by_the_usual_fields():
         ({**LLAMA, "layer_types": ["full_attention"]}, "layer_types = .*: must be a list of 32 of full_attention"),
         ({**LLAMA, "layer_types": ["hyper"] * 32}, "layer_types = .*: must be a list of 32 of full_attention"),
         ({**LLAMA, "layer_types": ["sliding_attention"] * 32}, "sliding_window is missing: must be an integer"),
+        ({**QWEN2, "layer_types": ["sliding_attention"] * 28}, "full_attention throughout: use_sliding_window"),
         ({**LLAMA4, "text_config": {**LLAMA4["text_config"], "no_rope_layers": [1]}}, "no_rope_layers = .*a list of 48"),
         ({**LLAMA, "model_type": "new", "sliding_window": 9}, "sliding_window = 9: must be null, unless layer_types"),
         ({**LLAMA, "model_type": "new", "attn_layer_period": 9}, "attn_layer_period = 9: must be null"),
@@ -472,22 +473,26 @@ def test_neither_transformers_nor_a_framework_is_imported():
     assert not {"torch", "jax", "transformers", "numpy"} & set(done.stdout.split())
 
 
+def without(config, *names):
+    return {name: value for name, value in config.items() if name not in names}
+
+
 @pytest.mark.parametrize(
     "config", [MISTRAL, QWEN2, {**QWEN2, "use_sliding_window": True, "max_window_layers": 9}, QWEN3_NEXT, GEMMA2, GEMMA3_1B,
-               GEMMA3_4B, GPT_OSS, LLAMA4, COHERE2, {**GPT_OSS, "layer_types": None}, {**COHERE2, "model_type": "olmo3"}],
+               GEMMA3_4B, GPT_OSS, LLAMA4, COHERE2, {**GPT_OSS, "layer_types": None}, {**COHERE2, "model_type": "olmo3"},
+               without(MISTRAL, "sliding_window"), without({**QWEN2, "use_sliding_window": True}, "sliding_window")],
     ids=lambda config: config["model_type"],
 )  # fmt: skip
 def test_layer_types_and_sizes_are_transformers(config):
     """transformers' own configuration of the same values, before and after its conversion to a dict."""
     transformers = pytest.importorskip("transformers")
-    values = {name: value for name, value in config.items() if name != "model_type"}
-    made = transformers.AutoConfig.for_model(config["model_type"], **values)
+    made = transformers.AutoConfig.for_model(config["model_type"], **without(config, "model_type"))
     text = made.get_text_config()
     windows = {"sliding": "sliding_attention", "full": "full_attention", "chunked": "chunked_attention"}
     windows["linear attention"] = "linear_attention"
     found = read_layers(config)
     counted = {windows[kind.name]: kind.count for kind in found.kinds}
-    if config is not MISTRAL:
+    if config["model_type"] != "mistral":
         assert counted == {word: text.layer_types.count(word) for word in text.layer_types}
     for kind in found.kinds:
         if kind.is_attention:

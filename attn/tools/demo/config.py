@@ -1,9 +1,9 @@
 """A decoder's configuration, read from the `config.json` of a Hugging Face directory and checked field by field.
 
 Four architectures that differ in data only: which projections have a bias, whether queries and keys are
-normalised, which layers have a window, and the defaults of absent fields. A field that is missing, of the wrong
-type or of an unsupported kind raises a `CheckpointError` of one line with the file, the value and what is
-allowed; nothing is guessed.
+normalised, and the defaults of absent fields; `attn.reports.model_config` reads the attention layers. A field
+that is missing, of the wrong type or of an unsupported kind raises a `CheckpointError` of one line with the
+file, the value and what is allowed; nothing is guessed.
 """
 
 from collections.abc import Mapping
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from attn.fields import CheckpointError, Fields, read_json
+from attn.reports.model_config import read_layers
 from attn.tools.demo.rope import LAYER_TYPES, RopeScaling, read_rope
 
 CONFIG_FILE = "config.json"
@@ -21,21 +22,19 @@ GENERATION_FILE = "generation_config.json"
 class _Architecture(NamedTuple):
     """Properties of an architecture, and its defaults for optional fields."""
 
+    model_type: str
     attention_bias: str  # "none", "qkv", or "field": attention_bias decides, for the output projection too
     mlp_bias: bool  # whether the field mlp_bias applies
     qk_norm: bool
-    windows: str  # "none", "all" layers, or "typed": by layer_types, or from max_window_layers on
-    head_size: int | None = None  # None: hidden_size / num_heads
     bos_token_id: int | None = None
     eos_token_id: int | None = None
-    sliding_window: int | None = 4096
 
 
 ARCHITECTURES: Mapping[str, _Architecture] = {
-    "LlamaForCausalLM": _Architecture("field", True, False, "none", bos_token_id=1, eos_token_id=2),
-    "MistralForCausalLM": _Architecture("none", False, False, "all", bos_token_id=1, eos_token_id=2),
-    "Qwen2ForCausalLM": _Architecture("qkv", False, False, "typed"),
-    "Qwen3ForCausalLM": _Architecture("field", False, True, "typed", head_size=128),
+    "LlamaForCausalLM": _Architecture("llama", "field", True, False, bos_token_id=1, eos_token_id=2),
+    "MistralForCausalLM": _Architecture("mistral", "none", False, False, bos_token_id=1, eos_token_id=2),
+    "Qwen2ForCausalLM": _Architecture("qwen2", "qkv", False, False),
+    "Qwen3ForCausalLM": _Architecture("qwen3", "field", False, True),
 }
 
 
@@ -79,10 +78,12 @@ def load_config(directory: str | Path) -> ModelConfig:
         raise CheckpointError(f"{fields.place}: quantization_config: weights are quantised by {method}: {allowed}")
     if fields.values.get("hidden_act", "silu") != "silu":
         raise fields.wrong("hidden_act", "'silu'")
-    num_heads, num_layers = fields.integer("num_attention_heads"), fields.integer("num_hidden_layers")
-    num_kv_heads = fields.integer("num_key_value_heads") if fields.has("num_key_value_heads") else num_heads
-    if num_heads % num_kv_heads:
-        raise fields.wrong("num_key_value_heads", f"a divisor of num_attention_heads = {num_heads}")
+    layers = read_layers(Fields({**fields.values, "model_type": made.model_type}, fields.place)).layers
+    first, num_layers = layers[0], len(layers)
+    if any(layer.name not in ("full", "sliding") for layer in layers):
+        raise fields.wrong("layer_types", f"a list of {num_layers} of {', '.join(LAYER_TYPES)}")
+    if first.head_size % 2:
+        raise CheckpointError(f"{fields.place}: the head size {first.head_size} is odd: rotary positions need an even one")
     length = fields.integer("max_position_embeddings")
     theta, scaling = read_rope(fields, length)
     full_bias = made.attention_bias == "field" and fields.boolean("attention_bias", False)
@@ -93,9 +94,9 @@ def load_config(directory: str | Path) -> ModelConfig:
         hidden_size=fields.integer("hidden_size"),
         intermediate_size=fields.integer("intermediate_size"),
         num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=_head_size(fields, made, num_heads),
+        num_heads=first.num_heads,
+        num_kv_heads=first.num_kv_heads,
+        head_size=first.head_size,
         max_position_embeddings=length,
         rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
@@ -103,7 +104,7 @@ def load_config(directory: str | Path) -> ModelConfig:
         output_bias=full_bias,
         mlp_bias=made.mlp_bias and fields.boolean("mlp_bias", False),
         qk_norm=made.qk_norm,
-        sliding_window=_windows(fields, made, num_layers),
+        sliding_window=tuple(layer.window for layer in layers),
         rope_theta=theta,
         rope_scaling=scaling,
         bos_token_id=beginning,
@@ -129,47 +130,6 @@ def _architecture(fields: Fields) -> tuple[str, _Architecture]:
     if not isinstance(names, list) or len(names) != 1 or names[0] not in list(ARCHITECTURES):
         raise fields.wrong("architectures", f"a list with one of {', '.join(sorted(ARCHITECTURES))}")
     return names[0], ARCHITECTURES[names[0]]
-
-
-def _head_size(fields: Fields, made: _Architecture, num_heads: int) -> int:
-    hidden_size = fields.integer("hidden_size")
-    if fields.has("head_dim"):
-        size = fields.integer("head_dim")
-    elif made.head_size is not None:
-        size = made.head_size
-    elif hidden_size % num_heads == 0:
-        size = hidden_size // num_heads
-    else:
-        raise fields.wrong("hidden_size", f"a multiple of num_attention_heads = {num_heads} when head_dim is not given")
-    if size % 2:
-        raise CheckpointError(f"{fields.place}: the head size {size} is odd: rotary positions need an even one")
-    return size
-
-
-def _windows(fields: Fields, made: _Architecture, num_layers: int) -> tuple[int | None, ...]:
-    """Return the window of each layer, by the rules of the architecture."""
-    if made.windows == "none" or (made.windows == "typed" and not fields.boolean("use_sliding_window", False)):
-        window = None
-    elif "sliding_window" not in fields.values:
-        window = made.sliding_window
-    else:
-        window = fields.integer("sliding_window") if fields.has("sliding_window") else None
-    if made.windows != "typed":
-        return (window,) * num_layers
-    return tuple(window if slides else None for slides in _sliding_layers(fields, num_layers, window))
-
-
-def _sliding_layers(fields: Fields, num_layers: int, window: int | None) -> list[bool]:
-    """Return which layers have a window: by `layer_types` if given, else every layer from `max_window_layers` on."""
-    if not fields.has("layer_types"):
-        first = fields.integer("max_window_layers", minimum=0) if fields.has("max_window_layers") else 28
-        return [window is not None and layer >= first for layer in range(num_layers)]
-    types = fields.values["layer_types"]
-    if not isinstance(types, list) or len(types) != num_layers or any(layer_type not in LAYER_TYPES for layer_type in types):
-        raise fields.wrong("layer_types", f"a list of {num_layers} of {', '.join(LAYER_TYPES)}")
-    if window is None and "sliding_attention" in types:
-        raise fields.wrong("layer_types", "full_attention throughout: use_sliding_window or sliding_window is off")
-    return [layer_type == "sliding_attention" for layer_type in types]
 
 
 def _special_ids(root: Path, fields: Fields, made: _Architecture) -> tuple[int | None, tuple[int, ...]]:

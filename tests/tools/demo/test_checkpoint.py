@@ -284,7 +284,8 @@ def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
     ("fields", "message"),
     [
         ({"layer_types": ["full_attention"]}, "must be a list of 4 of full_attention, sliding_attention"),
-        ({"layer_types": ["full_attention"] * 3 + ["chunked_attention"]}, "must be a list of 4 of"),
+        ({"layer_types": ["full_attention"] * 3 + ["chunked_attention"]}, "attention_chunk_size is missing"),
+        ({"layer_types": ["full_attention"] * 3 + ["chunked_attention"], "attention_chunk_size": 8}, "must be a list of 4 of"),
         ({"layer_types": ["sliding_attention"] * 4}, "use_sliding_window or sliding_window is off"),
         ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window = 0: must be an integer"),
     ],
