@@ -16,10 +16,9 @@ import torch
 
 from attn.capabilities import Device, Request
 from attn.dtypes import PER_TOKEN_HEAD, kv_cache_element
-from attn.kernels.memory import group_reason
+from attn.kernels.memory import group_reason, latent_reason
 from attn.tables import Column
 from attn.tools.aot.command import Choice, CompileCase, Kernel, grids, numbered, request_of, switches
-from attn.torch.backends.mla._triton import device_reasons
 from attn.torch.backends.rocm_attn import RocmAttentionBackend
 from attn.torch.backends.triton_attn import TritonAttentionBackend
 
@@ -412,7 +411,7 @@ def _normalise_latent(choice: Choice) -> Choice:
 
 def _refuse_latent(choice: Choice, arch: str) -> str:
     request = Request(RANK + ROPE, choice["dtype"], choice["kv"], choice["block_size"])
-    return "; ".join(device_reasons(request, Device("torch", "cuda" if arch.startswith("sm_") else "rocm", arch=arch)))
+    return latent_reason(arch, request)
 
 
 def _launch_latent(choice: Choice) -> None:

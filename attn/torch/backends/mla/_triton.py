@@ -11,11 +11,29 @@ from attn.capabilities import Capabilities, Device, MultipleOf, Request
 from attn.kernels.memory import latent_reason
 from attn.torch import records
 from attn.torch.arrays import static
+from attn.torch.backends import _hopper
+from attn.torch.backends._triton import TritonPagedBackend
 from attn.torch.backends.mla import _rows
 from attn.torch.backends.mla._metadata import MLACommonMetadata
-from attn.torch.backends.mla._mla import DecodeCall, MLACommonImpl
-from attn.torch.interpreter import prepare
+from attn.torch.backends.mla._mla import DecodeCall, MLACommonBackend, MLACommonImpl
+from attn.torch.interpreter import judged_on, prepare
 from attn.torch.metadata import keep
+
+
+class TritonKernelsBackend(MLACommonBackend):
+    """Base of both backends."""
+
+    is_interpreted = staticmethod(TritonPagedBackend.is_interpreted)
+
+    @classmethod
+    def off_paths(cls, device: Device | None = None) -> tuple[str, ...]:
+        return _hopper.off_paths("hopper_mla", device)
+
+    @classmethod
+    def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
+        """Float32 latents need more shared memory than some devices have."""
+        reason = latent_reason(device.arch, request) if device is not None and device.platform == "cuda" else ""
+        return super().why_not(request, judged_on(device)) + ([reason] if reason else [])
 
 
 def capabilities(features: frozenset[str]) -> Capabilities:
@@ -25,12 +43,6 @@ def capabilities(features: frozenset[str]) -> Capabilities:
         kv_cache_dtypes=("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"),
         features=features,
     )
-
-
-def device_reasons(request: Request, device: Device | None) -> list[str]:
-    """Return why a device cannot serve the request: float32 latents need more shared memory than some devices have."""
-    reason = latent_reason(device.arch, request) if device is not None and device.platform == "cuda" else ""
-    return [reason] if reason else []
 
 
 @functools.cache

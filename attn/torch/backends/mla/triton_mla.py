@@ -7,13 +7,10 @@ graph and replayed for any batch within the bounds of its metadata. Prefills use
 
 import torch
 
-from attn.capabilities import Device, Feature, Request
-from attn.torch.backends import _hopper
-from attn.torch.backends._triton import TritonPagedBackend
+from attn.capabilities import Device, Feature
 from attn.torch.backends.mla import _triton
 from attn.torch.backends.mla._metadata import MLACommonMetadataBuilder
-from attn.torch.backends.mla._mla import DecodeCall, MLACommonBackend
-from attn.torch.interpreter import judged_on
+from attn.torch.backends.mla._mla import DecodeCall
 
 #: Rows of a prompt that take about as long absorbed as expanded over a long context. With DeepSeek's sizes both have as many
 #: operations at 171 rows; on an H200, where contexts are also gathered and written, absorbed is 1.3 to 1.5 times as fast with
@@ -28,25 +25,16 @@ class TritonMLAMetadataBuilder(MLACommonMetadataBuilder):
         return SHORT_ROWS if _triton.uses_hopper(self.kv_cache_spec, self.device) else 0
 
 
-class TritonMLABackend(MLACommonBackend):
+class TritonMLABackend(_triton.TritonKernelsBackend):
     name = "TRITON_MLA"
     builder_cls = TritonMLAMetadataBuilder
-    is_interpreted = staticmethod(TritonPagedBackend.is_interpreted)
     capabilities = _triton.capabilities(frozenset({Feature.MLA, Feature.LSE, Feature.DCP, Feature.NAN_SAFE}))
-
-    @classmethod
-    def off_paths(cls, device: Device | None = None) -> tuple[str, ...]:
-        return _hopper.off_paths("hopper_mla", device)
 
     @classmethod
     def rules(cls, device: Device | None = None) -> tuple[str, ...]:
         short = f"n of them over c earlier tokens are absorbed too if n (2 c + n) <= {2 * SHORT_ROWS} c (16-bit latents)"
         on_hopper = device is not None and (device.platform, device.arch) == ("cuda", "sm_90") and not cls.off_paths(device)
         return (*super().rules(device), *((short,) if on_hopper else ()))
-
-    @classmethod
-    def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
-        return super().why_not(request, judged_on(device)) + _triton.device_reasons(request, device)
 
 
 class TritonMLAImpl(_triton.TritonKernelsImpl, backend=TritonMLABackend):
