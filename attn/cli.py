@@ -194,7 +194,7 @@ def _delegate(module: str) -> Callable[[argparse.ArgumentParser], Run]:
     def configure(parser: argparse.ArgumentParser) -> Run:
         command = importlib.import_module(module)
         command.add_arguments(parser)
-        return command.run  # type: ignore[no-any-return]
+        return command.run
 
     return configure
 

@@ -315,10 +315,7 @@ def _backend_for(request: Request, dtype: Any, is_attention_free: bool, is_block
         candidate = blocksparse_candidate(framework)
         return choose([candidate], sparse, platform_for(framework).device(), "is_blocksparse").require()
     if is_attention_free:
-        placeholder: type[AttentionBackend] = resolve_obj_by_qualname(
-            "attn.backends.placeholder_attn.PlaceholderAttentionBackend"
-        )
-        return placeholder
+        return resolve_obj_by_qualname("attn.backends.placeholder_attn.PlaceholderAttentionBackend")
     return select(request, framework=_framework(dtype, request)).require()
 
 

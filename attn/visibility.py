@@ -212,8 +212,7 @@ class Visibility(NamedTuple):
 
         rows, keys = np.arange(num_rows)[:, None], np.arange(num_keys)[None]
         context = num_keys - num_rows
-        seen: npt.NDArray[np.bool_] = self.allowed(rows + context, keys, 0, rows, context, num_rows)
-        return seen
+        return self.allowed(rows + context, keys, 0, rows, context, num_rows)
 
     def __str__(self) -> str:
         arrays = [f"{name} {list(x.shape)}" for name, x in self.batch._asdict().items() if x is not None]

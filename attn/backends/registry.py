@@ -149,7 +149,7 @@ class _BackendMeta(type):
 
     def __getitem__(cls, name: str) -> AttentionBackendEnum:
         _warn_renamed()
-        return AttentionBackendEnum[name]  # type: ignore[no-any-return]
+        return AttentionBackendEnum[name]
 
     def __call__(cls, value: object) -> AttentionBackendEnum:
         _warn_renamed()

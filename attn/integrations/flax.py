@@ -57,9 +57,7 @@ def _dense(
             triangle = jnp.tril(jnp.ones((1, 1, rows, keys), bool))
             mask, causal = triangle if mask is None else mask & triangle, False
         rules = {name: getattr(impl, name) for name in ("window", "logits_soft_cap", "alibi_slopes", "sinks")}
-        return attn.attention(  # type: ignore[no-any-return]
-            query, key, value, causal=causal, scale=impl.signed_scale, mask=mask, layout="BSHD", **rules
-        )
+        return attn.attention(query, key, value, causal=causal, scale=impl.signed_scale, mask=mask, layout="BSHD", **rules)
     spec, lens, blocks = layer.kv_cache_spec, [rows] * batch, -(-rows // layer.kv_cache_spec.block_size)
     table = np.arange(batch * blocks).reshape(batch, blocks)
     described = CommonAttentionMetadata.from_lens(lens, lens, table, spec.block_size, causal=causal)
@@ -67,4 +65,4 @@ def _dense(
     cache = None if encoder else allocate(layer.backend, spec, max(1, batch * blocks))
     query, key, value = (x.reshape(batch * rows, -1, size) for x in (query, key, value))
     out, _ = layer(query, key, value, cache, metadata)
-    return out.reshape(batch, rows, heads, size)  # type: ignore[no-any-return]
+    return out.reshape(batch, rows, heads, size)

@@ -109,4 +109,4 @@ def extent(backend: type[AttentionBackend], kv_cache: jax.Array) -> tuple[int, i
 
 def load(layer: Any, kv_cache: jax.Array, slots: Any, keys: jax.Array, values: jax.Array, codes: bool) -> jax.Array:
     """Implement `BaseLayer.load_pages` after its checks: rows [T, ...] at slots [T]. `encode` does not change codes."""
-    return layer.impl.do_kv_cache_update(layer, keys, values, kv_cache, jnp.asarray(slots, jnp.int32))  # type: ignore[no-any-return]
+    return layer.impl.do_kv_cache_update(layer, keys, values, kv_cache, jnp.asarray(slots, jnp.int32))

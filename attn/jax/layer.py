@@ -48,7 +48,7 @@ class _Module(BaseLayer, nnx.Module):
         its own limits. Raises ValueError unless both are positive ints.
         """
         layers = None if layers is None else positive_int("layers", layers)
-        return self._new_kv_cache(positive_int("num_blocks", num_blocks), device, layers)  # type: ignore[no-any-return]
+        return self._new_kv_cache(positive_int("num_blocks", num_blocks), device, layers)
 
     def __nnx_repr__(self) -> Iterator[reprlib.Object]:
         """Show the module in one line, by itself and within a model, as under torch."""

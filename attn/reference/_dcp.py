@@ -19,8 +19,7 @@ def dcp_local_lens(seq_lens: npt.ArrayLike, world: int, rank: int, interleave: i
     require(bool((lengths >= 0).all()), f"seq_lens={lengths.tolist()} (>= 0)")
     size, own, run = _check_group(world, rank, interleave)
     base = lengths // run // size * run
-    local: I64 = base + np.clip(lengths - base * size - own * run, 0, run)
-    return local
+    return base + np.clip(lengths - base * size - own * run, 0, run)
 
 
 def dcp_key_positions(seq_len: int, world: int, rank: int, interleave: int) -> I64:

@@ -26,8 +26,7 @@ def alibi_slopes(num_heads: int) -> F64:
     power = 1 << (count.bit_length() - 1)
     exponents = [-8.0 * (i + 1) / power for i in range(power)]
     exponents += [-4.0 * (2 * i + 1) / power for i in range(count - power)]
-    slopes: F64 = np.exp2(np.array(exponents))
-    return slopes
+    return np.exp2(np.array(exponents))
 
 
 def check_window(window: Sequence[SupportsIndex | None]) -> Window:
@@ -69,8 +68,7 @@ def chunked_mask(n: int, m: int, chunk: int) -> Bool:
     """Return Llama 4's local mask: causal within chunks of `chunk` positions, bool [n, m] (docs/semantics.md §4)."""
     size = whole("chunk", chunk, least=1)
     p, j = row_positions(whole("n", n), whole("m", m))[:, None], np.arange(m)[None, :]
-    visible: Bool = (j <= p) & (j // size == p // size)
-    return visible
+    return (j <= p) & (j // size == p // size)
 
 
 def block_sparse_mask(
@@ -102,8 +100,7 @@ def block_sparse_mask(
     head = np.arange(offset, offset + heads)[:, None, None]
     shift = 0 * head if homo_head else head * max(1, stride // total)
     vertical = (key_block + shift + 1) % stride == 0
-    visible: Bool = (j <= p) & ((query_block - key_block < local) | vertical)
-    return visible
+    return (j <= p) & ((query_block - key_block < local) | vertical)
 
 
 def visible_mask(

@@ -261,8 +261,7 @@ def _entry(name: str, values: PerRequest, r: int, count: int) -> npt.ArrayLike |
     if values is None:
         return None
     require(len(values) == count, f"{name} has {len(values)} entries (expected {count}, one per request)")
-    entry: npt.ArrayLike | None = values[r]
-    return entry
+    return values[r]
 
 
 def _tree_visible(r: int, tree: Bool, length: int, mask: npt.ArrayLike | None, num_heads: int) -> Bool:

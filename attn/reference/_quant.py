@@ -80,8 +80,7 @@ def dequantize(codes: npt.ArrayLike, dtype: str, scale: npt.ArrayLike = 1.0) -> 
 def per_token_head_scales(x: npt.ArrayLike, dtype: str = "int8") -> F64:
     """Return the absmax of each [D] / the dtype's largest value: [..., K] for x [..., K, D]; 0 for a zero token."""
     largest = _INT8_MAX if dtype == "int8" else float(_format(dtype).positive[-1])
-    scales: F64 = np.abs(floats("x", x)).max(axis=-1, initial=0.0) / largest
-    return scales
+    return np.abs(floats("x", x)).max(axis=-1, initial=0.0) / largest
 
 
 def to_bf16_bits(x: npt.ArrayLike) -> npt.NDArray[np.uint16]:

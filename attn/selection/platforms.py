@@ -80,7 +80,7 @@ def platform_for(framework: str, name: str | None = None) -> Platform:
         raise ValueError(f"framework={framework!r} (supports {', '.join(FRAMEWORKS)})")
     if not installed(framework):
         raise BackendLoadError(f"{framework} is not installed: {pip_install(framework)}")
-    return resolve_obj_by_qualname(f"attn.{framework}.platforms.platform")(name)  # type: ignore[no-any-return]
+    return resolve_obj_by_qualname(f"attn.{framework}.platforms.platform")(name)
 
 
 def default_framework() -> str:

@@ -87,8 +87,7 @@ def expect(call: Call, result: Result | None = None) -> Expected:
 def _remembered(call: Call, oracle: Callable[[], tuple[Array, Array]]) -> Expected:
     if "expected" not in call.memo:
         call.memo["expected"] = _with_slack(call, oracle())
-    expected: Expected = call.memo["expected"]
-    return expected
+    return call.memo["expected"]
 
 
 def _layer(call: Call) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def spread(
     def run(task: Task) -> Outcome:
         worker = idle.pop()
         try:
-            return worker(task)  # type: ignore[no-any-return]
+            return worker(task)
         except (Lost, Ended) as error:
             return lost(str(error))
         finally:

@@ -145,7 +145,7 @@ class Collection:
             return {"error": f"no time left of {self.limit:.0f} s (--seconds)"}
         with Worker(function, quiet=True) as worker:
             try:
-                return worker(words, seconds)  # type: ignore[no-any-return]
+                return worker(words, seconds)
             except (Lost, Ended) as error:
                 return {"error": str(error)}
 

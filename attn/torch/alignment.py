@@ -24,8 +24,7 @@ def aligned(tensor: torch.Tensor, strides: bool = True) -> torch.Tensor:
     if tensor.device.type not in VECTOR_DEVICES:
         return tensor
     if torch.compiler.is_compiling():  # `storage_offset()` can be traced within an operator only
-        result: torch.Tensor = torch.ops.attn.aligned(tensor, strides)
-        return result
+        return torch.ops.attn.aligned(tensor, strides)
     address: int | torch.SymInt
     try:
         address = tensor.data_ptr()

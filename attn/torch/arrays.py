@@ -30,8 +30,8 @@ def bits_of(tensor: torch.Tensor) -> "np.ndarray[Any, Any]":
     """Return a copy of a tensor as `attn.testing.bits` stores its dtype."""
     host = tensor.detach().cpu().contiguous()
     if host.dtype not in _CARRIED:
-        return host.numpy().copy()  # type: ignore[no-any-return]
-    return raw(host).numpy().view(f"u{host.itemsize}").copy()  # type: ignore[no-any-return]
+        return host.numpy().copy()
+    return raw(host).numpy().view(f"u{host.itemsize}").copy()
 
 
 def static(tensors: Iterable[Any]) -> list[Any] | None:
@@ -71,7 +71,7 @@ class Facts:
         some = len(present) < len(tensors) or self._absent
         if some and [i for i, x in enumerate(tensors) if x is None] != self._absent:
             return False
-        return self._check(*present)  # type: ignore[no-any-return]
+        return self._check(*present)
 
     def watch(self, tensors: Sequence[Any]) -> None:
         """Remember tensors that have these facts, so that `hold` recognises others that have them."""
@@ -134,7 +134,7 @@ def _from_dlpack(array: Any) -> torch.Tensor:
     if len(devices) != 1:
         raise DeviceError(f"the array is on {len(devices)} devices: gather it on one before passing it to torch")
     try:
-        return torch.from_dlpack(array)  # type: ignore[attr-defined,no-any-return]
+        return torch.from_dlpack(array)  # type: ignore[attr-defined]
     except (BufferError, RuntimeError) as error:
         raise DTypeError(f"a JAX array of dtype {array.dtype} cannot cross to torch: {error}") from error
 
@@ -151,10 +151,10 @@ def to_numpy(x: torch.Tensor, like: Any = None) -> "np.ndarray[Any, Any]":
     name = _CARRIED.get(x.dtype)
     try:
         if name is None:
-            return x.numpy()  # type: ignore[no-any-return]
+            return x.numpy()
         import ml_dtypes
 
-        return raw(x).numpy().view(getattr(ml_dtypes, name))  # type: ignore[no-any-return]
+        return raw(x).numpy().view(getattr(ml_dtypes, name))
     except TypeError as error:
         raise DTypeError(f"a tensor of dtype {x.dtype} has no counterpart in NumPy") from error
     except ModuleNotFoundError as error:

@@ -228,7 +228,7 @@ def dense(impl: Any, call: DenseCall) -> Tensor:
     """Call `impl._attend` as one operator of the graph."""
     query, key, value, present, lens, mask = call
     first = None if lens is None else list(lens)
-    return _dense(query, key, value, present, mask, first, impl.graph_key)  # type: ignore[no-any-return]
+    return _dense(query, key, value, present, mask, first, impl.graph_key)
 
 
 @functools.lru_cache(1024)

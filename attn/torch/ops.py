@@ -126,7 +126,7 @@ class Ops:
     @staticmethod
     def up_projection(layer: Any) -> torch.Tensor:
         """Return an MLA layer's weights [L, H, Dn + Dv]."""
-        return layer.impl.up_projection()  # type: ignore[no-any-return]
+        return layer.impl.up_projection()
 
 
 def parts_of(backend: Any, kv_cache: torch.Tensor, kv_cache_dtype: str, head_size: int) -> tuple[Part, Part]:

@@ -43,7 +43,7 @@ class TritonAttentionImpl(PagedAttentionImpl, backend=TritonAttentionBackend):
     ) -> jax.Array:
         from attn.jax.kernels.gpu.paged_attention import write_kv
 
-        return write_kv(key, value, kv_cache, slot_mapping, *_scales(kv_cache, k_scale, v_scale))  # type: ignore[no-any-return]
+        return write_kv(key, value, kv_cache, slot_mapping, *_scales(kv_cache, k_scale, v_scale))
 
     def _attend(self, call: PagedCall) -> tuple[jax.Array, jax.Array | None]:
         _, lens, table = call.meta.requests
@@ -72,7 +72,7 @@ class TritonAttentionImpl(PagedAttentionImpl, backend=TritonAttentionBackend):
         )
         extents, per_head = Extents(call.meta.max_query_len, max_seq_len), PerHead(self.alibi_slopes, self.sinks)
         more |= {"per_head": per_head, "return_lse": self.need_to_return_lse_for_decode}
-        return paged_attention(call.query, call.meta.query_start_loc, Keys(**keys), layer, extents, **more)  # type: ignore[no-any-return]
+        return paged_attention(call.query, call.meta.query_start_loc, Keys(**keys), layer, extents, **more)
 
 
 def _scales(kv_cache: jax.Array, *scales: Any) -> tuple[Any, ...]:

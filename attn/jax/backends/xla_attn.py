@@ -34,7 +34,7 @@ class XLAAttentionImpl(PagedAttentionImpl, backend=XLAAttentionBackend):
         of_layer = {"chunk_size": self.mask.chunk_size, "span_window": bool(self.mask.span_window)}
         of_call = {"batch": call.meta.mask, "k_scale": call.k_scale, "v_scale": call.v_scale}
         rules = {**self._rules(call), **of_layer, **of_call}
-        return self._over_cache(call.query, call.kv_cache, call.meta.requests, **rules)  # type: ignore[no-any-return]
+        return self._over_cache(call.query, call.kv_cache, call.meta.requests, **rules)
 
     def _attend_ragged(self, call: PagedCall) -> tuple[jax.Array, jax.Array]:
         return xla.ragged_attention(call.query, call.key, call.value, call.meta.query_start_loc, **self._rules(call))

@@ -29,5 +29,4 @@ class DiffusionAttention(BaseDiffusionAttention, nnx.Module):
         self, query: jax.Array, key: jax.Array, value: jax.Array, attn_metadata: DiffusionAttentionMetadata | None = None
     ) -> jax.Array:
         """query: [B, S, H, D]; key, value: [B, M, K, D]. Returns [B, S, H, D]; see `DiffusionAttentionImpl.forward`."""
-        result: jax.Array = self.impl.forward(query, key, value, attn_metadata)
-        return result
+        return self.impl.forward(query, key, value, attn_metadata)

@@ -40,8 +40,7 @@ class SequenceParallelAttention(BaseSequenceParallel, nnx.Module):
         attn_mask: bool [B, M / W], this device's keys. Joint streams are replicated on every device, as are their rows in
         the result: [B, J + S / W, H, D]. Returns this device's rows.
         """
-        result: jax.Array = self._attend(query, key, value, attn_metadata)
-        return result
+        return self._attend(query, key, value, attn_metadata)
 
     def _exchanged(self, x: jax.Array, split: int, join: int) -> jax.Array:
         return lax.all_to_all(x, self.axis, split, join, tiled=True)

@@ -72,7 +72,7 @@ def paged_attention(query: jax.Array, kv_cache: jax.Array, requests: Requests, *
     def take(pages: jax.Array, ids: jax.Array) -> jax.Array:
         # The same values. On CPUs this is one pass instead of two, but a TPU would first copy the whole cache into another
         # layout.
-        return lax.platform_dependent(pages, ids, cpu=by_head, default=by_page)  # type: ignore[no-any-return]
+        return lax.platform_dependent(pages, ids, cpu=by_head, default=by_page)
 
     def fetch(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         # On CPUs XLA widens bf16 and fp8, and would widen the whole cache before the loop: tie it to this iteration's ids.
@@ -257,7 +257,7 @@ def _seen(mask: Visibility, tiles: _Tiles, key: jax.Array) -> jax.Array:
     p, j, request, context = tiles.position[..., None], key[:, None], tiles.request[:, None, None], tiles.context[..., None]
     length = tiles.length[..., None]
     allowed = mask.allowed(p, j, request, ..., context, length - context)
-    return tiles.real[..., None] & (j < length) & allowed  # type: ignore[no-any-return]
+    return tiles.real[..., None] & (j < length) & allowed
 
 
 def _scores(rules: Rules, heads: _Heads, tiles: _Tiles, q: jax.Array, k: jax.Array, key: jax.Array) -> jax.Array:

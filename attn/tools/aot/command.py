@@ -253,8 +253,7 @@ def cases(target: str) -> list[CompileCase]:
     """Return the declared grid of `target`. Raises ValueError for an unknown target."""
     if target not in TARGETS:
         raise ValueError(f"target={target!r} is unknown; known: {', '.join(TARGETS)}")
-    declared: list[CompileCase] = _attr(target, "cases")(target)
-    return declared
+    return _attr(target, "cases")(target)
 
 
 def compile_cases(

@@ -277,7 +277,7 @@ def read(file: str) -> dict[str, Any]:
             raise TypeError('"rows" must be a list of objects with "backend" and "right"')
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{file}: not a report written by --json: {error}") from None
-    return content  # type: ignore[no-any-return]
+    return content
 
 
 def _judged_file(file: str, plot: str | None, wide: bool) -> int:

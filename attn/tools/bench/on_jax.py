@@ -64,7 +64,7 @@ class Workload(BaseWorkload):
 
         def attend(query: jax.Array, cache: jax.Array, metadata: Any) -> jax.Array:
             out, _ = impl.apply(query, None, None, cache, metadata, k_scale=self.scale, v_scale=self.scale)
-            return out  # type: ignore[no-any-return]
+            return out
 
         self.attend = attend
         self.arguments = (self.query, self.cache, self.metadata)
@@ -79,7 +79,7 @@ class Workload(BaseWorkload):
             query, cache, *rest = self.arguments
             out, cache = step(query, cache, *rest)
             self.arguments = (query, cache, *rest)
-            return out  # type: ignore[no-any-return]
+            return out
 
         return call
 
@@ -92,7 +92,7 @@ class Workload(BaseWorkload):
         return np.pad(self.tables[r], (0, max(0, count - len(self.tables[r]))))
 
     def dense(self, r: int) -> tuple[jax.Array, ...]:
-        return self._views(self.cache, self.blocks(r, self.lens[r][1]), self.scale)  # type: ignore[no-any-return]
+        return self._views(self.cache, self.blocks(r, self.lens[r][1]), self.scale)
 
     def _wrong(self, rows: slice, stored: tuple[jax.Array, ...], first: int) -> tuple[float, float]:
         count = rows.stop - rows.start
@@ -121,13 +121,11 @@ class MLAWorkload(Workload):
             slots = jnp.arange(empty.shape[0] * case.block_size)
             drawn = jax.random.normal(jax.random.key(9), (slots.size, case.head_size), case.dtype)
             cache, layer = jnp.zeros(empty.shape, empty.dtype), SimpleNamespace(_k_scale=self.scale)
-            return impl.do_kv_cache_update(layer, drawn[:, :rank], drawn[:, rank:], cache, slots)  # type: ignore[no-any-return]
+            return impl.do_kv_cache_update(layer, drawn[:, :rank], drawn[:, rank:], cache, slots)
 
         def attend(query: jax.Array, cache: jax.Array, metadata: Any, *rest: jax.Array) -> tuple[jax.Array, jax.Array]:
             latent, rope, w_uk, w_uv = rest
-            return impl.apply(  # type: ignore[no-any-return]
-                query, latent, rope, cache, metadata, w_uk=w_uk, w_uv=w_uv, k_scale=self.scale
-            )
+            return impl.apply(query, latent, rope, cache, metadata, w_uk=w_uk, w_uv=w_uv, k_scale=self.scale)
 
         self.attend = attend
         self.arguments = (self.query, jax.jit(filled)(), self.metadata, latent, rope, *impl.weights())
@@ -156,7 +154,7 @@ def _filled(view: Any, shape: tuple[int, ...], element: Any, head_size: int) -> 
         x = jax.random.normal(jax.random.key(number), (*part.shape[:-1], head_size), work)
         x = jnp.round(x * 30).clip(-127, 127) if element == jnp.int8 else x
         drawn.append(jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, part.shape[-1] - head_size)]))
-    return back(tuple(drawn))[0].astype(element)  # type: ignore[no-any-return]
+    return back(tuple(drawn))[0].astype(element)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -279,7 +277,7 @@ class JaxBench(BaseBench):
                 flat = jnp.pad(out.reshape(-1), (0, query.size - out.size))  # a latent layer's output is smaller
                 return query + 0 * flat.reshape(query.shape), *cache  # the next one waits for this: 0 * x is not folded
 
-            return jax.lax.fori_loop(0, times, once, (query, *rest[: workload.writes]))[0]  # type: ignore[no-any-return]
+            return jax.lax.fori_loop(0, times, once, (query, *rest[: workload.writes]))[0]
 
         program, arrays, few = jax.jit(several), workload.arguments, max(3, min(count, 7))
         one, more = (

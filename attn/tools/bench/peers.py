@@ -81,7 +81,7 @@ def _flex(workload: "Workload") -> Call:
     if q.shape[2] > 1:
         mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, q.shape[2], k.shape[2], device=q.device)
     attend = torch.compile(flex_attention)
-    return lambda: attend(q, k, v, block_mask=mask, enable_gqa=True)  # type: ignore[no-any-return]
+    return lambda: attend(q, k, v, block_mask=mask, enable_gqa=True)
 
 
 # paged
@@ -106,13 +106,13 @@ def _flashinfer(wrapper: str) -> Callable[["Workload"], Call]:
                 raise UnsupportedError("supports only one token per request")
             decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(space, "NHD", use_tensor_cores=True)
             decode.plan(indptr, indices, last, *shape, case.block_size, **dtypes)
-            return lambda: decode.run(workload.query, cache)  # type: ignore[no-any-return]
+            return lambda: decode.run(workload.query, cache)
         if wrapper == "fa3" and workload.cache.dtype != workload.query.dtype:
             raise UnsupportedError(f"kv_cache_dtype={case.kv_cache_dtype}: needs queries in the cache's dtype")
         starts = workload.metadata.query_start_loc
         prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(space, "NHD", backend=wrapper)
         prefill.plan(starts, indptr, indices, last, *shape, case.block_size, causal=True, **dtypes)
-        return lambda: prefill.run(workload.query, cache)  # type: ignore[no-any-return]
+        return lambda: prefill.run(workload.query, cache)
 
     return prepare
 

@@ -44,7 +44,7 @@ def open_bench(framework: str) -> Bench:
     """Return the framework's timer on its default device. Raises ValueError for an unknown framework."""
     if framework not in BENCHES:
         raise ValueError(f"framework={framework!r} has no benchmark (supports {', '.join(BENCHES)})")
-    return resolve_obj_by_qualname(BENCHES[framework])()  # type: ignore[no-any-return]
+    return resolve_obj_by_qualname(BENCHES[framework])()
 
 
 @dataclass(frozen=True)

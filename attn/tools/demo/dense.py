@@ -41,8 +41,7 @@ def by_transformers(directory: Path) -> Dense:
     @torch.inference_mode()
     def forward(tokens: Sequence[int], count: int) -> Floats:
         output = model(torch.tensor([list(tokens)]), use_cache=False, logits_to_keep=count)
-        logits: Floats = output.logits[0].numpy()
-        return logits
+        return output.logits[0].numpy()
 
     return forward
 

@@ -27,10 +27,9 @@ def attend(
     """
     # the kernel assumes that the elements of a head are contiguous, and is wrong if they are not
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    result: tuple[torch.Tensor, torch.Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, is_causal=causal, attn_mask=mask, scale=scale
     )
-    return result
 
 
 def finite(log: torch.Tensor) -> bool:

@@ -176,8 +176,7 @@ class Rules:
         key = torch.arange(work.first_key, work.end, device=device, dtype=torch.int32)
         position = torch.arange(work.position, work.last + 1, device=device, dtype=torch.int32)[:, None]
         here = Visibility(self.mask.layer, self.mask.batch.map(lambda array: torch.as_tensor(array, device=device)))
-        seen: torch.Tensor = here.allowed(position, key, 0, position - self.context, self.context)
-        return seen
+        return here.allowed(position, key, 0, position - self.context, self.context)
 
     def split(self, work: Work, step: int) -> Iterator[Work]:
         """Split `work` into parts of at most `step` rows, each with only the keys that its rows reach."""

@@ -193,7 +193,7 @@ class TritonPagedImpl(PagedAttentionImpl):
 
             lens, processors = (start[1:] - start[:-1], seq_lens), multiprocessors(key_cache.device)
             plans[shape] = self._planned(*lens, attn_metadata.max_query_len, key_cache.element_size(), arch(), processors)
-        return plans[shape]  # type: ignore[no-any-return]
+        return plans[shape]
 
     def _planned(
         self, q_lens: "IntArray", seq_lens: "IntArray", most: int, itemsize: int, arch: str, processors: int

@@ -123,7 +123,7 @@ class PairedMetadataBuilder(AttentionMetadataBuilder[Any]):
 
 def _capture(builder: PairedMetadataBuilder, common_attn_metadata: CommonAttentionMetadata) -> PagedAttentionMetadata:
     """Build a batch to capture a CUDA graph with: the decodes' backend serves it whole, as its own builder says."""
-    return builder._builders[0].build_for_cudagraph_capture(common_attn_metadata)  # type: ignore[no-any-return]
+    return builder._builders[0].build_for_cudagraph_capture(common_attn_metadata)
 
 
 def decodes_of(batch: CommonAttentionMetadata) -> int:
@@ -159,7 +159,7 @@ class PairedImpl(PagedAttentionImpl):
     def do_kv_cache_update(
         self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> torch.Tensor:
-        return self._member(0).do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[no-any-return]
+        return self._member(0).do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 
     def _constants(self) -> tuple[Any, ...]:
         return type(self), *self._member(0)._constants()
@@ -176,7 +176,7 @@ class PairedImpl(PagedAttentionImpl):
         """Run a call; one of decodes alone is repeated as the decodes' backend repeats its own."""
         if call.meta.parts:
             return super()._run_first(call, given)
-        return self._member(0)._run_first(call, given)  # type: ignore[no-any-return]
+        return self._member(0)._run_first(call, given)
 
     def _attend(self, call: PagedCall) -> None:
         if not call.meta.parts:
@@ -197,11 +197,11 @@ class PairedImpl(PagedAttentionImpl):
         return bool(self._member(0).has_row_operator)
 
     def row_launcher(self, device: torch.device, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
-        return self._member(0).row_launcher(device, dtype)  # type: ignore[no-any-return]
+        return self._member(0).row_launcher(device, dtype)
 
     def attend_keys(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Attend keys that are in no cache by the decodes' backend, as it does."""
-        return self._member(0).attend_keys(*args, **kwargs)  # type: ignore[no-any-return]
+        return self._member(0).attend_keys(*args, **kwargs)
 
 
 @functools.cache

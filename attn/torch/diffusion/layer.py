@@ -35,8 +35,7 @@ class DiffusionAttention(BaseDiffusionAttention, nn.Module):
         attn_metadata: DiffusionAttentionMetadata | None = None,
     ) -> torch.Tensor:
         """query: [B, S, H, D]; key, value: [B, M, K, D]. Returns [B, S, H, D]; see `DiffusionAttentionImpl.forward`."""
-        result: torch.Tensor = self.impl.forward(query, key, value, attn_metadata)
-        return result
+        return self.impl.forward(query, key, value, attn_metadata)
 
     def extra_repr(self) -> str:
         return f"{self.selection.name}, {self.selection.request}"

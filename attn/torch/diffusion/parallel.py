@@ -40,8 +40,7 @@ class SequenceParallelAttention(BaseSequenceParallel, nn.Module):
         attn_mask: bool [B, M / W], this rank's keys. Joint streams are replicated on every rank, as are their rows in the
         result: [B, J + S / W, H, D]. Returns this rank's rows.
         """
-        result: torch.Tensor = self._attend(query, key, value, attn_metadata)
-        return result
+        return self._attend(query, key, value, attn_metadata)
 
     def _exchanged(self, x: torch.Tensor, split: int, join: int) -> torch.Tensor:
         sent = x.unflatten(split, (self.size, x.shape[split] // self.size)).movedim(split, 0).contiguous()

@@ -32,8 +32,7 @@ def dense(backend: Any, call: DenseArrays) -> Array:
     with torch.no_grad():
         out: torch.Tensor = attend(impl, call, list(map(tensor, (call.query, call.key, call.value))), mask, joint)
     assert out.dtype == getattr(torch, case.dtype)
-    array: Array = out.double().cpu().numpy()
-    return array
+    return out.double().cpu().numpy()
 
 
 def _device(backend: Any) -> str:

@@ -307,7 +307,7 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
 
             return lax.fori_loop(0, -(-(high - low) // window), attend, state)
 
-        return lax.fori_loop(0, -(-ends // size), turn, state)  # type: ignore[no-any-return]
+        return lax.fori_loop(0, -(-ends // size), turn, state)
 
     def forward(
         self,

@@ -49,4 +49,4 @@ class PallasMLASparseImpl(SparseMLAImpl, backend=PallasMLASparseBackend):
 
     def _decode(self, call: DecodeCall) -> tuple[jax.Array, jax.Array]:
         rules = {"kv_lora_rank": self.kv_lora_rank, "scale": self.scale}
-        return _attend(call.query, call.kv_cache, self._indices(call), call.meta.requests, **rules)  # type: ignore[no-any-return]
+        return _attend(call.query, call.kv_cache, self._indices(call), call.meta.requests, **rules)

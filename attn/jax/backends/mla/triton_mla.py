@@ -38,7 +38,7 @@ class TritonMLAImpl(MLACommonImpl, backend=TritonMLABackend):
         from attn.jax.kernels.gpu.mla_attention import write_latents
 
         assert call.new is not None
-        return write_latents(*call.new, call.kv_cache, self._slots(call.meta), _scale(call))  # type: ignore[no-any-return]
+        return write_latents(*call.new, call.kv_cache, self._slots(call.meta), _scale(call))
 
     def _write_and_decode(self, call: DecodeCall) -> tuple[jax.Array, jax.Array, jax.Array]:
         from attn.jax.kernels.gpu.mla_attention import Latents, New, Rules, mla_decode
@@ -47,7 +47,7 @@ class TritonMLAImpl(MLACommonImpl, backend=TritonMLABackend):
         rules = Rules(self.qk_rope_head_dim, self.scale, meta.causal, meta.max_query_len, meta.max_seq_len)
         starts, lens, table = meta.requests
         latents = Latents(call.kv_cache, lens, table, _scale(call))
-        return mla_decode(call.q_nope, call.q, starts, latents, rules, new)  # type: ignore[no-any-return]
+        return mla_decode(call.q_nope, call.q, starts, latents, rules, new)
 
 
 def _scale(call: DecodeCall) -> Any:

@@ -35,8 +35,7 @@ class TritonAttentionImpl(DenseImpl, backend=TritonAttentionBackend):
     can_return_lse = True
 
     def _attend(self, call: DenseCall) -> jax.Array:
-        out: jax.Array = self._computed(call, lambda other, call: (other._attend(call), None))[0]
-        return out
+        return self._computed(call, lambda other, call: (other._attend(call), None))[0]
 
     def _attend_lse(self, call: DenseCall) -> tuple[jax.Array, jax.Array]:
         out, lse = self._computed(call, lambda other, call: other._attend_lse(call), return_lse=True)
@@ -69,5 +68,4 @@ class TritonAttentionImpl(DenseImpl, backend=TritonAttentionBackend):
         device = Device("jax", "gpu", arch=target()[0])
         backends: list[Any] = [DiffusionAttentionBackendEnum[name].get_class() for name in ("CUDNN", "XLA_ATTN")]
         backend = next(backend for backend in backends if not backend.why_not(request, device))
-        made: DenseImpl = backend.get_impl_cls()(self.num_heads, self.head_size, self.scale, self.causal, self.num_kv_heads)
-        return made
+        return backend.get_impl_cls()(self.num_heads, self.head_size, self.scale, self.causal, self.num_kv_heads)

@@ -29,7 +29,7 @@ def dense_attention(
     each entry's keys, or None for all. The last row is at the position of the last key. layer: a scale, a soft cap and a window
     (`right` = 0: causal); other rules are not supported.
     """
-    return _batched(layer, return_lse)(query, key, value, lens)  # type: ignore[no-any-return]
+    return _batched(layer, return_lse)(query, key, value, lens)
 
 
 def differentiable(attend: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:

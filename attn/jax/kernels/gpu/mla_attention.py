@@ -86,7 +86,7 @@ def mla_decode(
     try:
         args |= (_attend_on_hopper if of.on_hopper else _attend)(of, made, args)
     except hopper.CannotCompile:
-        return mla_decode(absorbed, query, starts, latents, rules, new, return_lse=return_lse)  # type: ignore[no-any-return]
+        return mla_decode(absorbed, query, starts, latents, rules, new, return_lse=return_lse)
     if states:
         args |= _run(merge, of.arch, made.merge_grid(num_reqs, heads, rules.max_query_len), args | made.merge, _RESULTS)
     return args["out"], args["lse"], args["cache"]

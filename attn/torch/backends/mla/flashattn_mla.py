@@ -53,7 +53,7 @@ def _vllm(module: Any, call: _Halves) -> State:
     version = {"return_softmax_lse": True, "fa_version": 3}
     pages = {"max_seqlen_k": call.meta.max_seq_len, "seqused_k": call.meta.seq_lens, "block_table": call.meta.block_table}
     attend = module.flash_attn_varlen_func
-    return attend(call.q, call.k, call.v, q_v=call.qv, **call.common, **pages, **version)  # type: ignore[no-any-return]
+    return attend(call.q, call.k, call.v, q_v=call.qv, **call.common, **pages, **version)
 
 
 def _fa4(module: Any, call: _Halves) -> State:

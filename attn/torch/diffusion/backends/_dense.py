@@ -40,8 +40,7 @@ class DenseImpl(DenseAttentionImpl):
         attn_metadata: DiffusionAttentionMetadata | None = None,
     ) -> torch.Tensor:
         if self.traceable or not torch.compiler.is_compiling() or (self.traces_rows and query.shape[1] == 1):
-            result: torch.Tensor = super().forward(query, key, value, attn_metadata)
-            return result
+            return super().forward(query, key, value, attn_metadata)
         return graphs.dense(self, self._prepared(query, key, value, attn_metadata))
 
     def _prepared(self, *args: Any) -> DenseCall:
@@ -58,7 +57,7 @@ class DenseImpl(DenseAttentionImpl):
 
     def _attend_heads_first(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         q, k, v = (aligned(x.transpose(1, 2)) for x in (query, key, value))
-        return self._attend(DenseCall(fold_sign(q, self.signed_scale), k, v))  # type: ignore[no-any-return]
+        return self._attend(DenseCall(fold_sign(q, self.signed_scale), k, v))
 
     def _check(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         super()._check(query, key, value)

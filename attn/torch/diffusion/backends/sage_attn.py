@@ -35,7 +35,7 @@ class SageAttentionImpl(DenseImpl, backend=SageAttentionBackend):
     def _attend(self, call: DenseCall) -> torch.Tensor:
         from sageattention import sageattn
 
-        out: torch.Tensor = sageattn(
+        return sageattn(
             call.query.contiguous(),
             call.key.clone(),
             call.value.contiguous(),
@@ -43,4 +43,3 @@ class SageAttentionImpl(DenseImpl, backend=SageAttentionBackend):
             is_causal=self.causal,
             sm_scale=self.scale,
         )
-        return out

@@ -40,8 +40,7 @@ class TritonAttentionImpl(TritonImpl, backend=TritonAttentionBackend):
         from attn.torch.kernels.dense_decode import decoder
 
         shape = self.num_heads, self.num_kv_heads, self.head_size
-        row: Callable[..., torch.Tensor] = decoder(query.device, query.dtype, shape, self.signed_scale)
-        return row
+        return decoder(query.device, query.dtype, shape, self.signed_scale)
 
     def _prompts(self, general: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """Return a launch of the Hopper kernel alone, which reads keys where they are; `general` where it does not serve."""

@@ -22,4 +22,4 @@ class TritonPrefillBackend(MLAPrefillBackend):
         from attn.jax.kernels.gpu.mla_prefill import mla_prefill
 
         arrays = call.q, call.k, call.v, call.meta.query_start_loc, call.key_start_loc
-        return mla_prefill(*arrays, scale=self.scale, causal=call.causal)  # type: ignore[no-any-return]
+        return mla_prefill(*arrays, scale=self.scale, causal=call.causal)
