@@ -9,10 +9,7 @@ Masked keys are not loaded, and their scores are replaced by -inf. Weights in fl
 `paged_attention`.
 """
 
-import ctypes
 import functools
-import struct
-from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
@@ -23,7 +20,14 @@ from torch import library
 
 from attn.kernels.launch import LOG2E, UNBOUNDED, power_of_two, row_launch, row_parts
 from attn.kernels.paged_attention import tanh
-from attn.torch.kernels.direct import Prepared, arch, memory_of_stream, multiprocessors, strides_that_count
+from attn.torch.kernels.direct import (
+    Prepared,
+    Repeated,
+    arch,
+    memory_of_stream,
+    multiprocessors,
+    strides_that_count,
+)
 from attn.torch.kernels.runs import Runs
 
 _BY_KEY = itemgetter(0, 2, 1)  #: strides of [B, K, m, D] in the kernel's order: of requests, keys and heads
@@ -220,37 +224,15 @@ class Decoder:
         kernel = self.kernels.get(key_of) or self._prepared(key_of)
         return kernel, (count, parts), memory, (self.factor, self.cap, self.window, keys, parts, *strides)
 
-    def bound(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Callable[..., torch.Tensor]:
-        """Return this call, without sinks and runs, for arrays of these shapes, strides and dtypes at any place: its launch is
-        prepared once. Calls that it does not serve, such as those on a stream of the caller's, are made by the decoder."""
-        index, shape = self.device.index if query.is_cuda else None, (key.shape[0], 1, self.heads, self.size)
-        dense = query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
-        if not dense or not shape[0] or (index is not None and torch._C._cuda_getCurrentRawStream(index)):
+    def bound(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Repeated:
+        """Return this call, without sinks and runs, for arrays of these shapes, strides and dtypes: see `Prepared.again`."""
+        batch = key.shape[0]
+        if not batch or not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
             return self
         kernel, grid, memory, numbers = self._planned(query, key, value)
-        slots, addresses = (ctypes.c_uint64 * 4)(), [0 if x is None else x.data_ptr() for x in memory]
-        arguments, changing = (0, *addresses, *[0] * 7, *numbers, 0), ((0, 0), (3, 1), (4, 2), (5, 3))
-        launch = kernel.bind(*grid, arguments, changing, ctypes.addressof(slots))
-        if launch is None:
-            return self
-        idle, pack = [(launch, memory)], struct.Struct("=4Q").pack_into  # one thread's at a time
-
-        def again(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: None) -> torch.Tensor:
-            output = query.new_empty(*shape)
-            places = output.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr()
-            here = index is None or (torch._C._cuda_getDevice() == index and not torch._C._cuda_getCurrentRawStream(index))
-            if not here or (places[0] | places[1] | places[2] | places[3]) & 15:
-                return self(query, key, value)
-            try:
-                free = idle.pop()
-            except IndexError:
-                return self(query, key, value)
-            pack(slots, 0, *places)
-            launched = free[0](0, places)
-            idle.append(free)
-            return output if launched else self(query, key, value)
-
-        return again
+        arguments = 0, *[0 if x is None else x.data_ptr() for x in memory], *[0] * 7, *numbers, 0
+        shape, changing = (batch, 1, self.heads, self.size), ((0, 0), (3, 1), (4, 2), (5, 3))
+        return kernel.again(self, query.device, shape, grid, arguments, changing, memory)
 
     def _prepared(self, key_of: tuple[int, tuple[int, ...] | None]) -> Prepared:
         flags = {name: bool(key_of[0] >> i & 1) for i, name in enumerate(("HAS_SINKS", "HAS_RUNS", "HAS_MASK", "SPLIT"))}

@@ -4,8 +4,10 @@ Triton examines every argument at every launch. `Prepared` passes a compiled ker
 second launch of a kind on; `operator` makes the functions that launch kernels.
 """
 
+import ctypes
 import functools
 import inspect
+import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import or_
@@ -76,6 +78,10 @@ def kind_of(arrays: Sequence[torch.Tensor | None], strides: tuple[int, ...] = (0
 def strides_that_count(strides: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return strides for which Triton compiles kernels of their own; None if all are multiples of 16 below 2**31."""
     return strides if functools.reduce(or_, strides) & _UNEVEN else None
+
+
+#: (query, key, value) -> output.
+Repeated = Callable[..., torch.Tensor]
 
 
 class Compiled(NamedTuple):
@@ -156,12 +162,49 @@ class Prepared:
         if keepers and (keeper := keepers.get(get_ident())) is not None:
             keeper.launched(kept, programs, columns, self._device, addresses, numbers)
 
-    def bind(
-        self, programs: int, columns: int, arguments: Sequence[Any], changing: Sequence[tuple[int, int]], slots: int
-    ) -> Bound | None:
-        """`Compiled.bind` for arrays aligned to 16 bytes; None before the first launch of such, and where a profiler looks."""
-        kept = self._kept.get(None)
-        return None if kept is None or is_profiled() else kept.bind(programs, columns, arguments, changing, slots)
+    def again(
+        self,
+        general: Repeated,
+        device: torch.device,
+        shape: tuple[int, ...],
+        grid: tuple[int, int],
+        arguments: Sequence[Any],
+        changing: Sequence[tuple[int, int]],
+        held: Any,
+    ) -> Repeated:
+        """Return `general` for arrays of the same shapes, strides and dtypes at any place, by one launch that is prepared once.
+
+        shape: of the output; grid: programs and columns; arguments: the launch's; changing: the index of each that has an
+        address, or a tensor map, of the output (0), query (1), key (2) or value (3); held: memory that the launch uses. Calls
+        that it does not serve are made by `general`: of arrays aligned to less than 16 bytes, on a stream of the caller's or
+        another device than the current one, and before the first launch of such arrays or where a profiler looks.
+        """
+        compiled, index = self._kept.get(None), device.index if device.type == "cuda" else None
+        maps = any(type(x) not in (int, float) for x in arguments)
+        if compiled is None or is_profiled() or (maps and compiled.launcher is None):
+            return general
+        if index is not None and torch._C._cuda_getCurrentRawStream(index):
+            return general
+        slots = (ctypes.c_uint64 * 4)()
+        launch = compiled.bind(*grid, arguments, changing, ctypes.addressof(slots))
+        idle, pack = [(launch, held)], struct.Struct("=4Q").pack_into  # one thread's at a time
+
+        def again(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: None) -> torch.Tensor:
+            output = query.new_empty(*shape)
+            places = output.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr()
+            here = index is None or (torch._C._cuda_getDevice() == index and not torch._C._cuda_getCurrentRawStream(index))
+            if not here or (places[0] | places[1] | places[2] | places[3]) & 15:
+                return general(query, key, value)
+            try:
+                free = idle.pop()
+            except IndexError:
+                return general(query, key, value)
+            pack(slots, 0, *places)
+            launched = free[0](0, places)
+            idle.append(free)
+            return output if launched else general(query, key, value)
+
+        return again
 
 
 def temporary(memory: torch.Tensor) -> torch.Tensor:

@@ -52,12 +52,14 @@ def _library() -> Any:
     try:
         library = ctypes.CDLL("libcuda.so.1")
         launch, info, encode = library.cuLaunchKernelEx, library.cuFuncGetParamInfo, library.cuTensorMapEncodeTiled
+        replace = library.cuTensorMapReplaceAddress
     except (OSError, AttributeError):
         return None
     address = ctypes.c_void_p
     launch.argtypes = [address] * 4
     info.argtypes = [address, ctypes.c_size_t, address, address]
     encode.argtypes = [address, ctypes.c_int, ctypes.c_uint, *[address] * 5, *[ctypes.c_int] * 4]
+    replace.argtypes = [address] * 2
     return library
 
 
@@ -153,24 +155,29 @@ class Launcher:
     ) -> Bound:
         """Return a launch of such a grid with these arguments, some of which are values of each call.
 
-        changing: the index of each of these, and which value it is. The driver reads an address where it is among the values
-        that the caller has packed at address `slots`, as 8 bytes each; a tensor map is copied. Threads must not call the launch
-        at the same time.
+        changing: the index of each of these, and which value it is: an address, of a tensor map that of its array. The driver
+        reads an address where it is among the values that the caller has packed at address `slots`, as 8 bytes each; that of a
+        tensor map is replaced. Threads must not call the launch at the same time.
         """
         storage, skip, config, parameters = buffer = self._buffer()
         self._pack(buffer, programs, columns, 0, arguments)
         octets = memoryview(storage).cast("B")[skip : skip + self._bytes + 8 * len(self._offsets)]
-        words, launch, function = octets.cast("Q"), self._launch, self._function
-        maps = [(n, i, self._places[i]) for i, n in changing if i in self._encodings]
+        words, launch, function, replace = (
+            octets.cast("Q"),
+            self._launch,
+            self._function,
+            self._library.cuTensorMapReplaceAddress,
+        )
+        maps = [(n, config + self._places[i]) for i, n in changing if i in self._encodings]
         for i, n in changing:
             if i not in self._encodings:
                 words[self._bytes // 8 + self._offsets.index(self._places[i])] = slots + 8 * n
 
         def run(stream: int, values: Sequence[Any]) -> bool:
             words[_STREAM] = stream
-            for n, i, offset in maps:
-                packed = self._packed(values[n], i)
-                octets[offset : offset + len(packed)] = packed
+            for n, place in maps:
+                if status := replace(place, values[n]):
+                    raise RuntimeError(f"CUDA error {status} in the address of a tensor map: {self._message(status)}")
             status = launch(config, function, parameters, None)
             return status == _SUCCESS or self._launched(status)
 

@@ -12,7 +12,7 @@ from attn.kernels.gluon import descriptor
 from attn.kernels.hopper_prefill import prefill as _prefill
 from attn.kernels.hopper_prefill_launch import ONE_PAGE, ROWS, Arrays, Given, Map, Rules, constants, fits, plan_of
 from attn.kernels.launch import LOG2E, UNBOUNDED
-from attn.torch.kernels.direct import Kind, Prepared, kind_of, memory_of_stream, multiprocessors
+from attn.torch.kernels.direct import Kind, Prepared, Repeated, kind_of, memory_of_stream, multiprocessors
 
 _ARRAYS = 12  #: of the kernel, without the counters
 
@@ -58,19 +58,25 @@ class _Plan(NamedTuple):
 
     def __call__(self, arrays: Sequence[torch.Tensor | None], factors: tuple[float, float], programs: int) -> None:
         """arrays: of the kernel, without the counters."""
+        grid, arrays, numbers = self.launch(arrays, factors, programs)
+        try:
+            self.kernel(grid, arrays, *numbers)
+        except Exception as error:
+            hopper.turn_off("hopper_prefill", error)
+            raise
+
+    def launch(
+        self, arrays: Sequence[torch.Tensor | None], factors: tuple[float, float], programs: int
+    ) -> tuple[int, tuple[torch.Tensor | None, ...], tuple[Any, ...]]:
+        """Return the number of programs, and the kernel's arrays, tensor maps and numbers."""
         _, _, query, key, value, *_ = arrays
         assert query is not None and key is not None and value is not None
         dtype, (q_map, k_map, v_map) = query.dtype, self.maps
         k_desc, v_desc = descriptor(key.data_ptr(), dtype, *k_map), descriptor(value.data_ptr(), dtype, *v_map)
         q_desc = k_desc if q_map is None else descriptor(query.data_ptr(), dtype, *q_map)
         counters = memory_of_stream(query.device, 0, 2)[1]
-        try:
-            self.kernel(
-                min(self.tiles, programs), (*arrays, counters), q_desc, k_desc, v_desc, *factors, *self.numbers, *self.strides
-            )
-        except Exception as error:
-            hopper.turn_off("hopper_prefill", error)
-            raise
+        numbers = q_desc, k_desc, v_desc, *factors, *self.numbers, *self.strides
+        return min(self.tiles, programs), (*arrays, counters), numbers
 
 
 def _planned(arrays: Sequence[Any], page: int, rules: Rules, ragged: bool = False) -> _Plan:
@@ -112,6 +118,21 @@ class Prompts:
         output = query.new_empty((q[0], q[2], q[1], q[3]))
         plan((output, None, query, key, value, *lists), self._factors, multiprocessors(query.device))
         return output
+
+    def bound(self, general: Repeated, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Repeated:
+        """Return `general`, which makes such calls, for arrays of these shapes, strides and dtypes: see `Prepared.again`."""
+        planned = self._planned(query, key, value) if hopper.is_on("hopper_prefill") else None
+        if planned is None or planned[2]:
+            return general
+        plan, lists, _ = planned
+        batch, heads, rows, size = query.shape
+        given = None, None, query, key, value, *lists
+        programs, arrays, numbers = plan.launch(given, self._factors, multiprocessors(query.device))
+        addresses = [0 if x is None else x.data_ptr() for x in arrays]
+        n, q_map = len(addresses), 1 if plan.maps[0] is not None else 2
+        changing = (0, 0), (2, 1), (3, 2), (4, 3), (n, q_map), (n + 1, 2), (n + 2, 3)
+        shape, held = (batch, rows, heads, size), (lists, arrays[-1])
+        return plan.kernel.again(general, query.device, shape, (programs, 1), (*addresses, *numbers), changing, held)
 
     def _planned(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[_Plan, Any, bool] | None:
         batch, heads, rows, _ = query.shape

@@ -27,9 +27,8 @@ Place = tuple[str, Any]  #: what is at an address, see `_Step`
 
 
 class _Step(NamedTuple):
-    """A launch; changing: the index of each argument that differs from call to call, and its place: ("tensor", index),
-    ("inside", (index of a tensor, offset)), ("temporary", index), ("stream", (index, 0 or 1)), or ("map", (place, what else
-    it depends on))."""
+    """A launch; changing: the index of each argument that differs from call to call, and its place, of a tensor map that of its
+    array: ("tensor", index), ("inside", (index of a tensor, offset)), ("temporary", index) or ("stream", (index, 0 or 1))."""
 
     compiled: Compiled
     programs: int
@@ -85,10 +84,9 @@ class Keeper:
                 changing.append((i, self._places.get(address) or self._inside(address)))
         for i, number in enumerate(numbers, len(addresses)):
             if type(number) not in (int, float):  # a tensor map
-                base = number.base
-                about = base.dtype, tuple(number.shape), tuple(number.strides), tuple(number.block_shape)
-                at = base.data_ptr()
-                changing.append((i, ("map", (self._places.get(at) or self._inside(at), about))))
+                at = number.base.data_ptr()
+                changing.append((i, self._places.get(at) or self._inside(at)))
+                self._complete &= compiled is not None and compiled.launcher is not None  # Triton's encodes a map itself
         self._complete &= compiled is not None
         self._device = device
         if compiled is not None and self._complete:
@@ -151,15 +149,12 @@ class Kept:
         self._begins, self._elements = ends[:-1], ends[-1] // like[0].itemsize
         places = list(dict.fromkeys(place for step in steps for _, place in step.changing))
         self._inside = [place[1] for place in places if place[0] == "inside"]
-        maps = [place[1] for place in places if place[0] == "map"]
-        # the addresses of a call, in the order in which `__call__` finds them, and then its tensor maps
+        # the addresses of a call, in the order in which `__call__` finds them
         order: list[tuple[str, Any]] = [("tensor", i) for i in range(len(like))]
         order += [("inside", which) for which in self._inside] + [("temporary", i) for i in range(len(temporary))]
         order += [("stream", (i, which)) for i in range(len(self._of_stream)) for which in (0, 1)]
-        order += [("map", which) for which in maps]
         at = {place: i for i, place in enumerate(order)}
-        self._maps = [(at[place], about) for place, about in maps]
-        addresses = struct.Struct(f"={len(order) - len(maps)}Q")
+        addresses = struct.Struct(f"={len(order)}Q")
         slots = ctypes.create_string_buffer(addresses.size)
         self._pack = functools.partial(addresses.pack_into, slots, 0)
         bound = list[Bound]()
@@ -194,8 +189,6 @@ class Kept:
             for floats, counters in self._of_stream:
                 values += [x.data_ptr() for x in memory_of_stream(self._device, floats, counters)]
             self._pack(*values)
-            for i, about in self._maps:
-                values.append(_descriptor()(values[i], *about))
             stream = self._stream(self._number)
             return all([launch(stream, values) for launch in launches])
         finally:
@@ -207,11 +200,3 @@ def _extent(x: torch.Tensor) -> int:
     if x.is_contiguous():
         return x.nbytes
     return (sum([(n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)]) + 1) * x.itemsize
-
-
-@functools.cache
-def _descriptor() -> Callable[..., Any]:
-    """The function `descriptor` of Gluon's, which is imported where kernels need it only."""
-    from attn.kernels.gluon import descriptor
-
-    return descriptor

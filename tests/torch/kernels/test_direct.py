@@ -76,6 +76,13 @@ class Driver:
         ctypes.c_uint64.from_address(place).value = len(self.maps)
         return 0
 
+    def cuTensorMapReplaceAddress(self, place, address):
+        assert place % 64 == 0 and address % 16 == 0
+        _, *rest = self.maps[ctypes.c_uint64.from_address(place).value - 1]
+        self.maps.append((address, *rest))
+        ctypes.c_uint64.from_address(place).value = len(self.maps)
+        return 0
+
     def cuLaunchKernelEx(self, config, function, params, extra):
         compiled = self.compiled[function]
         *grid, threads, y, z, shared, stream, attributes, count = struct.unpack("7I4xQQI4x", ctypes.string_at(config, 56))
@@ -147,6 +154,7 @@ def taken():
 SCRIPT = (
     DRIVER
     + """
+from attn.torch.diffusion.backends.triton_attn import TritonAttentionImpl
 from attn.torch.kernels.runs import Runs
 from attn.torch.kernels import dense_decode, kv_write, latent_write, merge_states, mla_decode, mla_prefill
 from attn.torch.kernels import paged_attention as kernels
@@ -213,27 +221,41 @@ def attend_row(reqs, keys, dtype, odd, order, window, extras):
         mask=torch.ones(reqs, keys, dtype=torch.bool) if extras else None,
         runs=Runs(numbers, numbers) if extras else None))
 
-def attend_bound(reqs, keys, dtype, odd, order, window, extras):
-    # a call that was prepared for arrays of the same shapes: of others, one of them not aligned if `odd`
+def others(general, bound, like, arrays, aligned=True):
+    # a call that was prepared for arrays of the same shapes, of others; without `general`'s own launch if they are aligned
     global given, given_tensors
+    for _ in range(2):
+        general(*like)
+    again, given_tensors = bound(*like), arrays
+    assert again is not general
+    given = {x.data_ptr() for x in arrays}
+    taken()
+    direct.Prepared.__call__ = None if aligned else call
+    assert again(*arrays, None, None).shape == arrays[0].transpose(1, 2).shape
+    directly, direct.Prepared.__call__ = taken(), by_triton
+    general(*arrays)
+    direct.Prepared.__call__ = call
+    return directly, taken()
+
+def attend_bound(reqs, keys, dtype, odd, order, window):
     def arrays(odd):
         key = torch.zeros(reqs * keys * 128 + 8, dtype=dtype)[odd : odd + reqs * keys * 128]
         key = key.view(reqs, 2, keys, 64) if order == "heads" else key.view(reqs, keys, 2, 64).transpose(1, 2)
         return torch.zeros(reqs, 8, 1, 64, dtype=dtype), key, key.clone()
     decoder = dense_decode.decoder(torch.device("cpu"), dtype, (8, 2, 64), 0.3, 0.0, window)
-    like, given_tensors = arrays(0), arrays(odd)
-    decoder(*like)
-    again = decoder.bound(*like)
-    assert again is not decoder
-    given = {x.data_ptr() for x in given_tensors}
-    taken()
-    assert again(*given_tensors, None, None).shape == (reqs, 1, 8, 64)
-    directly = taken()
-    direct.Prepared.__call__ = by_triton
-    decoder(*given_tensors)
-    direct.Prepared.__call__ = call
-    used.add(("attend_bound", directly[0][0]))
-    return directly, taken()
+    found = others(decoder, decoder.bound, arrays(0), arrays(odd), not odd)
+    used.add(("attend_bound", found[0][0][0]))
+    return found
+
+def prompts_bound(reqs, rows, dtype, causal):
+    def arrays():
+        x = [torch.zeros(reqs, rows, heads, 64, dtype=dtype) for heads in (8, 2, 2)]
+        return x[0].transpose(1, 2), *(y.transpose(1, 2).contiguous() for y in x[1:])
+    like, impl = arrays(), TritonAttentionImpl(8, 64, 0.3, causal, 2)
+    launch = impl.launcher(*(x.transpose(1, 2) for x in like))
+    found = others(launch, launch.bound, like, arrays())
+    used.add(("prompts_bound", found[0][0][0]))
+    return found
 
 def write(tokens, dtype, stored, odd, scales):
     key = torch.zeros(tokens * 128 + 8, dtype=dtype)[odd : odd + tokens * 128].view(tokens, 2, 64)
@@ -277,8 +299,11 @@ calls += [
         (torch.float16, 0, "heads", 100, True)
     )
 ]
-calls += [(attend_bound, reqs, keys, half, *how, False) for reqs, keys in ((3, 700), (1, 701)) for how in (
-    (0, "heads", None), (0, "tokens", 100), (1, "heads", None))]
+calls += [
+    (attend_bound, reqs, keys, half, *how) for reqs, keys in ((3, 700), (1, 701))
+    for how in ((0, "heads", None), (0, "tokens", 100), (1, "heads", None))
+]
+calls += [(prompts_bound, reqs, rows, half, causal) for reqs, rows, causal in ((2, 300, True), (1, 129, False))]
 calls += [
     (write, tokens, *shape) for tokens in (3, 17, 5)
     for shape in ((half, half, 0, False), (half, half, 1, False), (half, fp8, 0, True), (full, half, 0, False))
@@ -309,6 +334,7 @@ for of, *arguments in calls:
         assert len(directly) == (1 if arguments[-1] else 2)
 wanted = {
     attend: "attention merge", attend_prompts: "attention prefill", attend_row: "_decode", attend_bound: "_decode",
+    prompts_bound: "prefill",
     merge: "merge", write: "write", write_latents: "write", decode: "attend shares merge", prefill: "attend prefill",
 }
 assert used == {(of.__name__, name) for of, names in wanted.items() for name in names.split()}, used

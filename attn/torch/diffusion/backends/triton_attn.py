@@ -5,6 +5,7 @@ directly, as for encoders; other keys are passed as a cache with pages in order.
 multiple of a page, and the present keys are moved to the start.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -54,11 +55,10 @@ class TritonAttentionImpl(TritonImpl, backend=TritonAttentionBackend):
 
         @on_device
         def launch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            out = None
-            if hopper.is_on("hopper_prefill"):
-                out = prompts(query, key, value)
+            out = prompts(query, key, value) if hopper.is_on("hopper_prefill") else None
             return general(query, key, value) if out is None else out
 
+        launch.bound = functools.partial(prompts.bound, launch)  # type: ignore[attr-defined]
         return launch
 
     def _launch(self, call: DenseCall, lse: torch.Tensor | None) -> torch.Tensor:
