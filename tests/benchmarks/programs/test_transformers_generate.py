@@ -77,6 +77,18 @@ def test_a_run_prints_and_writes_every_row(
     assert f"left out: {rows[2]}: needs " in printed
 
 
+@pytest.mark.parametrize(("cache", "few"), [("dynamic", 1), ("compiled", 4)])
+def test_a_token_is_the_difference_of_calls_that_record_alike(cache: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled step is recorded in each `generate` that has one, so the calls that are compared both have."""
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    work = program.Generation(None, Row("llama", 1, 8, cache), 32, 2)
+    record = 1000.0 if cache == "compiled" else 0.0
+    monkeypatch.setattr(work, "generate", lambda prompt, new: (7.0 + (new > 1) * record + 2.0 * (new - 1), None))
+    times = work.times()
+    assert set(times) == {"1", str(few), "33"}
+    assert work.figures(times) == {"prefill ms": 7.0, "ms per token": 2.0}
+
+
 @pytest.mark.usefixtures("quiet")
 def test_outputs_of_another_computation_fail_the_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
