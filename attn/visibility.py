@@ -90,7 +90,7 @@ class BatchMask(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether the layer alone decides."""
-        return all(array is None for array in self)
+        return self.tree is self.spans is self.prefix is self.is_causal is None
 
     @property
     def has_ranges(self) -> bool:

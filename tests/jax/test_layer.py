@@ -15,6 +15,8 @@ from flax import nnx
 
 from attn import reference
 from attn.backends.metadata import CommonAttentionMetadata
+from attn.backends.registry import AttentionBackendEnum
+from attn.capabilities import Request
 from attn.errors import DTypeError, MetadataError, ShapeError, UnsupportedError
 from attn.jax import Attention, DiffusionAttention
 from attn.visibility import BatchMask
@@ -340,10 +342,14 @@ def test_the_shape_of_a_cache_is_known_without_allocating_it() -> None:
 
 def test_xlas_backends_declare_no_batch_invariance() -> None:
     """XLA compiles a program for each padded shape, and two programs may round differently."""
-    with pytest.raises(UnsupportedError, match="XLA_ATTN +batch_invariant not supported") as refusal:
+    with pytest.raises(UnsupportedError, match="XLA_ATTN +batch_invariant not supported: XLA compiles products"):
         new_layer(features=["batch_invariant"])
-    assert "no built-in backend serves it yet" not in str(refusal.value)
     assert not new_layer().impl.batch_invariant
+    for kind, names in (("mla", "XLA_MLA PALLAS_MLA TRITON_MLA_JAX"), ("sparse_mla", "XLA_MLA_SPARSE PALLAS_MLA_SPARSE")):
+        request = Request(576, "bfloat16", features=frozenset({kind, "batch_invariant"}))
+        for name in names.split():
+            why = AttentionBackendEnum[name].get_class().why_not(request)
+            assert any("two programs may sum in different orders" in reason for reason in why), name
 
 
 def test_a_layer_is_shown_in_one_line_by_itself_and_within_a_model() -> None:

@@ -23,6 +23,7 @@ class XLAAttentionBackend(PagedAttentionBackend):
         kv_cache_dtypes=("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"),
         attn_types=ATTN_TYPES,
         features=FEATURES,
+        refusals=records.NOT_INVARIANT,
     )
 
 

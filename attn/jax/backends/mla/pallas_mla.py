@@ -26,6 +26,7 @@ class PallasMLABackend(MLACommonBackend):
     capabilities = records.PALLAS(
         kv_cache_dtypes=("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"),
         features=frozenset({Feature.MLA, Feature.NON_CAUSAL, Feature.DCP, Feature.NAN_SAFE}),
+        refusals=records.NOT_INVARIANT,
     )
 
     @staticmethod

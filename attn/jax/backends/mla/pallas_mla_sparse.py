@@ -27,6 +27,7 @@ class PallasMLASparseBackend(MLACommonBackend):
         dtypes=("bfloat16",),
         kv_cache_dtypes=("auto", "bfloat16"),
         features=frozenset({Feature.SPARSE_MLA, Feature.DCP, Feature.NAN_SAFE}),
+        refusals=records.NOT_INVARIANT,
     )
 
     @staticmethod

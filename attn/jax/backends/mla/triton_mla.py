@@ -24,6 +24,7 @@ class TritonMLABackend(MLACommonBackend):
         head_sizes=(MultipleOf(16, 32, 576),),
         kv_cache_dtypes=LATENT_CACHE_DTYPES,
         features=frozenset({Feature.MLA, Feature.NON_CAUSAL, Feature.DCP, Feature.NAN_SAFE}),
+        refusals=records.NOT_INVARIANT,
     )
 
     @classmethod

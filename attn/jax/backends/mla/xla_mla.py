@@ -17,6 +17,7 @@ class XLAMLABackend(MLACommonBackend):
     capabilities = records.XLA(
         kv_cache_dtypes=LATENT_CACHE_DTYPES,
         features=frozenset({Feature.MLA, Feature.NON_CAUSAL, Feature.DCP, Feature.NAN_SAFE}),
+        refusals=records.NOT_INVARIANT,
     )
 
 

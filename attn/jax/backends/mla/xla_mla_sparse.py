@@ -16,7 +16,9 @@ from attn.jax.kernels import xla_mla
 class XLAMLASparseBackend(MLACommonBackend):
     name = "XLA_MLA_SPARSE"
     capabilities = records.XLA(
-        kv_cache_dtypes=LATENT_CACHE_DTYPES, features=frozenset({Feature.SPARSE_MLA, Feature.DCP, Feature.NAN_SAFE})
+        kv_cache_dtypes=LATENT_CACHE_DTYPES,
+        features=frozenset({Feature.SPARSE_MLA, Feature.DCP, Feature.NAN_SAFE}),
+        refusals=records.NOT_INVARIANT,
     )
 
 
