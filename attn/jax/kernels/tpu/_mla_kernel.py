@@ -51,6 +51,7 @@ SCORES, OUTPUTS = range(2)
 class Config(PagedConfig):
     """The static configuration. A row of the cache is `lanes` wide; its first `values` columns are the value."""
 
+    chunk: int  # keys that are processed at a time in a block that some row does not see whole
     values: int
     staged: bool  # keys enter products from `wide`, since they are not multiplied as they are stored
     rebiased: bool  # the cache is float8_e4m3fn, read as another format: see `rebiased`
@@ -73,12 +74,17 @@ class Rows:
     order: Ref = None  # [S, 128] int32: a row's token within the item
 
 
-class Block(NamedTuple):
-    """The keys in `slot`, from position `begin` on, for an item. masked: some row may not see some of them."""
+class Step(NamedTuple):
+    """The keys of an item that are processed together: `size` rows of the block in `slot`, from `start` on.
+
+    The first is at position `begin`. masked: some row may not see some of them.
+    """
 
     item: Item
     slot: jax.Array
+    start: jax.Array | int
     begin: jax.Array
+    size: int
     masked: bool
 
 
@@ -119,8 +125,8 @@ def _repeat(cfg: Config, refs: Refs, loads: _pages.Loads, kinds: list[tuple[Rows
         def block(b: jax.Array, _: None) -> None:
             loads.start(i, b, slot)
             loads.wait(i, b, slot)
-            found = Block(item, slot, first + b * cfg.kv_block, True)
-            _by_tiles(cfg, rows, lambda at: _exact(cfg, refs, rows, found, at))
+            step = Step(item, slot, 0, first + b * cfg.kv_block, cfg.kv_block, True)
+            _by_tiles(cfg, rows, lambda at: _exact(cfg, refs, rows, step, at))
 
         _pages.start(ops.queries(i))
         _pages.wait(ops.queries(i))
@@ -157,18 +163,35 @@ def _kind(cfg: Config, refs: Refs, rows: Rows) -> _pages.ItemOps:
         return copies + ([copy(rows.lse_rows, place(rows.lse, i), refs.o_sem)] if cfg.lse else [])
 
     def attend(item: Item, begin: jax.Array, slot: jax.Array) -> None:
-        stop = begin + cfg.kv_block
-        clear = stop <= item.high  # whether every row sees every key
-        if cfg.mask.causal and rows is refs.long:
-            clear &= stop <= item.position + 1
+        def go(start: jax.Array | int, size: int, masked: bool) -> None:
+            step = Step(item, slot, start, begin + start, size, masked)
+            _by_tiles(cfg, rows, lambda at: _stream(cfg, refs, rows, step, at))
 
-        def go(masked: bool) -> None:
-            if masked:
-                _pages.clean(cfg, refs, slot, item.low - begin, item.high - begin, cfg.kv_block // cfg.tile)
-            _by_tiles(cfg, rows, lambda at: _stream(cfg, refs, rows, Block(item, slot, begin, masked), at))
+        def step(start: jax.Array | int, size: int, other: Callable[[], None]) -> None:
+            """Keys that every row sees at once, and others by `other`."""
+            stop = begin + start + size
+            clear = stop <= item.high
+            if cfg.mask.causal and rows is refs.long:
+                clear &= stop <= item.position + 1
+            pl.when(clear)(lambda: go(start, size, False))
+            pl.when(jnp.logical_not(clear))(other)
 
-        pl.when(clear)(lambda: go(False))
-        pl.when(jnp.logical_not(clear))(lambda: go(True))
+        def chunk(start: jax.Array | int) -> None:
+            def masked() -> None:
+                tiles = lax.div(start, cfg.tile) + cfg.chunk // cfg.tile
+                _pages.clean(cfg, refs, slot, item.low - begin, item.high - begin, tiles)
+                go(start, cfg.chunk, True)
+
+            step(start, cfg.chunk, masked)
+
+        def chunks() -> None:
+            count = lax.div(jnp.clip(item.high - begin, 0, cfg.kv_block) + (cfg.chunk - 1), cfg.chunk)
+            lax.fori_loop(0, count, lambda n, _: chunk(pl.multiple_of(n * cfg.chunk, cfg.chunk)), None)
+
+        if cfg.chunk == cfg.kv_block:
+            chunk(0)
+        else:
+            step(0, cfg.kv_block, chunks)
 
     def finish(i: jax.Array) -> None:
         _mark(cfg, refs, rows, i)
@@ -206,34 +229,34 @@ def _by_tiles(cfg: Config, rows: Rows, do: Callable[[Any], None]) -> None:
     lax.fori_loop(0, number // row_tile, tile, None, unroll=number == row_tile)
 
 
-def _seen(cfg: Config, rows: Rows, block: Block, at: Any, start: Any) -> jax.Array:
+def _seen(cfg: Config, rows: Rows, step: Step, at: Any, start: Any) -> jax.Array:
     """Whether the rows `at` see the keys of the tile at `start`: [rows, keys]."""
-    j = block.begin + start + lax.broadcasted_iota(jnp.int32, (at.size, cfg.key_tile), 1)
-    visible = j < block.item.high
+    j = step.begin + start + lax.broadcasted_iota(jnp.int32, (at.size, cfg.key_tile), 1)
+    visible = j < step.item.high
     if cfg.mask.causal and rows.order is not None:
-        visible &= j <= block.item.position + widen(rows.order[at, :], cfg.key_tile)
+        visible &= j <= step.item.position + widen(rows.order[at, :], cfg.key_tile)
     return visible
 
 
-def _scores(cfg: Config, refs: Refs, rows: Rows, block: Block, at: Any, start: Any, keys: jax.Array) -> jax.Array:
-    s = dot(rows.q[block.item.q_slot, at, :], keys, 1, 1) * refs.factors[SCORES]
-    return jnp.where(_seen(cfg, rows, block, at, start), s, -jnp.inf) if block.masked else s
+def _scores(cfg: Config, refs: Refs, rows: Rows, step: Step, at: Any, start: Any, keys: jax.Array) -> jax.Array:
+    s = dot(rows.q[step.item.q_slot, at, :], keys, 1, 1) * refs.factors[SCORES]
+    return jnp.where(_seen(cfg, rows, step, at, start), s, -jnp.inf) if step.masked else s
 
 
-def _stream(cfg: Config, refs: Refs, rows: Rows, block: Block, at: Any) -> None:
-    """Process a block for the rows `at` in one pass.
+def _stream(cfg: Config, refs: Refs, rows: Rows, step: Step, at: Any) -> None:
+    """Process a step for the rows `at` in one pass.
 
     Products of keys run a tile ahead of the exponentials, and products of values a tile behind them. Exponentials are relative
     to the maximum of the rows' scores so far and of the first tile, so that no tile waits for the scores of all. A sum that
     shows that later scores are much larger becomes NaN, as does one of numbers that are not finite.
     """
     dtype = rows.q.dtype
-    tiles = [pl.ds(start, cfg.key_tile) for start in range(0, cfg.kv_block, cfg.key_tile)]
+    tiles = [pl.ds(step.start + first, cfg.key_tile) for first in range(0, step.size, cfg.key_tile)]
     scores: list[jax.Array] = []
     weights: list[jax.Array] = []
 
     def keys(tile: Any) -> jax.Array:
-        codes = rows_at(cfg, refs, block.slot, 0, 0, tile)
+        codes = rows_at(cfg, refs, step.slot, 0, 0, tile)
         if not cfg.staged:
             return codes
         ready = rebiased(codes, refs.lost) if cfg.rebiased else codes.astype(refs.wide.dtype)
@@ -241,11 +264,11 @@ def _stream(cfg: Config, refs: Refs, rows: Rows, block: Block, at: Any) -> None:
         return ready
 
     def values(tile: Any) -> jax.Array:
-        return refs.wide[tile, : cfg.values] if cfg.staged else refs.kv[block.slot, 0, 0, tile, : cfg.values]
+        return refs.wide[tile, : cfg.values] if cfg.staged else refs.kv[step.slot, 0, 0, tile, : cfg.values]
 
     for n in range(len(tiles) + 2):
         if n < len(tiles):
-            scores.append(_scores(cfg, refs, rows, block, at, tiles[n].start, keys(tiles[n])))
+            scores.append(_scores(cfg, refs, rows, step, at, n * cfg.key_tile, keys(tiles[n])))
         if n == 1:
             m = rows.m[at, :]
             base = jnp.maximum(m, jnp.max(scores[0], axis=1, keepdims=True))
@@ -265,23 +288,23 @@ def _stream(cfg: Config, refs: Refs, rows: Rows, block: Block, at: Any) -> None:
     rows.acc[at, :] = acc
 
 
-def _exact(cfg: Config, refs: Refs, rows: Rows, block: Block, at: Any) -> None:
+def _exact(cfg: Config, refs: Refs, rows: Rows, step: Step, at: Any) -> None:
     """The same relative to the maximum of all scores, where no row is affected by numbers that it does not see."""
     dtype = rows.q.dtype
 
     def tile(n: jax.Array, _: None) -> None:
         start = pl.multiple_of(n * cfg.key_tile, cfg.key_tile)
-        keys = widened_exactly(cfg, rows_at(cfg, refs, block.slot, 0, 0, pl.ds(start, cfg.key_tile)))
-        s = _scores(cfg, refs, rows, block, at, start, keys.astype(dtype))
+        keys = widened_exactly(cfg, rows_at(cfg, refs, step.slot, 0, 0, pl.ds(start, cfg.key_tile)))
+        s = _scores(cfg, refs, rows, step, at, start, keys.astype(dtype))
         m = rows.m[at, :]
         new = jnp.maximum(m, jnp.max(s, axis=1, keepdims=True))
         safe = jnp.where(new == -jnp.inf, 0.0, new)
         p, rescale = jnp.exp2(s - widen(safe, cfg.key_tile)), jnp.exp2(m - safe)
         rows.m[at, :], rows.l[at, :] = new, rows.l[at, :] * rescale + jnp.sum(p, axis=1, keepdims=True)
-        part = _select(p.astype(dtype), _seen(cfg, rows, block, at, start), keys[:, : cfg.values])
+        part = _select(p.astype(dtype), _seen(cfg, rows, step, at, start), keys[:, : cfg.values])
         rows.acc[at, :] = rows.acc[at, :] * widen(rescale, cfg.values) + part
 
-    lax.fori_loop(0, cfg.kv_block // cfg.key_tile, tile, None)
+    lax.fori_loop(0, step.size // cfg.key_tile, tile, None)
 
 
 def _select(p: jax.Array, seen: jax.Array, wide: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from attn.jax.kernels.tpu import _plan
 from attn.jax.kernels.tpu._refs import PagedConfig, PagedRefs, Ref, rows_between
 
-#: Pages that are requested without a loop.
+#: Pages that are requested without a branch.
 _PAGES_AT_ONCE = 16
 
 
@@ -226,14 +226,14 @@ class Loads:
         """Where the table names the first page of block b of item i."""
         return self.field(_plan.TABLE, i) + self.first_page(i) + b * (self.cfg.kv_block // self.cfg.page)
 
-    def pages(self, i: jax.Array, b: jax.Array, slot: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
+    def pages(self, i: jax.Array, b: jax.Array, slot: jax.Array) -> tuple[jax.Array, Callable[[jax.Array | int], Any]]:
         """(the number of pages of block b of item i with a visible key, the copy of the nth of them into `slot`)."""
         cfg, per_block = self.cfg, self.cfg.kv_block // self.cfg.page
         begin = self.first_page(i) + b * per_block
         stop = lax.div(self.field(_plan.HIGH, i) + (cfg.page - 1), cfg.page)
         base = self.first_entry(i, b)
 
-        def nth(n: jax.Array) -> Any:
+        def nth(n: jax.Array | int) -> Any:
             return self.page(base + n, n, slot)
 
         number = jnp.clip(stop - begin, 0, per_block)
@@ -247,7 +247,7 @@ class Loads:
         number, per_block = jnp.where(there, number, 0), self.cfg.kv_block // self.cfg.page
         at_once = min(_PAGES_AT_ONCE, per_block)
 
-        def some(n: jax.Array, _: None) -> None:
+        def some(n: jax.Array | int, _: None = None) -> None:
             for page in [n * at_once + k for k in range(at_once)]:
                 there = page < number
                 if self.cfg.num_runs:
@@ -256,8 +256,10 @@ class Loads:
                     there &= entry >= 0
                 pl.when(there)(nth(page).start)  # its id is read unconditionally, which is faster than a branch
 
-        if per_block == at_once:
-            some(jnp.int32(0), None)
+        if per_block <= 2 * at_once:  # places that are known save a third of the time of a loop
+            some(0)
+            if per_block > at_once:
+                pl.when(number > at_once)(lambda: some(1))
         else:
             lax.fori_loop(0, lax.div(number + (at_once - 1), at_once), some, None)
 
@@ -268,7 +270,7 @@ class Loads:
         """A copy of as many bytes as all pages of a block."""
         return copy(self.refs.kv.at[slot], self.refs.kv.at[slot], self.refs.kv_sem.at[slot])
 
-    def wait_for(self, number: jax.Array, nth: Callable[[jax.Array], Any], slot: jax.Array) -> None:
+    def wait_for(self, number: jax.Array, nth: Callable[[jax.Array | int], Any], slot: jax.Array) -> None:
         """Wait for as many pages in `slot`, wherever in it they are; nth: the copies of so many pages."""
         per_block = self.cfg.kv_block // self.cfg.page
         pl.when(number == per_block)(self.whole(slot).wait)

@@ -29,12 +29,13 @@ from attn.visibility import LayerMask
 class Blocks(NamedTuple):
     """Sizes of a launch.
 
-    Keys per DMA block, query tokens per long item (0: there is none), keys and rows of a score matrix, and blocks in memory
-    at a time.
+    Keys per DMA block; query tokens per long item (0: there is none); keys per step if some row does not see a whole block;
+    keys and rows of a score matrix; and blocks in memory at a time.
     """
 
     kv_block: int
     large: int
+    chunk: int
     key_tile: int
     row_tile: int
     slots: int = 4
@@ -48,17 +49,21 @@ def row_lanes(width: int) -> int:
 def blocks_for(chip: str, shape: PagedShape) -> Blocks:
     """Block sizes for a launch on `chip`. Raises ValueError for an unknown chip.
 
-    2,048 keys at a time, since the products of a block wait for its exponentials and longer blocks wait less often; 512
-    rows per item, and 256 of them between two loads of keys, keep the matrix unit busy.
+    2,048 keys at a time, and 4,096 codes that are multiplied as they are, since the products of a block wait for its
+    exponentials and longer blocks wait less often; 512 rows per item, and 256 of them between two loads of keys, keep the
+    matrix unit busy.
     """
     chip_of(chip)
-    heads, page, kv_block = shape.group, shape.page, max(2048, shape.page)
+    codes = shape.cache_itemsize == 1 and chip in MULTIPLIES_FP8 and shape.max_query_len == 1
+    heads, page, kv_block = shape.group, shape.page, max(4096 if codes else 2048, shape.page)
     while kv_block > max(page, LANES) and kv_block >= 2 * shape.columns * page:
         kv_block //= 2  # no request has that many keys
     large = shape.align if shape.max_query_len > 1 else 0
     while large and 2 * large * heads <= 512 and large < shape.max_query_len:
         large *= 2
-    return Blocks(kv_block, large, min(kv_block, 512), 256 if large and large * heads % 256 == 0 else 128)
+    row_tile = 256 if large and large * heads % 256 == 0 else 128
+    chunk = min(kv_block, max(512 if large else 1024, page))
+    return Blocks(kv_block, large, chunk, min(kv_block, 512), row_tile)
 
 
 class Rules(NamedTuple):
