@@ -199,6 +199,36 @@ def test_a_graph_reads_the_tensors_of_its_replay() -> None:
         torch.testing.assert_close(out, want, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter launches nothing that could be repeated")
+@pytest.mark.parametrize("keys", [40, 3000])
+def test_a_prepared_call_is_the_call_for_other_arrays(keys: int) -> None:
+    """Also on another stream, and in a graph, where the decoder makes it."""
+    from attn.torch.kernels.dense_decode import decoder
+
+    like = arrays(torch.bfloat16, 2, 64, keys)
+    attend = decoder(like[0].device, torch.bfloat16, (8, 2, 64), 0.3, 0.0, None)
+    attend(like[0][:, :, None], *like[1:])
+    prepared = attend.bound(like[0][:, :, None], *like[1:])
+    assert prepared is not attend
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    for turn in range(4):
+        query, *cache = (x.roll(turn + 1, 0) for x in arrays(torch.bfloat16, 2, 64, keys))
+        others = query[:, :, None], *(torch.cat([x, x.new_full((3, 2, 5, 64), torch.nan)], 2)[:, :, :keys] for x in cache)
+        want = attend(*others)
+        if turn == 2:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                got = prepared(*others, None, None)
+            torch.cuda.current_stream().wait_stream(stream)
+        elif turn == 3:
+            with torch.cuda.graph(graph):
+                got = prepared(*others, None, None)
+            graph.replay()
+        else:
+            got = prepared(*others, None, None)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="graphs need a GPU")
 def test_cudagraph_trees_record_rows_again_for_another_cache() -> None:
     """Nothing that a launch keeps is in their pool: they refuse to record where anything but outputs is left."""

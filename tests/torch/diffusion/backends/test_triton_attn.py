@@ -42,3 +42,8 @@ def test_a_prompt_is_the_formula(
     if causal:  # other lengths are
         torch.testing.assert_close(launch(*short).float(), want[:, : rows - 1], rtol=2e-2, atol=2e-2)
     assert (outputs[0] is not None) == (order != "last dimension apart")
+    prepared, made = launch.bound(query, key, value), len(outputs)  # type: ignore[attr-defined]
+    for _ in range(2):
+        others = [x.clone() for x in (query, key, value)]
+        torch.testing.assert_close(prepared(*others).float(), want, rtol=2e-2, atol=2e-2)
+    assert (len(outputs) == made) == (order == "tokens first"), "where nothing is copied, no call is examined"
