@@ -1510,10 +1510,18 @@ DEFECTS = (
     Defect(
         "transformers_plan_sinks",
         "integrations/transformers/dispatch.py",
-        "self.seen[0] is not sinks or self.seen[1] != version",
-        "self.seen[0] is not sinks",
+        "found[0] is not sinks or found[1] != version",
+        "found[0] is not sinks",
         ("integrations/transformers/test_dispatch.py",),
         "Sinks that were loaded later are not used.",
+    ),
+    Defect(
+        "transformers_facts_without_strides",
+        "integrations/transformers/dispatch.py",
+        "query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(), ",
+        "query.shape, key.shape, value.shape, (), (), (), ",
+        ("integrations/transformers/test_dispatch.py",),
+        "A prepared launch reads keys with the strides of another step.",
     ),
     Defect(
         "transformers_plan_environment",

@@ -61,12 +61,10 @@ from attn.integrations.transformers.batching import (
 from attn.integrations.transformers.call import NAME, UNKNOWN, Call, refuse_unknown, request, requested
 from attn.integrations.transformers.dispatch import (
     attend,
-    deciding,
     facts_of,
     found,
-    kept,
     launch_of,
-    plain_launches,
+    launched,
     runs,
     selected,
     weights,
@@ -195,7 +193,7 @@ def _function(backend: str | None) -> Callable[..., Any]:
         out = attend(call, graph)
         launch = None if facts is None else launch_of(call)
         if facts is not None and launch is not None:
-            kept(plain_launches, deciding(facts), launch)
+            launched(facts, s_aux, launch)
         return out, None
 
     return attention

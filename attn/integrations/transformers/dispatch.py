@@ -35,16 +35,21 @@ Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, R
 
 
 class Launch(NamedTuple):
-    """How a layer's calls of the same facts are computed. decoder: of its single rows, if it has one and the values need no
-    padding: `decoder.bound` prepares calls without sinks of the same shapes and strides."""
+    """How a layer's calls of the same facts are computed. of_any: what computes them for any layer with these facts, if values
+    need no padding; its `bound`, if it has one, prepares calls of the same shapes and strides."""
 
     run: Run
-    decoder: Any = None
+    of_any: Any = None
 
     def bound(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None) -> Run:
         """Return `run`, or what does the same with less work of the host for arrays of these shapes and strides."""
-        prepare = getattr(self.decoder, "bound", None)
-        return self.run if prepare is None or sinks is not None else prepare(query, key, value)  # type: ignore[no-any-return]
+        prepare = getattr(self.of_any, "bound", None)
+        if prepare is None:
+            return self.run
+        if sinks is None:
+            return prepare(query, key, value)  # type: ignore[no-any-return]
+        again = prepare(query, key, value, as_float(sinks))
+        return lambda query, key, value, sinks, runs: again(query, key, value, as_float(sinks))  # type: ignore[arg-type]
 
 
 _launches: "weakref.WeakKeyDictionary[Any, dict[Any, Launch | None]]" = weakref.WeakKeyDictionary()
@@ -110,13 +115,13 @@ def facts_of(
 ) -> tuple[Any, ...] | None:
     """Return all of a call without a mask but where its arrays are, with `options` of the layer; None if more may decide.
 
-    Layers of a step have the same ones, except that each with sinks has its own.
+    Layers of a step have the same ones.
     """
     if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
         return None
     return (
         query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(), query.dtype, key.dtype, value.dtype,
-        query.device, key.get_device(), value.get_device(), None if sinks is None else id(sinks), options,
+        query.device, key.get_device(), value.get_device(), sinks is None, options,
     )  # fmt: skip
 
 
@@ -130,9 +135,19 @@ def deciding(facts: tuple[Any, ...]) -> tuple[Any, ...]:
 def found(
     facts: tuple[Any, ...], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
 ) -> Run | None:
-    """Return what computes calls of these facts, and keep it in `runs`; None if none was launched that is decided alike."""
-    launch = plain_launches.get(deciding(facts))
-    return None if launch is None else kept(runs, facts, launch.bound(query, key, value, sinks))
+    """Return what computes calls of these facts, and keep it in `runs` if it does so for any layer; None if none was launched
+    that is decided alike."""
+    decided = deciding(facts)
+    launch = plain_launches.get(decided) or (None if sinks is None else plain_launches.get((decided, id(sinks))))
+    if launch is None or (sinks is not None and launch.of_any is None):
+        return None if launch is None else launch.run
+    return kept(runs, facts, launch.bound(query, key, value, sinks))
+
+
+def launched(facts: tuple[Any, ...], sinks: torch.Tensor | None, launch: Launch) -> None:
+    """Keep a launch of calls with these facts, of layers with the same sinks only if it holds them."""
+    decided = deciding(facts)
+    kept(plain_launches, decided if sinks is None or launch.of_any is not None else (decided, id(sinks)), launch)
 
 
 def launch_of(call: Call) -> Launch | None:
@@ -185,19 +200,18 @@ def _decided(call: Call) -> Launch | None:
     impl: Any = layer.impl
     if not (impl.attends_valid_keys if padded else impl.attends_keys):
         return None
-    held = _Held(impl)
     row = impl.row_launcher(call.query.device, call.query.dtype) if rows == 1 else None
 
     def launch(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, runs: Runs | None
     ) -> torch.Tensor:
-        if sinks is not None:
-            held.set(sinks)
+        floats = None if sinks is None else as_float(sinks)
         if pads:
             value = F.pad(value, (0, pads))
         if row is not None:
-            out: torch.Tensor = row(query, key, value, impl.sinks, runs)
+            out: torch.Tensor = row(query, key, value, floats, runs)
         else:
+            impl.sinks = floats
             q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
             out = impl.attend_keys(q, k, v, causal) if runs is None else impl.attend_keys(q, k, v, causal, valid=runs)
         return out[..., :width] if pads else out
@@ -217,17 +231,17 @@ def _dense(call: Call, way: Way) -> Callable[[torch.Tensor, torch.Tensor, torch.
         return None
 
 
-class _Held:
-    """The sinks of an implementation, converted again only when the module's have changed."""
+#: Sinks by identity: the tensor, its version, and its values in float32.
+_floats: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
 
-    def __init__(self, impl: Any) -> None:
-        self.impl, self.seen = impl, (None, -1)
 
-    def set(self, sinks: torch.Tensor) -> None:
-        """Pass on the module's sinks."""
-        version = -1 if sinks.is_inference() else sinks._version
-        if version < 0 or self.seen[0] is not sinks or self.seen[1] != version:
-            self.impl.sinks, self.seen = sinks.detach().float(), (sinks, version)  # type: ignore[assignment]
+def as_float(sinks: torch.Tensor) -> torch.Tensor:
+    """Return a module's sinks in float32, converted again only when they have changed."""
+    version = -1 if sinks.is_inference() else sinks._version
+    found = _floats.get(id(sinks))
+    if found is None or found[0] is not sinks or found[1] != version or version < 0:
+        found = kept(_floats, id(sinks), (sinks, version, sinks.detach().float()))
+    return found[2]
 
 
 def by_dense(call: Call) -> torch.Tensor:

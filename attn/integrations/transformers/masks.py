@@ -105,7 +105,8 @@ def mask(
 
     model = None
     if "config" in kwargs and not torch.compiler.is_compiling():
-        model = _computes_itself(kwargs["config"].__class__)
+        kind: Any = type(kwargs["config"])  # not its `__class__`: a configuration looks attributes up in Python
+        model = _computes_itself(kind)
     if model is not None:
         raise UnsupportedError(
             f'{model}: attn_implementation="{NAME}" not supported: its layers compute attention without transformers\' '

@@ -224,14 +224,16 @@ class Decoder:
         kernel = self.kernels.get(key_of) or self._prepared(key_of)
         return kernel, (count, parts), memory, (self.factor, self.cap, self.window, keys, parts, *strides)
 
-    def bound(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Repeated:
-        """Return this call, without sinks and runs, for arrays of these shapes, strides and dtypes: see `Prepared.again`."""
+    def bound(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None = None) -> Repeated:
+        """Return this call, without runs, for arrays of these shapes, strides and dtypes: see `Prepared.again`."""
         batch = key.shape[0]
         if not batch or not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
             return self
-        kernel, grid, memory, numbers = self._planned(query, key, value)
+        kernel, grid, memory, numbers = self._planned(query, key, value, sinks is not None)
         arguments = 0, *[0 if x is None else x.data_ptr() for x in memory], *[0] * 7, *numbers, 0
-        shape, changing = (batch, 1, self.heads, self.size), ((0, 0), (3, 1), (4, 2), (5, 3))
+        shape, changing = (batch, 1, self.heads, self.size), [(0, 0), (3, 1), (4, 2), (5, 3)]
+        if sinks is not None:
+            changing.append((6, 4))
         return kernel.again(self, query.device, shape, grid, arguments, changing, memory)
 
     def _prepared(self, key_of: tuple[int, tuple[int, ...] | None]) -> Prepared:

@@ -80,7 +80,7 @@ def strides_that_count(strides: tuple[int, ...]) -> tuple[int, ...] | None:
     return strides if functools.reduce(or_, strides) & _UNEVEN else None
 
 
-#: (query, key, value) -> output.
+#: (query, key, value, and sinks if there are any) -> output.
 Repeated = Callable[..., torch.Tensor]
 
 
@@ -175,9 +175,9 @@ class Prepared:
         """Return `general` for arrays of the same shapes, strides and dtypes at any place, by one launch that is prepared once.
 
         shape: of the output; grid: programs and columns; arguments: the launch's; changing: the index of each that has an
-        address, or a tensor map, of the output (0), query (1), key (2) or value (3); held: memory that the launch uses. Calls
-        that it does not serve are made by `general`: of arrays aligned to less than 16 bytes, on a stream of the caller's or
-        another device than the current one, and before the first launch of such arrays or where a profiler looks.
+        address, or a tensor map, of the output (0), query (1), key (2), value (3) or sinks (4); held: memory that it uses.
+        Calls that it does not serve are made by `general`: of arrays aligned to less than 16 bytes, on a stream of the caller's
+        or another device than the current one, and all before the first launch of such arrays or where a profiler looks.
         """
         compiled, index = self._kept.get(None), device.index if device.type == "cuda" else None
         maps = any(type(x) not in (int, float) for x in arguments)
@@ -185,24 +185,28 @@ class Prepared:
             return general
         if index is not None and torch._C._cuda_getCurrentRawStream(index):
             return general
-        slots = (ctypes.c_uint64 * 4)()
+        slots = (ctypes.c_uint64 * 5)()
         launch = compiled.bind(*grid, arguments, changing, ctypes.addressof(slots))
-        idle, pack = [(launch, held)], struct.Struct("=4Q").pack_into  # one thread's at a time
+        idle, pack = [(launch, held)], struct.Struct("=5Q").pack_into  # one thread's at a time
 
-        def again(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: None) -> torch.Tensor:
+        def again(
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None = None, runs: None = None
+        ) -> torch.Tensor:
             output = query.new_empty(*shape)
-            places = output.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr()
+            q, k, v, s = query.data_ptr(), key.data_ptr(), value.data_ptr(), 0 if sinks is None else sinks.data_ptr()
+            places = output.data_ptr(), q, k, v, s
             here = index is None or (torch._C._cuda_getDevice() == index and not torch._C._cuda_getCurrentRawStream(index))
-            if not here or (places[0] | places[1] | places[2] | places[3]) & 15:
-                return general(query, key, value)
             try:
-                free = idle.pop()
+                free = idle.pop() if here and not (places[0] | q | k | v | s) & 15 else None
             except IndexError:
-                return general(query, key, value)
-            pack(slots, 0, *places)
-            launched = free[0](0, places)
-            idle.append(free)
-            return output if launched else general(query, key, value)
+                free = None
+            if free is not None:
+                pack(slots, 0, *places)
+                launched = free[0](0, places)
+                idle.append(free)
+                if launched:
+                    return output
+            return general(query, key, value) if sinks is None else general(query, key, value, sinks)
 
         return again
 

@@ -191,34 +191,34 @@ class Bound:
         self.calls.append(key.shape[2])
         return attn.attention(*(x.transpose(1, 2) for x in (query, key, value)), scale=0.25, sinks=sinks, layout="BSHD")
 
-    def bound(self, query, key, value):
+    def bound(self, query, key, value, sinks=None):
         like = [(x.shape, x.stride()) for x in (query, key, value)]
 
-        def again(query, key, value, sinks, runs):
+        def again(query, key, value, sinks=None, runs=None):
             assert like == [(x.shape, x.stride()) for x in (query, key, value)]
             self.prepared.append(key.shape[2])
-            return self(query, key, value)
+            return self(query, key, value, sinks)
 
         return again
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", [{}, {"softcap": None, "s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0])}])
-def test_layers_of_a_step_repeat_a_prepared_call(options, monkeypatch):
-    """Each step prepares one for all of its layers, from the second on; strides count; layers with sinks are not prepared."""
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
+def test_layers_of_a_step_repeat_a_prepared_call(dtype, monkeypatch):
+    """Each step prepares one for all of its layers, from the second on; strides count. Each layer has sinks of its own."""
     decoder = Bound()
     monkeypatch.setattr(dispatch, "_decided", lambda call: dispatch.Launch(decoder, decoder))
-    layers = [Layer() for _ in range(3)]
+    layers = [(Layer(), {} if dtype is None else {"s_aux": torch.randn(4).to(dtype)}) for _ in range(3)]
     for keys in (11, 13, 17):
-        for layer in layers:
+        for layer, options in layers:
             given = arrays(1, keys)
-            got = attended(layer, given, None, **options)
-            want = attn.attention(*(x.transpose(1, 2) for x in given), scale=0.25, sinks=options.get("s_aux"), layout="BSHD")
-            torch.testing.assert_close(got, want)
+            sinks = None if dtype is None else options["s_aux"].float()
+            want = attn.attention(*(x.transpose(1, 2) for x in given), scale=0.25, sinks=sinks, layout="BSHD")
+            torch.testing.assert_close(attended(layer, given, None, **options), want)
     assert decoder.calls == [11] * 3 + [13] * 3 + [17] * 3
-    assert decoder.prepared == ([] if "s_aux" in options else [11] * 2 + [13] * 3 + [17] * 3)
+    assert decoder.prepared == [11] * 2 + [13] * 3 + [17] * 3
     query, key, value = arrays(1, 17)
-    attended(layers[0], (query, key.transpose(1, 2).contiguous().transpose(1, 2), value), None, **options)
+    attended(layers[0][0], (query, key.transpose(1, 2).contiguous().transpose(1, 2), value), None, **layers[0][1])
 
 
 @torch.no_grad()
