@@ -135,7 +135,8 @@ class CommonAttentionMetadata:
         import numpy as np
 
         q, s = _int32("query_lens", query_lens), _int32("seq_lens", seq_lens)
-        table = _table(block_table)
+        _check_int("block_size", block_size, 1)
+        table = _table(block_table, s, block_size)
         ends = np.cumsum(q, dtype=np.int64)
         if len(q) and ends[-1] > INT32_MAX:
             i = int((ends > INT32_MAX).argmax())
@@ -269,14 +270,12 @@ class CommonAttentionMetadata:
             self.check_ids(block_size, num_blocks)
         return self
 
-    def check_ids(self, block_size: int, num_blocks: int, blocks: "IntArray | None" = None) -> None:
+    def check_ids(self, block_size: int, num_blocks: int, pages: "Pages | None" = None) -> None:
         """Check the block ids and slots of a valid batch, where they are on the host, against `num_blocks`; `validate` does it.
 
-        blocks: int32, the ids of all tokens' blocks, or each request's largest as an unsigned number, where the caller has read
-        them from the table.
-        Raises `MetadataError`.
+        pages: the rows of the table, where the caller has read them (`Pages.of`). Raises `MetadataError`.
         """
-        self._check_blocks(block_size, num_blocks, blocks)
+        self._check_blocks(block_size, num_blocks, pages)
         self._check_slots(num_blocks * block_size)
 
     def _check_static(self) -> None:
@@ -387,30 +386,25 @@ class CommonAttentionMetadata:
                 bound += f"; schedule the tokens up to position {last[t]} in this step, as later keys are not in the cache yet"
             raise MetadataError("spans", t, [int(first[t]), int(last[t])], bound)
 
-    def _check_blocks(self, block_size: int, num_blocks: int, blocks: "IntArray | None" = None) -> None:
-        """Check the block ids in use against the number of blocks, if the table is on the host.
-
-        blocks: int32 ids, at least one of them too large, as an unsigned number, if one in use is; None: not read yet.
-        """
+    def _check_blocks(self, block_size: int, num_blocks: int, pages: "Pages | None" = None) -> None:
+        """Check the block ids in use against the number of blocks, if the table is on the host. pages: as in `check_ids`."""
         import numpy as np
 
-        pages, seq_lens = self.pages, self.seq_lens_cpu
+        pages, seq_lens = pages or self.pages, self.seq_lens_cpu
         if seq_lens is None or (pages is not None and pages.hold(seq_lens, block_size, num_blocks)):
             return
-        if isinstance(self.block_table, np.ndarray):
+        if isinstance(self.block_table, np.ndarray) and self.block_table.size:
             table = self.block_table.view(np.uint32)  # one comparison: a negative id is a large unsigned one
+            if pages is None and int(table.max()) < num_blocks:
+                return
             used = -(-seq_lens // block_size)
-            if blocks is None:  # reading a lot of padding would take longer than leaving it out
-                is_padded = 2 * int(used.sum()) < table.size
-                blocks = np.concatenate([table[:0, 0], *rows_of(table, used)]) if is_padded else table
-            if blocks.size and int(blocks.view(np.uint32).max()) >= num_blocks:
-                bad = (table >= num_blocks) & (np.arange(table.shape[1]) < used[:, None])
-                if not bad.any():  # it is not in use
-                    return
-                r, c = (int(x) for x in np.argwhere(bad)[0])
-                why = f"{used[r]} blocks of {block_size} hold {seq_lens[r]} tokens"
-                bound = f"between 0 and {num_blocks - 1} ({why})"
-                raise MetadataError("block_table", (r, c), int(self.block_table[r, c]), bound)
+            bad = (table >= num_blocks) & (np.arange(table.shape[1]) < used[:, None])
+            if not bad.any():  # it is not in use
+                return
+            r, c = (int(x) for x in np.argwhere(bad)[0])
+            why = f"{used[r]} blocks of {block_size} hold {seq_lens[r]} tokens"
+            bound = f"between 0 and {num_blocks - 1} ({why})"
+            raise MetadataError("block_table", (r, c), int(self.block_table[r, c]), bound)
 
     def _check_slots(self, num_slots: int | None) -> None:
         """Check the slots for duplicates and, if known, against the number of slots, if they are on the host."""
@@ -570,6 +564,10 @@ def spans_of(groups: "Sequence[Sequence[int]] | Sequence[IntArray]", query_lens:
     return np.concatenate(spans)
 
 
+#: Tables of fewer entries, or columns, are copied with their padding.
+_LONG, _WIDE = 1 << 15, 64
+
+
 class Pages:
     """The rows of a block table [R, B] without padding. They are never written to. `pages[rows, columns]` reads like the table.
 
@@ -577,10 +575,37 @@ class Pages:
     begin; largest: the largest id as an unsigned number, so that a negative one is larger than any other.
     """
 
-    def __init__(self, ids: "IntArray", counts: "IntArray") -> None:
+    def __init__(self, ids: "IntArray", counts: "IntArray", columns: int | None = None) -> None:
+        """columns: B; None: of the longest row."""
         self.ids, self.counts, self.begins = ids, counts, counts.cumsum() - counts
-        self.shape, self.dtype = (len(counts), int(counts.max(initial=0))), ids.dtype
+        self.shape, self.dtype = (len(counts), int(counts.max(initial=0)) if columns is None else columns), ids.dtype
         self.largest = int(ids.view("uint32").max(initial=0))
+
+    @classmethod
+    def of(cls, table: "IntArray", seq_lens: "IntArray | None", block_size: int) -> "Pages | None":
+        """Return the rows of a long table [R, B] that is mostly padding; None of any other.
+
+        A row ends where the blocks of its tokens do, if a negative id or nothing follows them; a row that goes on, as one with
+        blocks of tokens to come does, makes a table that is copied as it is.
+        """
+        import numpy as np
+
+        columns, (step, of_entries), size = table.shape[1], table.strides, table.itemsize
+        if seq_lens is None or len(seq_lens) != len(table) or table.size < _LONG or columns < _WIDE:
+            return None
+        if of_entries != size or step < size * columns or step % size:
+            return None
+        counts = -(-seq_lens.astype(np.int64) // block_size)
+        after = table[np.arange(len(table)), np.minimum(counts, columns - 1)]
+        goes_on = (after >= 0) & (counts < columns)
+        if 2 * int(counts.sum()) > table.size or goes_on.any() or counts[counts.argmax()] > columns:
+            return None
+        if not table.flags.c_contiguous:  # then what is between its rows is read as a part of them
+            table = np.lib.stride_tricks.as_strided(table, ((len(table) - 1) * step // size + columns,), (size,))
+        memory, begins = table.data.cast("B"), range(0, len(counts) * step, step)  # NumPy's own slices take longer
+        rows = [memory[begin : begin + n] for begin, n in zip(begins, (counts * size).tolist(), strict=True)]
+        ids = np.frombuffer(b"".join(rows), table.dtype)
+        return cls(ids.astype(np.int32, copy=False), counts, columns) if _fits_int32(ids) else None
 
     def __getitem__(self, at: Any) -> Any:
         """Return the ids [n] at (rows [n], columns [n]); for a slice, rows as `Pages`."""
@@ -589,7 +614,7 @@ class Pages:
             return self.ids.take(self.begins[rows] + columns, mode="clip")  # a request without blocks has no place
         counts, begins = self.counts[at], self.begins[at]
         first = int(begins[0]) if len(begins) else 0
-        return Pages(self.ids[first : first + int(counts.sum())], counts)
+        return Pages(self.ids[first : first + int(counts.sum())], counts, self.shape[1])
 
     def hold(self, seq_lens: "IntArray", block_size: int, num_blocks: int) -> bool:
         """Return whether every request has blocks for its tokens and every id is one of `num_blocks`, in use or not."""
@@ -609,15 +634,21 @@ class Pages:
         return table
 
 
-def _table(rows: "Sequence[Sequence[int]] | Sequence[IntArray] | IntArray") -> "IntArray | Pages":
-    """Convert a block table to int32: an array [R, B] to one, rows to `Pages`; always a copy.
+def _table(
+    rows: "Sequence[Sequence[int]] | Sequence[IntArray] | IntArray", seq_lens: "IntArray", block_size: int
+) -> "IntArray | Pages":
+    """Convert a block table to int32: rows, and an array [R, B] that is mostly padding, to `Pages`; always a copy.
 
     Integers are converted at once. Other input is converted row by row, so that the error states the position.
     """
     import numpy as np
 
-    if isinstance(rows, np.ndarray) and rows.ndim == 2 and rows.dtype.kind in "iu" and _fits_int32(rows):
-        return rows.astype(np.int32)
+    if isinstance(rows, np.ndarray) and rows.ndim == 2 and rows.dtype.kind in "iu":
+        pages = Pages.of(rows, seq_lens, block_size)
+        if pages is not None:
+            return pages
+        if _fits_int32(rows):
+            return rows.astype(np.int32)
     rows = list(rows)
     flat = _joined(rows)
     if flat is None:
@@ -654,7 +685,7 @@ def rows_of(block_table: "IntArray", counts: "IntArray") -> "list[IntArray]":
 def _fits_int32(numbers: "IntArray") -> bool:
     return (
         not numbers.size
-        or numbers.dtype.name == "int32"
+        or (numbers.dtype.kind == "i" and numbers.itemsize <= 4)
         or (int(numbers.min()) > -INT32_MAX - 2 and int(numbers.max()) <= INT32_MAX)
     )
 

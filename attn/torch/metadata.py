@@ -275,9 +275,9 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         """
         batch, spec = common_attn_metadata, self.kv_cache_spec
         batch.validate(spec.block_size)
-        arrays, rows = self._arrays(batch)
+        arrays, pages = self._arrays(batch)
         if spec.num_blocks is not None and not fast_build:  # while a device copies the arrays
-            batch.check_ids(spec.block_size, spec.num_blocks, None if rows is None else rows.largest())
+            batch.check_ids(spec.block_size, spec.num_blocks, pages)
         if envs.debug("device"):
             batch.on_host().validate(spec.block_size, spec.num_blocks)
         mask = batch.mask
@@ -320,18 +320,18 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
     def extend(self, metadata: Any, batch: CommonAttentionMetadata, fast_build: bool) -> None:
         """Fill what `metadata_cls` adds to `PagedAttentionMetadata`, after the batch was validated."""
 
-    def _arrays(self, batch: CommonAttentionMetadata) -> "tuple[list[torch.Tensor], _Rows | None]":
+    def _arrays(self, batch: CommonAttentionMetadata) -> tuple[list[torch.Tensor], Pages | None]:
         """Return the batch's `ARRAYS` on the device: those of NumPy's in one copy, which the device makes while the host goes
-        on; tensors that are there already as they are. And the rows of the block table, if they were copied without padding."""
-        target, rows = None if self.device is None else torch.device(self.device), None
+        on; tensors that are there already as they are. And the rows of the block table, if they were read."""
+        target = None if self.device is None else torch.device(self.device)
         if target is None or target.type == "cpu":
             return [self._put(getattr(batch, name), dtype) for name, dtype in zip(ARRAYS, _DTYPES, strict=True)], None
         given = (batch.query_start_loc, batch.seq_lens, batch.pages or batch.block_table, batch.slot_mapping)
         on_host = {i: x for i, x in enumerate(given) if isinstance(x, _ON_HOST)}
         if not on_host:
             return [self._put(x, dtype) for x, dtype in zip(given, _DTYPES, strict=True)], None
-        there, rows = _copies(on_host, batch.seq_lens_cpu, self.kv_cache_spec.block_size, target)
-        return [there[i] if i in there else self._put(x, _DTYPES[i]) for i, x in enumerate(given)], rows
+        there, pages = _copies(on_host, batch.seq_lens_cpu, self.kv_cache_spec.block_size, target)
+        return [there[i] if i in there else self._put(x, _DTYPES[i]) for i, x in enumerate(given)], pages
 
     def _put(self, array: Any, dtype: torch.dtype) -> Any:
         if array is None:
@@ -348,148 +348,48 @@ def _mirror(array: Any) -> "IntArray | None":
 
 #: What is on the host, and where in `ARRAYS` the block table and the slots are.
 _ON_HOST, _TABLE, _SLOTS = (np.ndarray, Pages), ARRAYS.index("block_table"), ARRAYS.index("slot_mapping")
-#: Tables of fewer entries are copied as they are, padding included; others by chunks, of so many entries.
-_SPARSE, _CHUNK = 1 << 15, 64
 #: Types of devices whose `index_select` reads rows that overlap where they are; others may make a copy of all of them first.
 _STRIDED = ("cuda", "cpu", "meta")
 
 
-class _Rows:
-    """The rows of a block table [R, B] that are copied without most of their padding: the device makes rows of equal lengths of
-    the copy again, in which anything may follow a shorter row's entries.
-
-    begins: where each row begins in the copy, [R]; columns: B; size: of the copy, in entries.
-    """
-
-    begins: "IntArray"
-    columns: int
-    size: int
-
-    def copy_to(self, out: "IntArray") -> None:
-        """Write the copy, [size] int32."""
-        raise NotImplementedError
-
-    def largest(self) -> "IntArray | None":
-        """Return the largest id of each row that has any, as an unsigned number, once they are copied; None: known already."""
-        return None
-
-    def table(self, copy: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
-        """Return the rows of a copy on the device as a table [R, B]."""
-        if copy.device.type in _STRIDED:
-            return copy.unfold(0, self.columns, 1).index_select(0, begins)
-        return copy[begins[:, None] + torch.arange(self.columns, device=copy.device)]
-
-
-class _Listed(_Rows):
-    """The rows of `Pages`, and -1 after the last one."""
-
-    def __init__(self, pages: Pages) -> None:
-        self.begins, self.columns, self._ids = pages.begins, pages.shape[1], pages.ids
-        self.size = int(self.begins[-1]) + self.columns
-
-    def copy_to(self, out: "IntArray") -> None:
-        out[: self._ids.size] = self._ids
-        out[self._ids.size :] = -1
-
-
-class _Used(_Rows):
-    """The rows of a table that is mostly padding: the chunks that they begin and end in, and the last row.
-
-    NumPy copies chunks in one call; a slice for each row would take longer than the copy.
-    """
-
-    def __init__(self, table: "IntArray", counts: "IntArray") -> None:
-        """counts: `_counts` of the table."""
-        step, flat = table.strides[0] // 4, _flat(table)
-        at = np.arange(0, len(table) * step, step)
-        first = at // _CHUNK
-        number = -(-(at + counts) // _CHUNK) - first
-        number[-1] = 0  # its last chunk may be incomplete
-        ends = number.cumsum()
-        shift = first - ends + number
-        self._numbers = np.repeat(shift, number)
-        self._numbers += np.arange(ends[-1])
-        self.begins, self.columns = at - shift * _CHUNK, table.shape[1]
-        self.begins[-1] = last = int(ends[-1]) * _CHUNK
-        self._chunks, self._last, self._counts = flat[: flat.size // _CHUNK * _CHUNK].reshape(-1, _CHUNK), table[-1], counts
-        self.size = last + self.columns
-
-    def copy_to(self, out: "IntArray") -> None:
-        self._copy, last = out, len(out) - self.columns
-        np.take(self._chunks, self._numbers, axis=0, out=out[:last].reshape(-1, _CHUNK), mode="clip")  # "raise" copies twice
-        out[last:] = self._last
-
-    def largest(self) -> "IntArray":
-        bounds = np.empty((len(self.begins), 2), np.int64)
-        bounds[:, 0] = self.begins
-        np.add(self.begins, self._counts, out=bounds[:, 1])
-        if not self._counts.all():
-            bounds = bounds[self._counts > 0]
-        ends = bounds.reshape(-1)
-        most = np.maximum.reduceat(self._copy[: ends[-1]].view(np.uint32), ends[:-1])[::2] if ends.size else self._copy[:0]
-        return most.view(np.int32)
-
-
-def _rows_of(table: "IntArray | Pages", seq_lens: "IntArray | None", block_size: int) -> _Rows | None:
-    """Return the rows of a table to be copied without padding; None: it is copied as it is."""
-    if isinstance(table, Pages):
-        return None if table.ids.size == table.shape[0] * table.shape[1] else _Listed(table)
-    counts = None if seq_lens is None else _counts(table, seq_lens, block_size)
-    return None if counts is None else _Used(table, counts)
-
-
-def _flat(table: "IntArray") -> "IntArray":
-    """Return a table's memory from its first entry to its last one, [n]; what is between its rows too."""
-    rows, columns = table.shape
-    if table.flags.c_contiguous:
-        return table.reshape(-1)
-    return np.lib.stride_tricks.as_strided(table, ((rows - 1) * table.strides[0] // 4 + columns,), (4,))
-
-
-def _counts(table: "IntArray", seq_lens: "IntArray", block_size: int) -> "IntArray | None":
-    """Return the number of blocks in each row of a table [R, B] that is mostly padding, [R]; None of any other.
-
-    A row ends where the blocks of its tokens do, if a negative id or nothing follows them; a row that goes on, as one with
-    blocks of tokens to come does, makes a table that is copied as it is.
-    """
-    columns, (step, of_entries) = table.shape[1], table.strides
-    if table.size < _SPARSE or columns < _CHUNK or of_entries != 4 or step < 4 * columns or step % 4:
-        return None
-    counts: IntArray = -(-seq_lens // block_size)
-    if 2 * int(counts.sum()) > table.size:
-        return None
-    after = _flat(table).take(np.arange(0, len(table) * step // 4, step // 4) + np.minimum(counts, columns - 1))
-    return counts if bool(((after < 0) | (counts >= columns)).all()) else None
+def _table(ids: torch.Tensor, begins: torch.Tensor, columns: int) -> torch.Tensor:
+    """Return a table [R, columns] of rows that begin at `begins` [R] of `ids`, in which anything may follow a shorter row."""
+    if ids.device.type in _STRIDED:
+        return ids.unfold(0, columns, 1).index_select(0, begins)
+    return ids[begins[:, None] + torch.arange(columns, device=ids.device)]
 
 
 def _copies(
     arrays: dict[int, Any], seq_lens: "IntArray | None", block_size: int, device: torch.device
-) -> "tuple[dict[int, torch.Tensor], _Rows | None]":
-    """Return copies on `device` of arrays of a batch, and the rows of its table, if they were copied without padding.
+) -> tuple[dict[int, torch.Tensor], Pages | None]:
+    """Return copies on `device` of arrays of a batch, and the rows of its table, if they were read.
 
-    arrays: some of `ARRAYS`, by their numbers; int64 slots as they are and others as int32.
+    arrays: some of `ARRAYS`, by their numbers; int64 slots as they are and others as int32. A table that is mostly padding is
+    copied without it; the device makes rows of equal lengths again.
     """
-    parts, table, rows = dict(arrays), arrays.get(_TABLE), None
+    parts, table, pages, columns = dict(arrays), arrays.get(_TABLE), None, 0
     if table is not None:
-        rows = _rows_of(table, seq_lens, block_size)
-        parts[_TABLE] = rows or (table.ids if isinstance(table, Pages) else table.reshape(-1))
-    if rows is not None:
-        parts[-1] = rows.begins
+        pages = table if isinstance(table, Pages) else Pages.of(table, seq_lens, block_size)
+        parts[_TABLE] = table.reshape(-1) if pages is None else pages.ids
+        if pages is not None and pages.ids.size < table.shape[0] * table.shape[1]:
+            columns = table.shape[1]
+            parts[_TABLE] = pages.ids, np.full(columns - pages.counts[-1], -1, np.int32)  # the last row is as long as any
+            parts[-1] = pages.begins
     if _SLOTS in parts:
         parts[_SLOTS] = np.ascontiguousarray(parts[_SLOTS], np.int64).view(np.int32)
     there = dict(zip(parts, put_together(list(parts.values()), device), strict=True))
-    if rows is not None:
-        there[_TABLE] = rows.table(there[_TABLE], there[-1])
+    if columns:
+        there[_TABLE] = _table(there[_TABLE], there[-1], columns)
     elif table is not None:
         there[_TABLE] = there[_TABLE].view(table.shape)
     if _SLOTS in there:
         there[_SLOTS] = there[_SLOTS].view(torch.int64)
-    return there, rows
+    return there, pages
 
 
-def put_together(parts: "Sequence[IntArray | _Rows]", device: torch.device) -> list[torch.Tensor]:
+def put_together(parts: "Sequence[IntArray | tuple[IntArray, ...]]", device: torch.device) -> list[torch.Tensor]:
     """Return int32 copies on `device` of arrays [n], in one copy: one each would take as many times as long. They are parts of
-    one tensor, each aligned to 16 bytes, because kernels are compiled for that.
+    one tensor, each aligned to 16 bytes, because kernels are compiled for that. Arrays of a tuple are one part.
 
     A GPU copies them from pinned memory while the host goes on; torch keeps that memory until the copy is done, and for later
     batches.
@@ -497,14 +397,15 @@ def put_together(parts: "Sequence[IntArray | _Rows]", device: torch.device) -> l
     places: list[slice] = []
     size = 0
     for part in parts:
-        places.append(slice(size, size + part.size))
-        size += part.size + -part.size % 4
+        n = part.size if isinstance(part, np.ndarray) else sum([x.size for x in part])
+        places.append(slice(size, size + n))
+        size += n + -n % 4
     staged = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
     host = staged.numpy()
     for place, part in zip(places, parts, strict=True):
-        if isinstance(part, _Rows):
-            part.copy_to(host[place])
-        else:
+        if isinstance(part, np.ndarray):
             host[place] = part
+        else:
+            np.concatenate(part, out=host[place])
     there = staged.to(device, non_blocking=True)
     return [there[place] for place in places]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from attn.backends import metadata
 from attn.backends.metadata import INT32_MAX, CommonAttentionMetadata, slots_of, spans_of
 from attn.errors import AttnError, DTypeError, MetadataError, ShapeError
 
@@ -104,6 +105,40 @@ def test_ids_after_a_row_may_be_anything_until_they_are_in_use(after):
     short.seq_lens[0] = 5
     with pytest.raises(MetadataError, match=r"block_table\[0, 1\] = -1: must be between 0 and 4"):
         short.validate(BLOCK, 5)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint8])
+def test_a_table_that_is_mostly_padding_is_read_as_rows(dtype, monkeypatch):
+    """Its shape is the table's own, and the caller's array is neither kept nor changed."""
+    monkeypatch.setattr(metadata, "_LONG", 64)
+    lens, table = [8, 3, 0, 8 * 20], np.full((4, 64), -1).astype(dtype)
+    table[:, 0], table[3, :20] = np.array([7, 6, -1, 0]).astype(dtype), range(20)
+    made = CommonAttentionMetadata.from_lens([1, 1, 0, 1], lens, table, 8)
+    if dtype == np.uint8:  # 255 may be a block
+        assert made.pages is None and made.block_table.tolist() == table.tolist()
+        return
+    assert made.pages.ids.tolist() == [7, 6, *range(20)] and made.pages.shape == (4, 64)
+    table[0, 0] = 9
+    assert made.select(0, 2).block_table.tolist() == [[7, *[-1] * 63], [6, *[-1] * 63]]
+    assert made.block_table.shape == (4, 64) and made.block_table[:, 0].tolist() == [7, 6, -1, 0]
+
+
+def test_which_tables_are_mostly_padding(monkeypatch):
+    monkeypatch.setattr(metadata, "_LONG", 64)
+    of, table, lens = metadata.Pages.of, np.full((4, 64), -1, np.int32), np.array([8, 8, 8, 8 * 64], np.int32)
+    table[:, 0] = table[3] = 3
+    assert of(table, lens, 8).counts.tolist() == [1, 1, 1, 64] == of(table, lens * 2, 16).counts.tolist()
+    assert of(np.full((4, 64), 3, np.int32), lens, 8) is None  # rows go on
+    assert of(table, np.full(4, 8 * 33), 8) is None  # more than half is in use
+    assert of(table, np.array([8, 8, 8, 8 * 65]), 8) is None  # a row lacks blocks
+    assert of(table[:, :63], np.array([8, 8, 8, 8 * 63]), 8) is None  # few columns
+    assert of(table, lens[:3], 8) is None and of(table, None, 8) is None
+    assert of(table.astype(np.int64), lens, 8).ids.dtype == np.int32
+    far = table.astype(np.int64)
+    far[0, 0] = 2**40
+    assert of(far, lens, 8) is None
+    monkeypatch.setattr(metadata, "_LONG", 1 << 15)
+    assert of(table, lens, 8) is None
 
 
 def test_a_batch_that_writes_nothing():

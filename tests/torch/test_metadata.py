@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from attn.backends import metadata as neutral
 from attn.backends.abstract import KVCacheSpec
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.errors import DTypeError, MetadataError, ShapeError
@@ -196,8 +197,8 @@ def test_arrays_reach_another_device_in_one_copy(slots: Any) -> None:
         given.replace(block_table=np.zeros((3, 0), np.int32), slot_mapping=np.zeros(0, slots)),
     ):
         arrays = [getattr(batch, name) for name in NAMES]
-        got, rows = metadata._copies(dict(enumerate(arrays)), batch.seq_lens, 8, torch.device("cpu"))
-        assert rows is None
+        got, pages = metadata._copies(dict(enumerate(arrays)), batch.seq_lens, 8, torch.device("cpu"))
+        assert pages is None
         for i, (name, array) in enumerate(zip(NAMES, arrays, strict=True)):
             tensor = got[i]
             assert tensor.dtype == (torch.int64 if name == "slot_mapping" else torch.int32)
@@ -206,14 +207,11 @@ def test_arrays_reach_another_device_in_one_copy(slots: Any) -> None:
 
 
 @pytest.mark.parametrize("strided", [True, False])
-@pytest.mark.parametrize("chunk", [1, 4, 8, 25])
 @pytest.mark.parametrize("kind", ["dense", "listed", "wide", "transposed", "preallocated", "short"])
-def test_a_long_table_is_copied_without_most_of_its_padding(
-    kind: str, chunk: int, strided: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_table_is_copied_without_its_padding(kind: str, strided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device makes the rows again, with the entries in use. A table with rows that go on after them is copied whole."""
-    monkeypatch.setattr(metadata, "_SPARSE", 64)
-    monkeypatch.setattr(metadata, "_CHUNK", chunk)
+    monkeypatch.setattr(neutral, "_LONG", 64)
+    monkeypatch.setattr(neutral, "_WIDE", 8)
     monkeypatch.setattr(metadata, "_STRIDED", ("cpu",) if strided else ())
     rows, seq_lens = [[1, 2, 3], [4], [], [*range(5, 30)], [30, 31], [0] if kind == "short" else []], [24, 1, 0, 200 - 7, 16, 0]
     if kind == "short":
@@ -227,18 +225,17 @@ def test_a_long_table_is_copied_without_most_of_its_padding(
         batch.block_table = wide[:, :25]
     elif kind == "transposed":
         batch.block_table = batch.block_table.T.copy().T
-    pages, whole = batch.pages if kind == "listed" else None, kind in ("preallocated", "transposed")
+    listed, whole = batch.pages if kind == "listed" else None, kind in ("preallocated", "transposed")
     arrays: list[Any] = [getattr(batch, name) for name in NAMES]
     sizes, together = list[int](), metadata.put_together
 
     def record(parts: Any, device: Any) -> Any:
-        sizes.extend(part.size for part in parts)
+        sizes.extend(sum(map(len, part)) if isinstance(part, tuple) else len(part) for part in parts)
         return together(parts, device)
 
     monkeypatch.setattr(metadata, "put_together", record)
-    given = dict(enumerate(arrays)) | ({NAMES.index("block_table"): pages} if pages else {})
-    got, chosen = metadata._copies(given, np.array(seq_lens), 8, torch.device("cpu"))
-    assert (chosen is None) == whole
+    given = dict(enumerate(arrays)) | ({NAMES.index("block_table"): listed} if listed else {})
+    got, pages = metadata._copies(given, np.array(seq_lens), 8, torch.device("cpu"))
     for i, (name, array) in enumerate(zip(NAMES, arrays, strict=True)):
         tensor = got[i]
         assert tensor.dtype == (torch.int64 if name == "slot_mapping" else torch.int32)
@@ -247,24 +244,10 @@ def test_a_long_table_is_copied_without_most_of_its_padding(
             assert tensor.tolist() == array.tolist()
         else:
             assert [row[: len(used)] for row, used in zip(tensor.tolist(), rows, strict=True)] == rows
-            assert set(tensor.flatten().tolist()) <= {*range(32), -1, 99}
-    assert max(sizes) <= (150 if whole else 32 + (25 if pages else 2 * 6 * chunk + 25))
-    if chosen is not None:
-        largest = chosen.largest()
-        assert largest is None if pages else largest.tolist() == [max(row) for row in rows if row]
-
-
-def test_which_tables_are_mostly_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "_SPARSE", 64)
-    table, seq_lens = np.full((4, 64), -1, np.int32), np.array([8, 8, 8, 8 * 64])
-    table[:, 0] = table[3] = 3
-    assert metadata._counts(table, seq_lens, 8).tolist() == [1, 1, 1, 64]
-    assert metadata._counts(np.full((4, 64), 3, np.int32), seq_lens, 8) is None  # rows go on
-    assert metadata._counts(table, seq_lens * 2, 16).tolist() == [1, 1, 1, 64]
-    assert metadata._counts(table, np.full(4, 8 * 33), 8) is None  # more than half is in use
-    assert metadata._counts(table[:, :63], np.array([8, 8, 8, 8 * 63]), 8) is None  # rows are shorter than a chunk
-    monkeypatch.setattr(metadata, "_SPARSE", 1 << 15)
-    assert metadata._counts(table, seq_lens, 8) is None
+            assert set(tensor.flatten().tolist()) <= {*range(32), -1}
+    assert max(sizes) == (150 if whole else sum(map(len, rows)) + 25 - len(rows[-1]))
+    assert (pages is None) == whole
+    assert pages is None or (pages.largest == 31 and pages.counts.tolist() == [*map(len, rows)])
 
 
 @pytest.mark.parametrize("wrong", [-1, 31])
@@ -272,16 +255,16 @@ def test_which_tables_are_mostly_padding(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_blocks_of_a_long_table_are_checked_as_they_were_copied(
     wrong: int, at: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metadata, "_SPARSE", 64)
-    monkeypatch.setattr(metadata, "_CHUNK", 4)
+    monkeypatch.setattr(neutral, "_LONG", 64)
+    monkeypatch.setattr(neutral, "_WIDE", 8)
     spec = KVCacheSpec(block_size=8, num_kv_heads=2, head_size=16, dtype="float32", num_blocks=31)
     builder = PagedAttentionMetadataBuilder(spec, device="meta")
     table = [[1, 2, 3], [4], [0], [*range(5, 30)], [30]]
     batch = CommonAttentionMetadata.from_lens([1, 1, 1, 1, 1], [24, 1, 8, 193, 3], table, 8)
-    assert builder._arrays(batch)[1].largest() is None  # known since the batch was made, until its table may be written to
+    assert builder._arrays(batch)[1] is batch.pages is not None  # they count until the table may be written to
     assert builder.build(0, batch).block_table.shape == (5, 25)
     batch.block_table[at] = batch.block_table[at]
-    assert builder._arrays(batch)[1].largest().tolist() == [3, 4, 0, 29, 30]
+    assert builder._arrays(batch)[1].largest == 30
     batch.block_table[at] = wrong
     with pytest.raises(MetadataError, match=rf"block_table\[{at[0]}, {at[1]}\] = {wrong}: must be between 0 and 30"):
         builder.build(0, batch)
@@ -289,7 +272,7 @@ def test_blocks_of_a_long_table_are_checked_as_they_were_copied(
     empty = batch.replace(
         seq_lens=np.zeros(5, np.int32), seq_lens_cpu=np.zeros(5, np.int32), block_table=np.full((5, 25), -1, np.int32)
     )
-    assert builder._arrays(empty)[1].largest().size == 0 and builder.build(0, empty).num_reqs == 5
+    assert builder._arrays(empty)[1].ids.size == 0 and builder.build(0, empty).num_reqs == 5
 
 
 def test_tensors_on_the_device_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
