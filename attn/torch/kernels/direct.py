@@ -144,6 +144,8 @@ class Prepared:
         self._device = 0 if triton.knobs.runtime.interpret else triton.runtime.driver.active.get_current_device()
         #: by the alignment of arrays; None: all to 16 bytes
         self._kept: dict[tuple[bool, ...] | None, Compiled] = {}
+        #: Launches of `again` that no thread has: each with its buffer, and the arguments in it and the memory that they name.
+        self._idle: list[list[Any]] | None = None
 
     def __call__(self, programs: int, arrays: Sequence[torch.Tensor | None], *numbers: Any, columns: int = 1) -> None:
         """Launch a grid of `programs` x `columns`. numbers: floats, and integers that are not specialized or strides."""
@@ -177,17 +179,19 @@ class Prepared:
         shape: of the output; grid: programs and columns; arguments: the launch's; changing: the index of each that has an
         address, or a tensor map, of the output (0), query (1), key (2), value (3) or sinks (4); held: memory that it uses.
         Calls that it does not serve are made by `general`: of arrays aligned to less than 16 bytes, on a stream of the caller's
-        or another device than the current one, and all before the first launch of such arrays or where a profiler looks.
+        or another device than the current one, and all before the first launch of such arrays, where a profiler looks, or
+        where Triton's own launcher is needed.
         """
         compiled, index = self._kept.get(None), device.index if device.type == "cuda" else None
-        maps = any(type(x) not in (int, float) for x in arguments)
-        if compiled is None or is_profiled() or (maps and compiled.launcher is None):
+        launcher = None if compiled is None or is_profiled() else compiled.launcher
+        if compiled is None or launcher is None or (index is not None and torch._C._cuda_getCurrentRawStream(index)):
             return general
-        if index is not None and torch._C._cuda_getCurrentRawStream(index):
-            return general
-        slots = (ctypes.c_uint64 * 5)()
-        launch = compiled.bind(*grid, arguments, changing, ctypes.addressof(slots))
-        idle, pack = [(launch, held)], struct.Struct("=5Q").pack_into  # one thread's at a time
+        arguments = *arguments, *compiled.last
+        if self._idle is None:
+            slots, buffer = (ctypes.c_uint64 * 5)(), launcher.buffer()
+            bound = launcher.bind(*grid, arguments, changing, ctypes.addressof(slots), buffer)
+            self._idle = [[bound, buffer, slots, arguments, held]]
+        idle, pack = self._idle, struct.Struct("=5Q").pack_into
 
         def again(
             query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None = None, runs: None = None
@@ -201,8 +205,12 @@ class Prepared:
             except IndexError:
                 free = None
             if free is not None:
+                launch, buffer, slots, packed, _ = free
+                if packed is not arguments:  # of another step
+                    launcher.pack(buffer, *grid, 0, arguments)
+                    free[3:] = arguments, held
                 pack(slots, 0, *places)
-                launched = free[0](0, places)
+                launched = launch(0, places)
                 idle.append(free)
                 if launched:
                     return output

@@ -130,7 +130,7 @@ class Launcher:
         #: buffers that no thread uses now: its arguments must not change until the driver has copied them
         self._free: list[tuple[Any, int, int, int]] = []
 
-    def _buffer(self) -> tuple[Any, int, int, int]:
+    def buffer(self) -> tuple[Any, int, int, int]:
         """(a buffer, where arguments start in it, the addresses of its configuration and of its list of parameters)."""
         count = len(self._offsets)
         storage = (ctypes.c_char * (self._bytes + _ALIGNED + 8 * count))()
@@ -144,23 +144,31 @@ class Launcher:
         try:
             buffer = self._free.pop()
         except IndexError:
-            buffer = self._buffer()
-        self._pack(buffer, programs, columns, stream, arguments)
+            buffer = self.buffer()
+        self.pack(buffer, programs, columns, stream, arguments)
         launched = self._launched(self._launch(buffer[2], self._function, buffer[3], None))
         self._free.append(buffer)
         return launched
 
     def bind(
-        self, programs: int, columns: int, arguments: Sequence[Any], changing: Sequence[tuple[int, int]], slots: int
+        self,
+        programs: int,
+        columns: int,
+        arguments: Sequence[Any],
+        changing: Sequence[tuple[int, int]],
+        slots: int,
+        buffer: Any = None,
     ) -> Bound:
-        """Return a launch of such a grid with these arguments, some of which are values of each call.
+        """Return a launch of such a grid with these arguments, some of which are values of each call. Another grid and other
+        arguments may be packed into its buffer later, if one is given.
 
         changing: the index of each of these, and which value it is: an address, of a tensor map that of its array. The driver
         reads an address where it is among the values that the caller has packed at address `slots`, as 8 bytes each; that of a
         tensor map is replaced. Threads must not call the launch at the same time.
         """
-        storage, skip, config, parameters = buffer = self._buffer()
-        self._pack(buffer, programs, columns, 0, arguments)
+        buffer = buffer or self.buffer()
+        storage, skip, config, parameters = buffer
+        self.pack(buffer, programs, columns, 0, arguments)
         octets = memoryview(storage).cast("B")[skip : skip + self._bytes + 8 * len(self._offsets)]
         words, launch, function, replace = (
             octets.cast("Q"),
@@ -183,7 +191,7 @@ class Launcher:
 
         return run
 
-    def _pack(
+    def pack(
         self, buffer: tuple[Any, int, int, int], programs: int, columns: int, stream: int, arguments: Sequence[Any]
     ) -> None:
         if self._encodings:
