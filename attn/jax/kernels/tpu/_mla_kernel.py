@@ -51,7 +51,7 @@ SCORES, OUTPUTS = range(2)
 class Config(PagedConfig):
     """The static configuration. A row of the cache is `lanes` wide; its first `values` columns are the value."""
 
-    chunk: int  # keys that are processed at a time in a block that some row does not see whole
+    single_tile: int  # keys per score matrix of singles; `key_tile` is of longer requests
     values: int
     staged: bool  # keys enter products from `wide`, since they are not multiplied as they are stored
     rebiased: bool  # the cache is float8_e4m3fn, read as another format: see `rebiased`
@@ -59,9 +59,9 @@ class Config(PagedConfig):
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Refs for the items of one kind. S: their rows; the first three are in HBM, by request or packed."""
+    """Refs for the items of one kind, and keys of a score matrix. S: rows; the first three are in HBM, by request or packed."""
 
-    tokens: int
+    key_tile: int
     query: Ref  # [R, S, lanes] or [rows of all, lanes]
     out: Ref  # the same with `values` lanes
     q: Ref  # [2, S, lanes] in VMEM
@@ -178,17 +178,18 @@ def _kind(cfg: Config, refs: Refs, rows: Rows) -> _pages.ItemOps:
 
         def chunk(start: jax.Array | int) -> None:
             def masked() -> None:
-                tiles = lax.div(start, cfg.tile) + cfg.chunk // cfg.tile
+                tiles = lax.div(start, cfg.tile) + size // cfg.tile
                 _pages.clean(cfg, refs, slot, item.low - begin, item.high - begin, tiles)
-                go(start, cfg.chunk, True)
+                go(start, size, True)
 
-            step(start, cfg.chunk, masked)
+            step(start, size, masked)
 
         def chunks() -> None:
-            count = lax.div(jnp.clip(item.high - begin, 0, cfg.kv_block) + (cfg.chunk - 1), cfg.chunk)
-            lax.fori_loop(0, count, lambda n, _: chunk(pl.multiple_of(n * cfg.chunk, cfg.chunk)), None)
+            count = lax.div(jnp.clip(item.high - begin, 0, cfg.kv_block) + (size - 1), size)
+            lax.fori_loop(0, count, lambda n, _: chunk(pl.multiple_of(n * size, size)), None)
 
-        if cfg.chunk == cfg.kv_block:
+        size = min(2 * rows.key_tile, cfg.kv_block)  # one tile's products run beside the other's exponentials
+        if size == cfg.kv_block:
             chunk(0)
         else:
             step(0, cfg.kv_block, chunks)
@@ -231,10 +232,10 @@ def _by_tiles(cfg: Config, rows: Rows, do: Callable[[Any], None]) -> None:
 
 def _seen(cfg: Config, rows: Rows, step: Step, at: Any, start: Any) -> jax.Array:
     """Whether the rows `at` see the keys of the tile at `start`: [rows, keys]."""
-    j = step.begin + start + lax.broadcasted_iota(jnp.int32, (at.size, cfg.key_tile), 1)
+    j = step.begin + start + lax.broadcasted_iota(jnp.int32, (at.size, rows.key_tile), 1)
     visible = j < step.item.high
     if cfg.mask.causal and rows.order is not None:
-        visible &= j <= step.item.position + widen(rows.order[at, :], cfg.key_tile)
+        visible &= j <= step.item.position + widen(rows.order[at, :], rows.key_tile)
     return visible
 
 
@@ -251,7 +252,7 @@ def _stream(cfg: Config, refs: Refs, rows: Rows, step: Step, at: Any) -> None:
     shows that later scores are much larger becomes NaN, as does one of numbers that are not finite.
     """
     dtype = rows.q.dtype
-    tiles = [pl.ds(step.start + first, cfg.key_tile) for first in range(0, step.size, cfg.key_tile)]
+    tiles = [pl.ds(step.start + first, rows.key_tile) for first in range(0, step.size, rows.key_tile)]
     scores: list[jax.Array] = []
     weights: list[jax.Array] = []
 
@@ -268,16 +269,16 @@ def _stream(cfg: Config, refs: Refs, rows: Rows, step: Step, at: Any) -> None:
 
     for n in range(len(tiles) + 2):
         if n < len(tiles):
-            scores.append(_scores(cfg, refs, rows, step, at, n * cfg.key_tile, keys(tiles[n])))
+            scores.append(_scores(cfg, refs, rows, step, at, n * rows.key_tile, keys(tiles[n])))
         if n == 1:
             m = rows.m[at, :]
             base = jnp.maximum(m, jnp.max(scores[0], axis=1, keepdims=True))
             rescale = jnp.exp2(m - base)
-            sums = jnp.zeros((at.size, min(cfg.key_tile, LANES)), jnp.float32)
+            sums = jnp.zeros((at.size, min(rows.key_tile, LANES)), jnp.float32)
             acc = rows.acc[at, :] * widen(rescale, cfg.values)
         if 1 <= n <= len(tiles):
-            p = jnp.exp2(scores[n - 1] - widen(base, cfg.key_tile))
-            for lane in range(0, cfg.key_tile, LANES):
+            p = jnp.exp2(scores[n - 1] - widen(base, rows.key_tile))
+            for lane in range(0, rows.key_tile, LANES):
                 sums += p[:, lane : lane + LANES]
             weights.append(p.astype(dtype))
         if n > len(tiles):
@@ -293,18 +294,18 @@ def _exact(cfg: Config, refs: Refs, rows: Rows, step: Step, at: Any) -> None:
     dtype = rows.q.dtype
 
     def tile(n: jax.Array, _: None) -> None:
-        start = pl.multiple_of(n * cfg.key_tile, cfg.key_tile)
-        keys = widened_exactly(cfg, rows_at(cfg, refs, step.slot, 0, 0, pl.ds(start, cfg.key_tile)))
+        start = pl.multiple_of(n * rows.key_tile, rows.key_tile)
+        keys = widened_exactly(cfg, rows_at(cfg, refs, step.slot, 0, 0, pl.ds(start, rows.key_tile)))
         s = _scores(cfg, refs, rows, step, at, start, keys.astype(dtype))
         m = rows.m[at, :]
         new = jnp.maximum(m, jnp.max(s, axis=1, keepdims=True))
         safe = jnp.where(new == -jnp.inf, 0.0, new)
-        p, rescale = jnp.exp2(s - widen(safe, cfg.key_tile)), jnp.exp2(m - safe)
+        p, rescale = jnp.exp2(s - widen(safe, rows.key_tile)), jnp.exp2(m - safe)
         rows.m[at, :], rows.l[at, :] = new, rows.l[at, :] * rescale + jnp.sum(p, axis=1, keepdims=True)
         part = _select(p.astype(dtype), _seen(cfg, rows, step, at, start), keys[:, : cfg.values])
         rows.acc[at, :] = rows.acc[at, :] * widen(rescale, cfg.values) + part
 
-    lax.fori_loop(0, step.size // cfg.key_tile, tile, None)
+    lax.fori_loop(0, step.size // rows.key_tile, tile, None)
 
 
 def _select(p: jax.Array, seen: jax.Array, wide: jax.Array) -> jax.Array:

@@ -29,13 +29,13 @@ from attn.visibility import LayerMask
 class Blocks(NamedTuple):
     """Sizes of a launch.
 
-    Keys per DMA block; query tokens per long item (0: there is none); keys per step if some row does not see a whole block;
-    keys and rows of a score matrix; and blocks in memory at a time.
+    Keys per DMA block; query tokens per long item (0: there is none); keys of a score matrix of singles, and keys and rows of
+    others; and blocks in memory at a time.
     """
 
     kv_block: int
     large: int
-    chunk: int
+    single_tile: int
     key_tile: int
     row_tile: int
     slots: int = 4
@@ -50,8 +50,8 @@ def blocks_for(chip: str, shape: PagedShape) -> Blocks:
     """Block sizes for a launch on `chip`. Raises ValueError for an unknown chip.
 
     2,048 keys at a time, and 4,096 codes that are multiplied as they are, since the products of a block wait for its
-    exponentials and longer blocks wait less often; 512 rows per item, and 256 of them between two loads of keys, keep the
-    matrix unit busy.
+    exponentials and longer blocks wait less often; 512 rows per item, all of them between two loads of keys, keep the matrix
+    unit busy.
     """
     chip_of(chip)
     codes = shape.cache_itemsize == 1 and chip in MULTIPLIES_FP8 and shape.max_query_len == 1
@@ -61,9 +61,7 @@ def blocks_for(chip: str, shape: PagedShape) -> Blocks:
     large = shape.align if shape.max_query_len > 1 else 0
     while large and 2 * large * heads <= 512 and large < shape.max_query_len:
         large *= 2
-    row_tile = 256 if large and large * heads % 256 == 0 else 128
-    chunk = min(kv_block, max(512 if large else 1024, page))
-    return Blocks(kv_block, large, chunk, min(kv_block, 512), row_tile)
+    return Blocks(kv_block, large, min(kv_block, 512), min(kv_block, 256), max(large, 1) * heads)
 
 
 class Rules(NamedTuple):
@@ -184,7 +182,7 @@ def _refs(cfg: Config, named: dict[str, Any]) -> Refs:
     """The refs of a launch, with those of each kind of rows grouped."""
     plain = {name: ref for name, ref in named.items() if "." not in name}
     kinds = {
-        kind: Rows(count, **{name.split(".")[1]: ref for name, ref in named.items() if name.startswith(f"{kind}.")})
-        for kind, count in _kinds(cfg).items()
+        kind: Rows(key_tile, **{name.split(".")[1]: ref for name, ref in named.items() if name.startswith(f"{kind}.")})
+        for kind, key_tile in zip(_kinds(cfg), (cfg.single_tile, cfg.key_tile), strict=False)
     }
     return Refs(**plain, **kinds)

@@ -24,7 +24,7 @@ from tests.levels import sampled
 #: decode over two kv blocks; a short chunk; a prefill over several; a request without rows; a decode within a block
 LENS = (1, 5, 20, 0, 1), (70, 33, 80, 20, 40)
 DECODES = (1, 1, 1), (70, 64, 3)
-BLOCKS = Blocks(kv_block=64, large=8, chunk=32, key_tile=16, row_tile=32, slots=3)
+BLOCKS = Blocks(kv_block=64, large=8, single_tile=16, key_tile=16, row_tile=32, slots=3)
 WIDE = (144, 16, 24, 20)  #: values of two registers' lanes, rows of two as well
 
 #: Of bfloat16 and 16 heads, where they do not say otherwise.
@@ -155,7 +155,8 @@ def test_the_rule_of_block_sizes() -> None:
             for page in (16, 256):
                 blocks = blocks_for(chip, PagedShape(4096, 1, 4096 // page, 4096, 1, 1, page, 640, heads, 2, 2))
                 assert blocks.slots * blocks.kv_block * 640 * 2 < limits.vmem // 2 or chip == "v4"
-                assert blocks.kv_block % blocks.chunk == 0 and blocks.chunk % page == 0 and blocks.chunk % blocks.key_tile == 0
+                for tile in (blocks.single_tile, blocks.key_tile):
+                    assert blocks.kv_block % tile == 0 and tile % page == 0
                 assert blocks.large * heads % blocks.row_tile == 0
     decodes = PagedShape(64, 64, 64, 1, 1, 1, 128, 640, 128, 2, 1)
     assert [blocks_for(chip, decodes).kv_block for chip in ("v4", "v6e", "v7x")] == [2048, 4096, 4096]
