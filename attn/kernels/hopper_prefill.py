@@ -20,8 +20,8 @@ Grid: any number of programs, each of which takes one unit of work after another
 longest rows first, so that programs that run at the same time share the keys of few heads in the second-level cache. If rows
 see different numbers of keys, the shorter ones of all heads come last, so that programs end together. With fewer programs than
 multiprocessors some are left for a decode that runs concurrently (`paged_launch`). The producer of keys looks units up, and
-hands them to the others through shared memory, while consumers compute the unit before; it copies queries too, if the engine
-can, and a unit ahead where memory allows. No length is fetched from the device.
+hands them to the others through shared memory, while consumers compute the last tiles of the unit before; it copies queries too,
+if the engine can, and a unit ahead where memory allows. No length is fetched from the device.
 
 Pages after a request's last are not read (the engine fills in zeros). Values in slots after its length, or before the first
 key that a row of the tile sees, are not used: their producer overwrites them. If a value that some row sees is NaN or
@@ -303,7 +303,8 @@ def _produce(  # type: ignore[no-untyped-def]
     PAGED: gl.constexpr, RAGGED: gl.constexpr, HAS_RIGHT: gl.constexpr, CHUNK: gl.constexpr, SPAN_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """Producer of one warp: look up units of work, and copy their queries, and their keys into the ring, in the order in
-    which the consumers use them, while they still compute the unit before."""
+    which the consumers use them. The next unit is looked up while the consumers compute the tiles that the ring holds. When a
+    program took it before it copied this one's keys, the last programs ended 10 % later (causal, 8,192 rows, 16 x 256)."""
     u_full, u_empty = u_bars
     tables = block_table, num_pages, table_r
     count = 0
@@ -319,23 +320,23 @@ def _produce(  # type: ignore[no-untyped-def]
     while unit[0] >= 0:
         r, kv_head, begin, q_len, first, context, k_begin, low, high = unit
         tiles = (high - low + BLOCK_N - 1) // BLOCK_N
-        early = gl.minimum(tiles, STAGES)
         start = low + (tiles - 1) * BLOCK_N
+        early = 0
         if COPIED and Q_STAGES == 2:
             _copy_queries(q_desc, q_ring, q_bars, wave, begin + first, kv_head * G, G, PIECES, CONSUMERS)
-        count = _copy_keys(k_desc, k_ring, k_bars, tables, count, early, start, unit, P, BOX, PAGED)
-        if COPIED and Q_STAGES == 1:
+        elif COPIED:  # the last unit's queries are still in their place
+            early = gl.minimum(tiles, STAGES)
+            count = _copy_keys(k_desc, k_ring, k_bars, tables, count, early, start, unit, P, BOX, PAGED)
             _copy_queries(q_desc, q_ring, q_bars, wave, begin + first, kv_head * G, G, PIECES, CONSUMERS)
-        # the next unit, while the consumers compute the tiles that the ring holds
+        count = _copy_keys(k_desc, k_ring, k_bars, tables, count, tiles - early, start - early * BLOCK_N, unit, P, BOX, PAGED)
         wave += 1
         number = gl.num_programs(0) + gl.atomic_add(counters, 1, sem="relaxed")
         request, before = _seek(number // K, request, before, starts[0], min_query, num_reqs, BLOCK_Q)
         mbarrier.wait(u_empty.index(wave % 2), wave // 2 & 1 ^ 1)
-        after = _describe(
+        unit = _describe(
             number, request, before, starts, mask, num_reqs, K, BLOCK_Q, BLOCK_N, PAGED, RAGGED, HAS_RIGHT, CHUNK, SPAN_RIGHT
         )
-        _publish(units_ring, u_full, wave, after)
-        count = _copy_keys(k_desc, k_ring, k_bars, tables, count, tiles - early, start - early * BLOCK_N, unit, P, BOX, PAGED)
+        _publish(units_ring, u_full, wave, unit)
         unit = _read(units_ring, wave, 1)
     if gl.atomic_add(counters + 1, 1, sem="relaxed") == gl.num_programs(0) - 1:  # every program has taken its last unit
         gl.store(counters, 0)
