@@ -20,8 +20,8 @@ Grid: any number of programs, each of which takes one unit of work after another
 longest rows first, so that programs that run at the same time share the keys of few heads in the second-level cache. If rows
 see different numbers of keys, the shorter ones of all heads come last, so that programs end together. With fewer programs than
 multiprocessors some are left for a decode that runs concurrently (`paged_launch`). The producer of keys looks units up, and
-hands them to the others through shared memory, while consumers compute the last tiles of the unit before; it copies queries too,
-if the engine can, and a unit ahead where memory allows. No length is fetched from the device.
+hands them to the others through shared memory, while consumers compute the last tiles of the unit before; it copies queries
+too, if the engine can, and a unit ahead where memory allows. No length is fetched from the device.
 
 Pages after a request's last are not read (the engine fills in zeros). Values in slots after its length, or before the first
 key that a row of the tile sees, are not used: their producer overwrites them. If a value that some row sees is NaN or

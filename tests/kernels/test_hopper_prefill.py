@@ -56,7 +56,7 @@ def run(lens: list[tuple[int, int]], *, mask: Visibility, heads: tuple[int, int]
     if mask.layer.causal:
         settings["right"] = 0
     span_right = (right or UNBOUNDED) if mask.layer.span_window else 0
-    settings |= {"chunk": mask.layer.chunk_size or 0, "span_right": span_right, "min_query": 1}
+    settings |= {"chunk": mask.layer.chunk_size or 0, "span_right": span_right, "min_query": 1, **(rules or {})}
     output, lse = np.full((tokens, H, size), 9.0, np.float32), np.full((H, tokens), 9.0, np.float32)
     counters = np.zeros(2, np.int32)
     strides = [tuple(s // 4 for s in x.strides) for x in (query, key, value, output)]
@@ -131,7 +131,7 @@ MASKS = {
 @pytest.mark.parametrize("wild", [False, True])
 @pytest.mark.parametrize("name", MASKS)
 def test_rows_see_what_the_definition_says(name: str, wild: bool) -> None:
-    run(LENS, mask=MASKS[name], wild=wild)
+    run(LENS, mask=MASKS[name], wild=wild, rules={"few_keys": wild})  # tiles of 64 keys and of 128
 
 
 @pytest.mark.parametrize(
@@ -141,6 +141,22 @@ def test_rows_see_what_the_definition_says(name: str, wild: bool) -> None:
 @pytest.mark.parametrize("name", ["images in a window", "everything"])
 def test_other_heads_and_pages(name: str, heads: tuple[int, int], size: int, page: int) -> None:
     run(LENS, mask=MASKS[name], heads=heads, size=size, page=page)
+
+
+def test_tiles_are_smaller_where_causal_rows_see_few_keys() -> None:
+    def keys(size: int, seen: float | None, width: int | None = None, **more: Any) -> int:
+        rules = launch.Rules(**{"right": 0, **more})
+        rules = rules if seen is None else rules.seeing(seen, size)
+        sizes = (8, 4, size, width or size, 16)
+        return int(launch.constants(sizes, rules, launch.Given(True, False, True, False, False))["BLOCK_N"])
+
+    assert [keys(size, 400) for size in (64, 96, 128)] == [64] * 3
+    assert [keys(size, 1000) for size in (64, 96, 128)] == [64, 128, 128]
+    assert [keys(size, 4000) for size in (64, 128, 256)] == [128, 128, 64]
+    assert keys(192, 400, 128) == 64 and keys(192, 4000, 128) == 128 and keys(192, 4000) == 64
+    assert [keys(size, None) for size in (64, 128)] == [64, 128]  # not known
+    assert keys(128, 4000, left=256) == 64  # a window hides the others
+    assert [keys(size, 100, right=UNBOUNDED) for size in (64, 128)] == [128, 128]
 
 
 def test_programs_without_a_unit_read_no_spans() -> None:

@@ -20,6 +20,7 @@ from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.paged import PagedCall
 from attn.capabilities import ATTN_TYPES, PAGED_FEATURES, Capabilities, Device, Feature, MultipleOf, Request
 from attn.dtypes import PER_TOKEN_HEAD
+from attn.kernels.hopper_prefill_launch import has_few_keys
 from attn.kernels.launch import CUT, FIXED_SPLIT, TOGETHER, TUNED
 from attn.kernels.memory import group_reason
 from attn.kernels.paged_launch import GENERAL
@@ -97,10 +98,11 @@ class TritonPagedBackend(PagedAttentionBackend):
 
 
 class _Plan(NamedTuple):
-    """The launches of a batch: multiprocessors reserved for the prefill while it overlaps decodes (0: all), whether decodes
-    skip split-KV, and whether prompts are in the decodes' launch."""
+    """The launches of a batch: multiprocessors reserved for the prefill while it overlaps decodes (0: all), whether its rows
+    see few keys (None: unknown), whether decodes skip split-KV, and whether prompts are in the decodes' launch."""
 
     prefill_programs: int = 0
+    few_keys: bool | None = None
     whole: bool = False
     together: bool = False
 
@@ -208,15 +210,17 @@ class TritonPagedImpl(PagedAttentionImpl):
         if has_prompts and packs and most <= TOGETHER:
             blocks = -(-q_lens * group // TOGETHER)
             if run_together(q_lens, keys, blocks, self.num_kv_heads, processors):
-                return _Plan(0, are_whole(np.repeat(keys, blocks), self.num_kv_heads, processors), True)
+                return _Plan(0, None, are_whole(np.repeat(keys, blocks), self.num_kv_heads, processors), True)
         decodes = keys[(q_lens > 0) & (q_lens <= (most if most <= 16 else 1))]
-        programs, whole = 0, are_whole(decodes, self.num_kv_heads, processors)
+        programs, few_keys, whole = 0, None, are_whole(decodes, self.num_kv_heads, processors)
         if has_prompts:
-            rows, of_rows = q_lens[q_lens > 1].astype(np.float64), keys[q_lens > 1]
-            pairs = float(rows @ (of_rows - (rows - 1) / 2))
+            rows, of_rows = q_lens[q_lens > 1].astype(np.float64), seq_lens[q_lens > 1]
+            cut = 0.0 if left is None else np.clip(of_rows - left - 1, 0, rows)  # rows that see a whole window
+            pairs = float(np.sum((rows - cut) * (of_rows - (rows - 1 + cut) / 2) + cut * ((left or 0) + 1)))
             nbytes = 2 * self.num_kv_heads * self.head_size * itemsize * int(keys[q_lens == 1].sum())
             programs = prefill_programs(4 * self.num_heads * self.head_size * pairs, nbytes, processors)
-        return _Plan(programs, whole)
+            few_keys = has_few_keys(pairs / max(1.0, float(rows.sum())), self.head_size)
+        return _Plan(programs, few_keys, whole)
 
     def _attend_ragged(self, call: PagedCall) -> None:
         from attn.torch.kernels.paged_attention import paged_attention
@@ -298,6 +302,7 @@ class TritonPagedImpl(PagedAttentionImpl):
             **self._scores(),
             chunk_size=self.mask.chunk_size,
             sparse=self._sparse(),
+            few_keys=has_few_keys(m - n / 2 if self.window[0] is None else min(m - n / 2, self.window[0]), size),
             whole=whole,
         )
         output = output.view(batch, n, heads, size)

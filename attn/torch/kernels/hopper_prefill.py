@@ -142,7 +142,8 @@ class Prompts:
             return None
         flat, lists = q.flatten(0, 1), (*_equal(batch, rows, query.device), None, None, None, None)
         arrays = torch.empty_like(flat, memory_format=torch.contiguous_format), None, flat, k, v, *lists
-        return _planned(arrays, ONE_PAGE, self._rules), lists, flat.data_ptr() != q.data_ptr()
+        rules = self._rules.seeing(rows / 2, flat.shape[-1])
+        return _planned(arrays, ONE_PAGE, rules), lists, flat.data_ptr() != q.data_ptr()
 
 
 @functools.lru_cache(maxsize=64)

@@ -40,6 +40,7 @@ def mla_prefill(
 
         if hopper_prefill.serves(query, key, value, requests, 1, ROWS):
             rules, pointers = Rules(negate=scale < 0, right=0 if causal else UNBOUNDED), (*arrays, None, None)
+            rules = rules.seeing((key.shape[0] - tokens / 2) / requests, size)
             hopper_prefill.prefill(pointers, rules, (abs(scale) * LOG2E, 1.0), multiprocessors(query.device), ragged=True)
             return
     strides = (*out.stride()[:2], *query.stride()[:2], *key.stride()[:2], *value.stride()[:2])

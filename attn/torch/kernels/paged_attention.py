@@ -16,6 +16,7 @@ Strides = tuple[int, ...]
 Factors = tuple[float, float]
 Tuned = tuple[Launch | None, ...]
 Flags = tuple[bool, bool, bool, bool]
+_Prompts = tuple[int, bool | None]
 _UNTUNED: Tuned = (None, None)
 
 
@@ -32,17 +33,17 @@ class _Launches:
 
     def __init__(self, kinds: Kinds, layer: Layer) -> None:
         self._rules = rules = Launches(kinds, layer)
-        self._of_prompts = layer.of_prompts(rules.tokens)
+        self._of_prompts = functools.cache(functools.partial(layer.of_prompts, rules.tokens))
         self._prefill = None if rules.prefill is None else Prepared(attention, **rules.prefill)
         #: by BLOCK_R, 0 for decodes that stay whole
         self._decode = functools.cache(lambda block_r: Prepared(attention, **rules.decode(block_r)))
         self._merge = Prepared(merge, **rules.merge)
 
     def __call__(
-        self, arrays: Arrays, strides: Strides, factors: Factors, bounds: tuple[int, int, int], whole: bool, programs: int
+        self, arrays: Arrays, strides: Strides, factors: Factors, bounds: tuple[int, int, int], whole: bool, prompts: _Prompts
     ) -> None:
-        """Launch them. bounds: requests, tokens and keys of each at most; whole, programs: `whole` and `prefill_programs` of
-        `paged_attention`."""
+        """Launch them. bounds: requests, tokens and keys of each at most; whole: `paged_attention`'s; prompts: its
+        `prefill_programs` and `few_keys`."""
         output, lse, starts, sinks, _, _, query, key_cache, value_cache, seq_lens, table, _, tree, *mask, _ = arrays
         rules, layer, kv_heads = self._rules, self._rules.layer, self._rules.kv_heads
         num_reqs, max_query_len, max_seq_len = bounds
@@ -52,8 +53,8 @@ class _Launches:
         numbers, no_plan = (factor, v_factor, num_reqs), (0, lse_h, table_r, tree_w, 0, 0, 0)
         if rules.on_hopper:
             pointers = output, lse, query, key_cache, value_cache, starts, seq_lens, table, sinks, *mask
-            hopper_prefill, processors = _hopper_prefill(), programs or rules.kinds.processors
-            hopper_prefill.prefill(pointers, self._of_prompts, (factor, v_factor), processors)
+            processors, of_prompts = prompts[0] or rules.kinds.processors, self._of_prompts(prompts[1])
+            _hopper_prefill().prefill(pointers, of_prompts, (factor, v_factor), processors)
         elif self._prefill is not None:
             tiles = query.shape[0] // rules.prefill_tokens + num_reqs  # type: ignore[union-attr]
             self._prefill(tiles * kv_heads, (None, *arrays), *numbers, *no_plan, *strides)
@@ -118,6 +119,7 @@ def paged_attention(
     sparse: list[int] | None = None,
     output_scale: torch.Tensor | None = None,
     prefill_programs: int = 0,
+    few_keys: bool | None = None,
     whole: bool = False,
     together: bool = False,
 ) -> None:
@@ -135,6 +137,7 @@ def paged_attention(
     local_blocks, vert_stride, shift per head, first head] (docs/semantics.md §13). output_scale: 0-d float32 on the device;
     output is then float8_e4m3fn and holds result / output_scale, saturated and rounded to nearest even. prefill_programs:
     number of multiprocessors for the prefill of a mixed batch that runs concurrently with the decode (Hopper); 0 for all.
+    few_keys: whether rows of prompts see few keys (`hopper_prefill_launch.has_few_keys`), None if that is not known.
     whole: do not cut the keys of decodes into parts (`launch.are_whole`). together: prompts, of at most `launch.TOGETHER`
     rows, are in the launch of the decodes (`launch.run_together`).
     """
@@ -165,4 +168,5 @@ def paged_attention(
     together = together and not fixed_split and packs_rows(name, query.itemsize)
     queries = min(max_query_len, TOGETHER if together else (256 if TUNED else 16) + 1)
     launches = _launches(name, kind_of(arrays, strides), shape, scales, rules, queries, (same, wide, serves, together), tuned)
-    launches(arrays, strides, (k_factor, v_factor), (num_reqs, max_query_len, max_seq_len), whole, prefill_programs)
+    prompts = prefill_programs, few_keys
+    launches(arrays, strides, (k_factor, v_factor), (num_reqs, max_query_len, max_seq_len), whole, prompts)

@@ -86,8 +86,9 @@ def by_hand() -> Iterator[None]:
     assert hopper.why_off("hopper_prefill") == ""
 
 
+@pytest.mark.parametrize("few_keys", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_attention(name: str) -> None:
+def test_it_is_attention(name: str, few_keys: bool) -> None:
     given: dict[str, Any] = {
         "lens": [(300, 301), (1, 55), (77, 1003)], "heads": (8, 2), "size": 128, "page": 16, "dtype": torch.bfloat16,
         "cap": 0.0, "left": None, "right": 0, "sinks": False, "stale": False, "wild": False, "paged": True, "chunk": None,
@@ -134,7 +135,7 @@ def test_it_is_attention(name: str) -> None:
     for _ in range(2):  # the second launch finds the counters as the first one left them
         paged_attention(
             output, lse, query, key, value, starts, seq_lens, table, max(q for q, _ in lens), most, size**-0.5, *window,
-            window[1], given["cap"], None, sinks, span_window=given["cut"], **reach,
+            window[1], given["cap"], None, sinks, span_window=given["cut"], few_keys=few_keys, **reach,
         )  # fmt: skip
     for r, (n, s) in enumerate(lens):
         rows = slice(int(starts[r]), int(starts[r + 1]))

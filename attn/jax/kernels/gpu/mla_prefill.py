@@ -74,7 +74,8 @@ def _on_hopper(
 ) -> tuple[jax.Array, jax.Array]:
     from attn.jax.kernels.gpu.hopper_prefill import Out, prefill
 
-    rules = Rules(right=0 if causal else UNBOUNDED)
+    (tokens, _, size), num_reqs = prompts.query.shape, prompts.starts.shape[0] - 1
+    rules = Rules(right=0 if causal else UNBOUNDED).seeing((prompts.keys.shape[0] - tokens / 2) / num_reqs, size)
     made = prefill(Out(out, lse, counters), prompts, rules, scale * LOG2E, *target())
     assert made.lse is not None
     return made.output, made.lse
