@@ -391,6 +391,8 @@ class CommonAttentionMetadata:
         import numpy as np
 
         pages, seq_lens = pages or self.pages, self.seq_lens_cpu
+        if pages is None and isinstance(self.block_table, np.ndarray):  # else a lot of padding is read
+            pages = Pages.of(self.block_table, seq_lens, block_size)
         if seq_lens is None or (pages is not None and pages.hold(seq_lens, block_size, num_blocks)):
             return
         if isinstance(self.block_table, np.ndarray) and self.block_table.size:
