@@ -195,7 +195,7 @@ def test_operations_of_a_kernel_are_found_by_its_name():
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e5m2])
 def test_rows_of_narrow_pages_make_whole_tiles_in_order(dtype):
-    cfg = PagedConfig(1, 1, 1, 1, 1, 1, 16, 128, 1, 2, 1, kv_block=64, large=1, key_tile=16, row_tile=1, slots=1)
+    cfg = PagedConfig(1, 1, 1, 1, 1, 1, 16, 128, 1, 2, 1, kv_block=64, large=1, key_tile=16, slots=1)
     codes = jax.random.randint(jax.random.key(0), (64, 128), -128, 128, jnp.int32).astype(jnp.int8)
     codes = jax.lax.bitcast_convert_type(codes, dtype)
 

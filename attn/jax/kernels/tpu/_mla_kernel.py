@@ -125,8 +125,7 @@ def _repeat(cfg: Config, refs: Refs, loads: _pages.Loads, kinds: list[tuple[Rows
         def block(b: jax.Array, _: None) -> None:
             loads.start(i, b, slot)
             loads.wait(i, b, slot)
-            step = Step(item, slot, 0, first + b * cfg.kv_block, cfg.kv_block, True)
-            _by_tiles(cfg, rows, lambda at: _exact(cfg, refs, rows, step, at))
+            _exact(cfg, refs, rows, Step(item, slot, 0, first + b * cfg.kv_block, cfg.kv_block, True))
 
         _pages.start(ops.queries(i))
         _pages.wait(ops.queries(i))
@@ -164,8 +163,7 @@ def _kind(cfg: Config, refs: Refs, rows: Rows) -> _pages.ItemOps:
 
     def attend(item: Item, begin: jax.Array, slot: jax.Array) -> None:
         def go(start: jax.Array | int, size: int, masked: bool) -> None:
-            step = Step(item, slot, start, begin + start, size, masked)
-            _by_tiles(cfg, rows, lambda at: _stream(cfg, refs, rows, step, at))
+            _stream(cfg, refs, rows, Step(item, slot, start, begin + start, size, masked))
 
         def step(start: jax.Array | int, size: int, other: Callable[[], None]) -> None:
             """Keys that every row sees at once, and others by `other`."""
@@ -219,33 +217,22 @@ def _mark(cfg: Config, refs: Refs, rows: Rows, i: jax.Array) -> None:
     refs.failed[pl.ds(i, 1), :] = jnp.max(jnp.where(zero == 0.0, lost, 1), axis=0, keepdims=True)
 
 
-def _by_tiles(cfg: Config, rows: Rows, do: Callable[[Any], None]) -> None:
-    """Call do(rows of a tile) for all rows of an item."""
-    number = rows.q.shape[1]
-    row_tile = cfg.row_tile if number % cfg.row_tile == 0 else number
-
-    def tile(n: jax.Array, _: None) -> None:
-        do(pl.ds(pl.multiple_of(n * row_tile, row_tile), row_tile))
-
-    lax.fori_loop(0, number // row_tile, tile, None, unroll=number == row_tile)
-
-
-def _seen(cfg: Config, rows: Rows, step: Step, at: Any, start: Any) -> jax.Array:
-    """Whether the rows `at` see the keys of the tile at `start`: [rows, keys]."""
-    j = step.begin + start + lax.broadcasted_iota(jnp.int32, (at.size, rows.key_tile), 1)
+def _seen(cfg: Config, rows: Rows, step: Step, start: Any) -> jax.Array:
+    """Whether rows see the keys of the tile at `start`: [rows, keys]."""
+    j = step.begin + start + lax.broadcasted_iota(jnp.int32, (rows.q.shape[1], rows.key_tile), 1)
     visible = j < step.item.high
     if cfg.mask.causal and rows.order is not None:
-        visible &= j <= step.item.position + widen(rows.order[at, :], rows.key_tile)
+        visible &= j <= step.item.position + widen(rows.order[...], rows.key_tile)
     return visible
 
 
-def _scores(cfg: Config, refs: Refs, rows: Rows, step: Step, at: Any, start: Any, keys: jax.Array) -> jax.Array:
-    s = dot(rows.q[step.item.q_slot, at, :], keys, 1, 1) * refs.factors[SCORES]
-    return jnp.where(_seen(cfg, rows, step, at, start), s, -jnp.inf) if step.masked else s
+def _scores(cfg: Config, refs: Refs, rows: Rows, step: Step, start: Any, keys: jax.Array) -> jax.Array:
+    s = dot(rows.q[step.item.q_slot], keys, 1, 1) * refs.factors[SCORES]
+    return jnp.where(_seen(cfg, rows, step, start), s, -jnp.inf) if step.masked else s
 
 
-def _stream(cfg: Config, refs: Refs, rows: Rows, step: Step, at: Any) -> None:
-    """Process a step for the rows `at` in one pass.
+def _stream(cfg: Config, refs: Refs, rows: Rows, step: Step) -> None:
+    """Process a step in one pass.
 
     Products of keys run a tile ahead of the exponentials, and products of values a tile behind them. Exponentials are relative
     to the maximum of the rows' scores so far and of the first tile, so that no tile waits for the scores of all. A sum that
@@ -269,41 +256,41 @@ def _stream(cfg: Config, refs: Refs, rows: Rows, step: Step, at: Any) -> None:
 
     for n in range(len(tiles) + 2):
         if n < len(tiles):
-            scores.append(_scores(cfg, refs, rows, step, at, n * rows.key_tile, keys(tiles[n])))
+            scores.append(_scores(cfg, refs, rows, step, n * rows.key_tile, keys(tiles[n])))
         if n == 1:
-            m = rows.m[at, :]
+            m = rows.m[...]
             base = jnp.maximum(m, jnp.max(scores[0], axis=1, keepdims=True))
             rescale = jnp.exp2(m - base)
-            sums = jnp.zeros((at.size, min(rows.key_tile, LANES)), jnp.float32)
-            acc = rows.acc[at, :] * widen(rescale, cfg.values)
+            sums = jnp.zeros((rows.q.shape[1], min(rows.key_tile, LANES)), jnp.float32)
+            acc = rows.acc[...] * widen(rescale, cfg.values)
         if 1 <= n <= len(tiles):
             p = jnp.exp2(scores[n - 1] - widen(base, rows.key_tile))
             for lane in range(0, rows.key_tile, LANES):
                 sums += p[:, lane : lane + LANES]
             weights.append(p.astype(dtype))
         if n > len(tiles):
-            total = rows.l[at, :] * rescale + jnp.sum(sums, axis=1, keepdims=True)
-            rows.m[at, :], rows.l[at, :] = base, jnp.where(total <= 2.0**_ROOM, total, jnp.nan)
+            total = rows.l[...] * rescale + jnp.sum(sums, axis=1, keepdims=True)
+            rows.m[...], rows.l[...] = base, jnp.where(total <= 2.0**_ROOM, total, jnp.nan)
         if n >= 2:
             acc += dot(weights[n - 2], values(tiles[n - 2]), 1, 0)
-    rows.acc[at, :] = acc
+    rows.acc[...] = acc
 
 
-def _exact(cfg: Config, refs: Refs, rows: Rows, step: Step, at: Any) -> None:
+def _exact(cfg: Config, refs: Refs, rows: Rows, step: Step) -> None:
     """The same relative to the maximum of all scores, where no row is affected by numbers that it does not see."""
     dtype = rows.q.dtype
 
     def tile(n: jax.Array, _: None) -> None:
         start = pl.multiple_of(n * rows.key_tile, rows.key_tile)
         keys = widened_exactly(cfg, rows_at(cfg, refs, step.slot, 0, 0, pl.ds(start, rows.key_tile)))
-        s = _scores(cfg, refs, rows, step, at, start, keys.astype(dtype))
-        m = rows.m[at, :]
+        s = _scores(cfg, refs, rows, step, start, keys.astype(dtype))
+        m = rows.m[...]
         new = jnp.maximum(m, jnp.max(s, axis=1, keepdims=True))
         safe = jnp.where(new == -jnp.inf, 0.0, new)
         p, rescale = jnp.exp2(s - widen(safe, rows.key_tile)), jnp.exp2(m - safe)
-        rows.m[at, :], rows.l[at, :] = new, rows.l[at, :] * rescale + jnp.sum(p, axis=1, keepdims=True)
-        part = _select(p.astype(dtype), _seen(cfg, rows, step, at, start), keys[:, : cfg.values])
-        rows.acc[at, :] = rows.acc[at, :] * widen(rescale, cfg.values) + part
+        rows.m[...], rows.l[...] = new, rows.l[...] * rescale + jnp.sum(p, axis=1, keepdims=True)
+        part = _select(p.astype(dtype), _seen(cfg, rows, step, start), keys[:, : cfg.values])
+        rows.acc[...] = rows.acc[...] * widen(rescale, cfg.values) + part
 
     lax.fori_loop(0, step.size // rows.key_tile, tile, None)
 

@@ -72,7 +72,6 @@ class PagedConfig(PagedShape):
     kv_block: int  # keys per DMA block
     large: int  # query tokens per item; 0 if every request is a single
     key_tile: int  # keys per score matrix
-    row_tile: int  # and its query rows
     slots: int  # blocks that VMEM holds: one computed on, the others being loaded
     ring: int = 8
     segment: int = 0  # keys per segment of the line of singles (`_line`); 0: singles are items like others
@@ -132,6 +131,7 @@ class Config(PagedConfig):
     """The ragged kernel's sizes and features. With one plane a row holds [key | value]."""
 
     chunk: int  # keys per step of a long request if every row sees them but not a whole block; others have `key_tile`
+    row_tile: int  # query rows of a score matrix
     last: int  # except an item's last one if no row sees more keys of it than this; 0: that has `key_tile` too
     stretch: int  # scores per straight stretch of code
     logits_soft_cap: float | None

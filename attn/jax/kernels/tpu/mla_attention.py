@@ -29,15 +29,14 @@ from attn.visibility import LayerMask
 class Blocks(NamedTuple):
     """Sizes of a launch.
 
-    Keys per DMA block; query tokens per long item (0: there is none); keys of a score matrix of singles, and keys and rows of
-    others; and blocks in memory at a time.
+    Keys per DMA block; query tokens per long item (0: there is none); keys of a score matrix of singles, and of others,
+    which have all rows of an item; and blocks in memory at a time.
     """
 
     kv_block: int
     large: int
     single_tile: int
     key_tile: int
-    row_tile: int
     slots: int = 4
 
 
@@ -50,8 +49,7 @@ def blocks_for(chip: str, shape: PagedShape) -> Blocks:
     """Block sizes for a launch on `chip`. Raises ValueError for an unknown chip.
 
     2,048 keys at a time, and 4,096 codes that are multiplied as they are, since the products of a block wait for its
-    exponentials and longer blocks wait less often; 512 rows per item, all of them between two loads of keys, keep the matrix
-    unit busy.
+    exponentials and longer blocks wait less often; 512 rows per item, between two loads of keys, keep the matrix unit busy.
     """
     chip_of(chip)
     codes = shape.cache_itemsize == 1 and chip in MULTIPLIES_FP8 and shape.max_query_len == 1
@@ -61,7 +59,7 @@ def blocks_for(chip: str, shape: PagedShape) -> Blocks:
     large = shape.align if shape.max_query_len > 1 else 0
     while large and 2 * large * heads <= 512 and large < shape.max_query_len:
         large *= 2
-    return Blocks(kv_block, large, min(kv_block, 512), min(kv_block, 256), max(large, 1) * heads)
+    return Blocks(kv_block, large, min(kv_block, 512), min(kv_block, 256))
 
 
 class Rules(NamedTuple):

@@ -24,7 +24,7 @@ from tests.levels import sampled
 #: decode over two kv blocks; a short chunk; a prefill over several; a request without rows; a decode within a block
 LENS = (1, 5, 20, 0, 1), (70, 33, 80, 20, 40)
 DECODES = (1, 1, 1), (70, 64, 3)
-BLOCKS = Blocks(kv_block=64, large=8, single_tile=16, key_tile=16, row_tile=32, slots=3)
+BLOCKS = Blocks(kv_block=64, large=8, single_tile=16, key_tile=16, slots=3)
 WIDE = (144, 16, 24, 20)  #: values of two registers' lanes, rows of two as well
 
 #: Of bfloat16 and 16 heads, where they do not say otherwise.
@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fp8": {"kv_cache_dtype": "fp8", "k_scale": 0.02, "page": 32, "chip": "v6e", "blocks": BLOCKS._replace(large=2)},
     "whole pages": {"page": 32, "lens": ((70, 1, 40), (70, 33, 100))},
     "decode": {"lens": DECODES, "blocks": BLOCKS._replace(large=0)},
-    "deepseek": {"lens": ((4, 4), (40, 21)), "dims": (512, 64, 128, 128), "blocks": BLOCKS._replace(large=4, row_tile=64)},
+    "deepseek": {"lens": ((4, 4), (40, 21)), "dims": (512, 64, 128, 128), "blocks": BLOCKS._replace(large=4)},
 }
 
 
@@ -157,7 +157,6 @@ def test_the_rule_of_block_sizes() -> None:
                 assert blocks.slots * blocks.kv_block * 640 * 2 < limits.vmem // 2 or chip == "v4"
                 for tile in (blocks.single_tile, blocks.key_tile):
                     assert blocks.kv_block % tile == 0 and tile % page == 0
-                assert blocks.large * heads % blocks.row_tile == 0
     decodes = PagedShape(64, 64, 64, 1, 1, 1, 128, 640, 128, 2, 1)
     assert [blocks_for(chip, decodes).kv_block for chip in ("v4", "v6e", "v7x")] == [2048, 4096, 4096]
     with pytest.raises(ValueError, match="chip='v3' is unknown"):

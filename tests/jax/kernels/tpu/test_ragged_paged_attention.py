@@ -367,7 +367,7 @@ def test_rows_before_the_first_key_see_a_prefix_and_a_span() -> None:
     batch = _plan.Batch(starts, lens, jnp.zeros((1, 2), jnp.int32), slots, seen)
     query, cache = jax.ShapeDtypeStruct((7, 8, 128), jnp.bfloat16), jax.ShapeDtypeStruct((4, 2, 2, 16, 128), jnp.bfloat16)
     shape = _plan.shape_of(query, cache, batch, 7, LayerMask(), lse=False, write=False)
-    cfg = PagedConfig(**vars(shape), kv_block=16, large=8, key_tile=16, row_tile=1, slots=3)
+    cfg = PagedConfig(**vars(shape), kv_block=16, large=8, key_tile=16, slots=3)
     ranges = jax.jit(functools.partial(_plan.make, cfg))(batch).ranges
     np.testing.assert_array_equal(ranges[0, :4, 0], [0, 1, 3, 5])
 
@@ -393,7 +393,7 @@ def test_the_ranges_of_the_plan_are_what_rows_see(seed: int) -> None:
     batch = batch._replace(mask=seen.map(jnp.asarray))
     query, cache = jax.ShapeDtypeStruct((rows, 8, 128), jnp.bfloat16), jax.ShapeDtypeStruct((4, 2, 2, 16, 128), jnp.bfloat16)
     shape = _plan.shape_of(query, cache, batch, 8, layer, lse=False, write=False)
-    cfg = PagedConfig(**vars(shape), kv_block=16, large=4, key_tile=16, row_tile=1, slots=3)
+    cfg = PagedConfig(**vars(shape), kv_block=16, large=4, key_tile=16, slots=3)
     plan = jax.jit(functools.partial(_plan.make, cfg))(batch)
     items = np.asarray(plan.items).reshape(-1, cfg.num_items)
     assert len(items) == _plan.GAPS + 2 * (cfg.ranges - 1) and plan.ranges is not None
