@@ -36,13 +36,6 @@ def attended(module, given, mask=None, name="attn", **options):
     return AttentionInterface()[name](module, *given, mask, **{"scaling": 0.25, **options})[0]
 
 
-@pytest.fixture(autouse=True)
-def nothing_launched():
-    """No launch is of another test, which layers with the same facts would share."""
-    dispatch.plain_launches.clear()
-    dispatch.runs.clear()
-
-
 @pytest.fixture
 def decisions(monkeypatch):
     """The calls that were decided, one entry each."""
