@@ -87,8 +87,10 @@ def without_kernels() -> Iterator[list[str]]:
     driver.utils.load_binary = load
     triton.runtime.driver.set_active(driver)
     cuda = SimpleNamespace(
-        cuLaunchKernelEx=lambda config, function, *_: seen.append(names[function]) or 0, cuTensorMapEncodeTiled=lambda *_: 0
-    )  # fmt: skip
+        cuLaunchKernelEx=lambda config, function, *_: seen.append(names[function]) or 0,
+        cuTensorMapEncodeTiled=lambda *_: 0,
+        cuTensorMapReplaceAddress=lambda *_: 0,
+    )
 
     def bmm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         seen.append("bmm")

@@ -1,0 +1,33 @@
+"""benchmarks/host.py runs: launches are repeated without a GPU, and what makes a batch, and the adapters, are timed."""
+
+from pathlib import Path
+
+from tests.torch.kernels.test_direct import assert_equal, needs_compiler
+
+SCRIPT = """
+import contextlib, io
+import torch
+from benchmarks import host
+
+host.REPEATS, host.NUMBER, host.BUILT = 1, 1, ((3, 300, False), (3, 300, True))
+said = io.StringIO()
+with host.without_kernels() as seen, torch.no_grad():
+    for lens, launches in (([1, 1], ["attention", "merge"]), ([1, 40], ["prefill", "attention", "merge"])):
+        calls = host.calls_of("TRITON_ATTN", "auto", lens)
+        calls.first()
+        calls.again()
+        seen.clear()
+        calls.again()
+        assert [name for name in seen if name != "write"] == launches, seen
+with contextlib.redirect_stdout(said):
+    host.builds()
+    host.adapters()
+rows = said.getvalue().splitlines()
+assert len(rows) == 3 + 5 and all(float(row.split()[-1]) > 0 for row in rows[3:]), rows
+print("equal")
+"""
+
+
+@needs_compiler
+def test_the_benchmark_of_the_host_runs(tmp_path: Path) -> None:
+    assert_equal(SCRIPT, tmp_path)
