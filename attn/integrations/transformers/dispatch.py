@@ -1,8 +1,9 @@
 """Which way a call is computed (see the package's docstring), decided once for the calls that a model repeats.
 
 A launch serves the calls of one layer that have the same facts: sizes except those that grow with every token, dtypes, devices,
-options, and the environment. It is chosen and checked at the first of them. Calls that need more than a launch (gradients, a
-mask that is no pattern and, unless a backend attends runs of keys, padding) have none, and are decided each time.
+options, and the environment. It is chosen and checked at the first of them. Layers whose calls have no mask share launches and,
+in a step, what is prepared for the first of them (`runs`). Calls that need more than a launch (gradients, a mask that is no
+pattern and, unless a backend attends runs of keys, padding) have none, and are decided each time.
 """
 
 import enum
