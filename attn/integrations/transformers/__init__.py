@@ -25,10 +25,10 @@ A call is computed in one of five ways, depending only on its requirements:
 
 A call's mask is read first (`masks`): a causal, windowed or bidirectional pattern with padding, chunks (Llama 4) and blocks of
 tokens that see each other (Gemma 3's images, PaliGemma's prefix) are described, not materialised; any other mask becomes
-boolean, and is recognised as a pattern where that matters. Then `dispatch` chooses the way, once for calls that repeat in every
-layer and for every token; the layers of a step repeat one launch. In a graph (`torch.compile`) masks are materialised; the dense
-way is traced, each other way is one operator. Single rows are an operator that CUDA graphs may capture, where the chosen backend
-has one (`dense_decode`).
+boolean, and is recognised as a pattern where that matters. Then `dispatch` chooses the way, once for calls that repeat in
+every layer and for every token; the layers of a step repeat one launch. In a graph (`torch.compile`) masks are materialised;
+the dense way is traced, each other way is one operator. Single rows are an operator that CUDA graphs may capture, where the
+chosen backend has one (`dense_decode`).
 
 Arguments that change the meaning of attention are used or, if not supported (`call.UNKNOWN`), rejected with the layer's name; a
 test lists every argument that transformers passes. Requested weights (`output_attentions`) are computed beside the call by the
