@@ -137,7 +137,7 @@ class CommonAttentionMetadata:
         q, s = _int32("query_lens", query_lens), _int32("seq_lens", seq_lens)
         _check_int("block_size", block_size, 1)
         table = _table(block_table, s, block_size)
-        ends = np.cumsum(q, dtype=np.int64)
+        ends = q.cumsum(dtype=np.int64)
         if len(q) and ends[-1] > INT32_MAX:
             i = int((ends > INT32_MAX).argmax())
             raise MetadataError("query_start_loc", i + 1, int(ends[i]), f"at most {INT32_MAX}")
@@ -512,9 +512,8 @@ def _int32(name: str, values: Any, row: int | None = None) -> "IntArray":
     if array.size and array.dtype.kind not in "iu":
         raise DTypeError(f"{name} has dtype {array.dtype}: must be integers")
     least = 0 if row is None else -INT32_MAX - 1  # entries of a table that are never read may have any value
-    bad = (array < least) | (array > INT32_MAX)
-    if bad.any():
-        i = int(bad.argmax())
+    if array.size and not least <= array[array.argmin()] <= array[array.argmax()] <= INT32_MAX:
+        i = int(((array < least) | (array > INT32_MAX)).argmax())
         raise MetadataError(name, i if row is None else (row, i), int(array[i]), f"between {least} and {INT32_MAX}")
     return array.astype(np.int32)
 
@@ -701,7 +700,7 @@ def _rows_of(start: "IntArray", seq_lens: "IntArray") -> "tuple[IntArray, IntArr
     """Return the request of each new token, and its position in it; each [T]."""
     import numpy as np
 
-    query_lens = np.diff(start)
+    query_lens = start[1:] - start[:-1]
     request = np.repeat(np.arange(len(query_lens)), query_lens)
     return request, np.arange(len(request)) - start[request] + (seq_lens - query_lens)[request]
 
