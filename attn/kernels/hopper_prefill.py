@@ -232,10 +232,11 @@ def _copy_queries(  # type: ignore[no-untyped-def]
 ):
     """Copy each consumer's queries, once it has used the last ones in their place."""
     q_full, q_empty = q_bars
-    Q_STAGES: gl.constexpr = q_ring.shape[0] // CONSUMERS
     COLUMNS: gl.constexpr = 64
-    ROOM: gl.constexpr = q_ring.shape[2] // COLUMNS
-    boxes = reinterpret(q_ring, q_ring.dtype, [q_ring.shape[0] * ROOM, 1, 64 // G, G, COLUMNS], q_desc.layout)
+    TILES: gl.constexpr = PIECES if q_ring.shape[2] == COLUMNS else 1
+    ROOM: gl.constexpr = q_ring.shape[2] // COLUMNS * TILES
+    Q_STAGES: gl.constexpr = q_ring.shape[0] // CONSUMERS // TILES
+    boxes = reinterpret(q_ring, q_ring.dtype, [q_ring.shape[0] // TILES * ROOM, 1, 64 // G, G, COLUMNS], q_desc.layout)
     for which in gl.static_range(CONSUMERS):
         at = wave % Q_STAGES * CONSUMERS + which
         mbarrier.wait(q_empty.index(at), wave // Q_STAGES & 1 ^ 1)
@@ -470,9 +471,10 @@ def _scores(q_ring, k_ring, q_at, stage, D: gl.constexpr, STAGES: gl.constexpr):
     """Start the products of a tile of queries and a tile of keys, one for each part of the head."""
     TILES: gl.constexpr = k_ring.shape[0] // STAGES
     WIDTH: gl.constexpr = k_ring.shape[2]
-    ROOM: gl.constexpr = q_ring.shape[2] // WIDTH
+    ROOM: gl.constexpr = TILES if q_ring.shape[2] == WIDTH else q_ring.shape[2] // WIDTH
     PARTS: gl.constexpr = parts_of(D, WIDTH)
-    queries = reinterpret(q_ring, q_ring.dtype, [q_ring.shape[0] * ROOM, 64, WIDTH], gl.NVMMASharedLayout(128, 16, rank=2))
+    COUNT: gl.constexpr = q_ring.shape[0] * q_ring.shape[2] // WIDTH
+    queries = reinterpret(q_ring, q_ring.dtype, [COUNT, 64, WIDTH], gl.NVMMASharedLayout(128, 16, rank=2))
     s = _zeros(k_ring.shape[1])
     for i in gl.static_range(len(PARTS)):
         q = queries.index(q_at * ROOM + PARTS[i][0] // WIDTH).slice(PARTS[i][0] % WIDTH, PARTS[i][1], 1)
@@ -674,7 +676,6 @@ def _consume(  # type: ignore[no-untyped-def]
         r, kv_head, begin, q_len, first, context, k_begin, low, high = unit
         last = context + gl.minimum(first + BLOCK_Q, q_len) - 1
         q_at = wave % Q_STAGES * CONSUMERS + WHICH
-        q_tile = q_ring.index(q_at)
         if COPIED:
             mbarrier.wait(q_full.index(q_at), wave // Q_STAGES & 1)
         else:
@@ -686,7 +687,7 @@ def _consume(  # type: ignore[no-untyped-def]
             if NEGATE:
                 q = (0.0 - q.to(gl.float32)).to(dtype)
             barrier()  # no warp reads the last ones any more
-            q_tile.store(q)
+            q_ring.index(q_at).store(q)
             fence_async_shared()
             barrier()
 
@@ -954,10 +955,12 @@ def prefill(  # type: ignore[no-untyped-def]
     if value_cache is None:
         value_cache = key_cache + VALUES_AT * k_block.to(gl.int64)  # one array holds the keys, and the values behind them
     ring: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    q_ring = gl.allocate_shared_memory(dtype, [CONSUMERS * Q_STAGES, 64, BLOCK_D], ring)
-    # dimensions of a tile are powers of two: 129 to 192 columns of keys are three tiles of 64
+    # dimensions of a tile are powers of two: 129 to 192 columns are three tiles of 64, but not of queries that consumers store
     PIECES: gl.constexpr = (D + 63) // 64
     WHOLE: gl.constexpr = PIECES != 3
+    Q_TILES: gl.constexpr = PIECES if COPIED and not WHOLE else 1
+    Q_COLUMNS: gl.constexpr = BLOCK_D if Q_TILES == 1 else 64
+    q_ring = gl.allocate_shared_memory(dtype, [CONSUMERS * Q_STAGES * Q_TILES, 64, Q_COLUMNS], ring)
     k_ring = gl.allocate_shared_memory(dtype, [STAGES if WHOLE else STAGES * PIECES, BLOCK_N, BLOCK_D if WHOLE else 64], ring)
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_V], ring)
     units_ring = gl.allocate_shared_memory(gl.int32, [2 * _FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))

@@ -104,7 +104,7 @@ def plan_of(arrays: Arrays, num_reqs: int, page: int, paged: bool, rules: Rules,
     group = heads // kv_heads
     # the engine copies queries of whole rows of both consumers, as they are
     copied = 64 % group == 0 and not rules.negate and not (q_t | q_h) % 8 and aligned
-    box = 1, _box(page, _keys(size, width, rules)), 1, 64
+    box = 1, _box(page, _keys(size, width, rules, copied)), 1, 64
     q_map = ((1, tokens, heads, size), (tokens * q_t, q_t, q_h, 1), (1, 64 // group, group, 64)) if copied else None
     strides = o_t, o_h, q_t, q_h, *k_strides[:3], *v_strides[:3]
     tiles = (tokens // (64 * _consumers(size) // group) + num_reqs) * kv_heads
@@ -117,7 +117,7 @@ def constants(sizes: tuple[int, ...], rules: Rules, given: Given, values_at: int
     """Constants and options of a launch. sizes: `Plan`'s; values_at: the page at which values begin in the array of keys."""
     heads, group, size, width, page = sizes
     consumers = _consumers(size)
-    registers, keys = _REGISTERS[consumers], _keys(size, width, rules)
+    registers, keys = _REGISTERS[consumers], _keys(size, width, rules, given.copied)
     return {
         "cap": rules.cap, "left": rules.left, "right": rules.right, "min_query": rules.min_query, "H": heads, "G": group,
         "D": size, "DV": width, "BLOCK_D": _padded(size), "BLOCK_V": _padded(width), "P": page,
@@ -136,12 +136,12 @@ def _padded(size: int) -> int:
     return max(64, power_of_two(size))
 
 
-def _keys(size: int, width: int, rules: Rules) -> int:
+def _keys(size: int, width: int, rules: Rules, copied: bool) -> int:
     """Keys per tile, for sizes of keys and of values: as many as registers and two stages of shared memory hold, but fewer
     where causal rows see few: less of a tile is masked, and a unit's first and last tile, which nothing overlaps, are
-    shorter."""
+    shorter. copied: whether the engine copies queries; those that consumers store take more memory above 128."""
     few = size <= 64 if rules.few_keys is None else rules.few_keys
-    return 64 if size > 192 or width > 128 or (few and rules.right < UNBOUNDED) else 128
+    return 64 if size > (192 if copied else 128) or width > 128 or (few and rules.right < UNBOUNDED) else 128
 
 
 def _consumers(size: int) -> int:

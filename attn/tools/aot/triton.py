@@ -240,6 +240,7 @@ def _launch_paged(choice: Choice) -> None:
         fixed_split=256 if choice["fixed_split"] else 0,
         sparse=[64, 4, 8, 1, 0] if choice["pattern"] else None,
         output_scale=torch.ones(()) if scaled else None,
+        few_keys=choice.get("few_keys"),
     )
 
 
@@ -320,7 +321,7 @@ HOPPER: dict[str, Sequence[Any]] = {
     "block_size": PAGED["block_size"],
     "dtype": ("bfloat16", "float16"),
     "mask": tuple(name for name in WINDOWS if name != "tree"),
-    **switches("soft_cap", "sinks", "lse"),
+    **switches("soft_cap", "sinks", "lse", "few_keys"),
 }
 
 
@@ -491,19 +492,23 @@ def _launch_hopper_latent(choice: Choice) -> None:
 EXPANDED: dict[str, Sequence[Any]] = {
     "sizes": ((192, VALUE), (96, 64), (192, 192), (256, 256)),
     "dtype": ("bfloat16", "float16", "float32"),
+    "keys": (360, 9000),
     **switches("causal", "lse"),
 }
 
 
 def _launch_expanded(choice: Choice) -> None:
+    from attn.torch.kernels.direct import arch
     from attn.torch.kernels.mla_prefill import mla_prefill
 
     dtype, starts = getattr(torch, choice["dtype"]), torch.tensor([0, 300, 360], dtype=torch.int32)
-    size, width = choice["sizes"]
-    query, key = (torch.empty(360, 8, size, dtype=dtype) for _ in "qk")
-    value = torch.empty(360, 8, width, dtype=dtype)
-    results = torch.empty_like(value), torch.empty(8, 360) if choice["lse"] else None
-    mla_prefill(*results, query, key, value, starts, starts, scale=size**-0.5, causal=choice["causal"])
+    (size, width), keys = choice["sizes"], choice["keys"]
+    query, key, value = (torch.empty(n, 8, columns, dtype=dtype) for n, columns in ((360, size), (keys, size), (keys, width)))
+    results = torch.empty(360, 8, width, dtype=dtype), torch.empty(8, 360) if choice["lse"] else None
+    own = torch.tensor([0, keys - 60, keys], dtype=torch.int32)
+    mla_prefill(*results, query, key, value, starts, own, scale=size**-0.5, causal=choice["causal"])
+    if arch() == "sm_90" and choice["dtype"] != "float32":
+        _check_on("hopper_prefill")
 
 
 # --- dense attention with 8-bit scores ------------------------------------------------------------------------------
