@@ -17,7 +17,6 @@ One-byte codes are multiplied as they are where the matrix unit takes them: wide
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -165,32 +164,29 @@ def _kind(cfg: Config, refs: Refs, rows: Rows) -> _pages.ItemOps:
         def go(start: jax.Array | int, size: int, masked: bool) -> None:
             _stream(cfg, refs, rows, Step(item, slot, start, begin + start, size, masked))
 
-        def step(start: jax.Array | int, size: int, other: Callable[[], None]) -> None:
-            """Keys that every row sees at once, and others by `other`."""
+        def step(start: jax.Array | int, size: int) -> None:
+            """Keys that every row sees at once, and others by halves."""
             stop = begin + start + size
             clear = stop <= item.high
             if cfg.mask.causal and rows is refs.long:
                 clear &= stop <= item.position + 1
             pl.when(clear)(lambda: go(start, size, False))
-            pl.when(jnp.logical_not(clear))(other)
+            pl.when(jnp.logical_not(clear))(lambda: masked(start) if size == least else halves(start, size // 2))
 
-        def chunk(start: jax.Array | int) -> None:
-            def masked() -> None:
-                tiles = lax.div(start, cfg.tile) + size // cfg.tile
-                _pages.clean(cfg, refs, slot, item.low - begin, item.high - begin, tiles)
-                go(start, size, True)
+        def halves(start: jax.Array | int, size: int) -> None:
+            def half(n: jax.Array, _: None) -> None:
+                at = pl.multiple_of(start + n * size, size)
+                pl.when(begin + at < item.high)(lambda: step(at, size))
 
-            step(start, size, masked)
+            lax.fori_loop(0, 2, half, None)
 
-        def chunks() -> None:
-            count = lax.div(jnp.clip(item.high - begin, 0, cfg.kv_block) + (size - 1), size)
-            lax.fori_loop(0, count, lambda n, _: chunk(pl.multiple_of(n * size, size)), None)
+        def masked(start: jax.Array | int) -> None:
+            tiles = lax.div(start, cfg.tile) + least // cfg.tile
+            _pages.clean(cfg, refs, slot, item.low - begin, item.high - begin, tiles)
+            go(start, least, True)
 
-        size = min(2 * rows.key_tile, cfg.kv_block)  # one tile's products run beside the other's exponentials
-        if size == cfg.kv_block:
-            chunk(0)
-        else:
-            step(0, cfg.kv_block, chunks)
+        least = min(2 * rows.key_tile, cfg.kv_block)  # one tile's products run beside the other's exponentials
+        step(0, cfg.kv_block)
 
     def finish(i: jax.Array) -> None:
         _mark(cfg, refs, rows, i)
