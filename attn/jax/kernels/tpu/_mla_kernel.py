@@ -222,8 +222,10 @@ def _seen(cfg: Config, rows: Rows, step: Step, start: Any) -> jax.Array:
     return visible
 
 
-def _scores(cfg: Config, refs: Refs, rows: Rows, step: Step, start: Any, keys: jax.Array) -> jax.Array:
-    s = dot(rows.q[step.item.q_slot], keys, 1, 1) * refs.factors[SCORES]
+def _scores(cfg: Config, rows: Rows, step: Step, start: Any, keys: jax.Array) -> jax.Array:
+    """Products of queries and keys. Their factor multiplies differences from the maximum, so that the largest has a weight of 1
+    also where the compiler contracts a product and a difference into one operation."""
+    s = dot(rows.q[step.item.q_slot], keys, 1, 1)
     return jnp.where(_seen(cfg, rows, step, start), s, -jnp.inf) if step.masked else s
 
 
@@ -234,7 +236,7 @@ def _stream(cfg: Config, refs: Refs, rows: Rows, step: Step) -> None:
     to the maximum of the rows' scores so far and of the first tile, so that no tile waits for the scores of all. A sum that
     shows that later scores are much larger becomes NaN, as does one of numbers that are not finite.
     """
-    dtype = rows.q.dtype
+    dtype, factor = rows.q.dtype, refs.factors[SCORES]
     tiles = [pl.ds(step.start + first, rows.key_tile) for first in range(0, step.size, rows.key_tile)]
     scores: list[jax.Array] = []
     weights: list[jax.Array] = []
@@ -252,15 +254,15 @@ def _stream(cfg: Config, refs: Refs, rows: Rows, step: Step) -> None:
 
     for n in range(len(tiles) + 2):
         if n < len(tiles):
-            scores.append(_scores(cfg, refs, rows, step, n * rows.key_tile, keys(tiles[n])))
+            scores.append(_scores(cfg, rows, step, n * rows.key_tile, keys(tiles[n])))
         if n == 1:
             m = rows.m[...]
             base = jnp.maximum(m, jnp.max(scores[0], axis=1, keepdims=True))
-            rescale = jnp.exp2(m - base)
+            rescale = jnp.exp2((m - base) * factor)
             sums = jnp.zeros((rows.q.shape[1], min(rows.key_tile, LANES)), jnp.float32)
             acc = rows.acc[...] * widen(rescale, cfg.values)
         if 1 <= n <= len(tiles):
-            p = jnp.exp2(scores[n - 1] - widen(base, rows.key_tile))
+            p = jnp.exp2((scores[n - 1] - widen(base, rows.key_tile)) * factor)
             for lane in range(0, rows.key_tile, LANES):
                 sums += p[:, lane : lane + LANES]
             weights.append(p.astype(dtype))
@@ -274,16 +276,16 @@ def _stream(cfg: Config, refs: Refs, rows: Rows, step: Step) -> None:
 
 def _exact(cfg: Config, refs: Refs, rows: Rows, step: Step) -> None:
     """The same relative to the maximum of all scores, where no row is affected by numbers that it does not see."""
-    dtype = rows.q.dtype
+    dtype, factor = rows.q.dtype, refs.factors[SCORES]
 
     def tile(n: jax.Array, _: None) -> None:
         start = pl.multiple_of(n * rows.key_tile, rows.key_tile)
         keys = widened_exactly(cfg, rows_at(cfg, refs, step.slot, 0, 0, pl.ds(start, rows.key_tile)))
-        s = _scores(cfg, refs, rows, step, start, keys.astype(dtype))
+        s = _scores(cfg, rows, step, start, keys.astype(dtype))
         m = rows.m[...]
         new = jnp.maximum(m, jnp.max(s, axis=1, keepdims=True))
         safe = jnp.where(new == -jnp.inf, 0.0, new)
-        p, rescale = jnp.exp2(s - widen(safe, rows.key_tile)), jnp.exp2(m - safe)
+        p, rescale = jnp.exp2((s - widen(safe, rows.key_tile)) * factor), jnp.exp2((m - safe) * factor)
         rows.m[...], rows.l[...] = new, rows.l[...] * rescale + jnp.sum(p, axis=1, keepdims=True)
         part = _select(p.astype(dtype), _seen(cfg, rows, step, start), keys[:, : cfg.values])
         rows.acc[...] = rows.acc[...] * widen(rescale, cfg.values) + part
@@ -307,4 +309,4 @@ def _finish(cfg: Config, refs: Refs, rows: Rows) -> None:
     normaliser = jnp.where(total == 0.0, 0.0, refs.factors[OUTPUTS] / jnp.where(total == 0.0, 1.0, total))
     rows.o[...] = (rows.acc[...] * widen(normaliser, cfg.values)).astype(rows.o.dtype)
     if cfg.lse:
-        rows.lse_rows[...] = (m + jnp.log2(total)) * (1 / LOG2_E)
+        rows.lse_rows[...] = (m * refs.factors[SCORES] + jnp.log2(total)) * (1 / LOG2_E)

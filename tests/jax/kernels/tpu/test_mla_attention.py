@@ -19,6 +19,9 @@ from attn.jax.kernels.tpu._chips import CHIPS
 from attn.jax.kernels.tpu._plan import Batch
 from attn.jax.kernels.tpu._refs import PagedShape
 from attn.jax.kernels.tpu.mla_attention import Blocks, Rules, blocks_for
+from attn.testing import run_case
+from attn.testing.case import Case
+from attn.testing.conformance import candidate_of
 from tests.levels import sampled
 
 #: decode over two kv blocks; a short chunk; a prefill over several; a request without rows; a decode within a block
@@ -170,3 +173,10 @@ def test_tables_that_overflow_smem() -> None:
             *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 16, 576), (9, 16, 640))),
             *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((257,), (256,), (256, 2048), (256,))),
         )
+
+
+def test_equal_scores_far_below_zero_give_exact_values() -> None:
+    """Steps that every row sees whole have no mask between the scale of scores and the subtraction of their maximum."""
+    mla = {"head_size": 192, "num_heads": 16, "num_kv_heads": 1, "mla": (128, 32, 64, 32), "block_size": 128, "lse": True}
+    case = Case("far", dtype="bfloat16", query_lens=(40, 1), seq_lens=(1400, 700), inputs="far", **mla)  # type: ignore[arg-type]
+    assert list(run_case(candidate_of("PALLAS_MLA").backend, case)) == []
