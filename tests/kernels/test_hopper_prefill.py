@@ -28,8 +28,17 @@ def spans_of(lens: list[tuple[int, int]], every: int, size: int, elsewhere: bool
     return np.ascontiguousarray(np.concatenate(made))
 
 
-def run(lens: list[tuple[int, int]], *, mask: Visibility, heads: tuple[int, int] = (4, 2), size: int = 64, page: int = 16,
-        programs: int = 2, rules: dict[str, Any] | None = None, wild: bool = False) -> None:  # fmt: skip
+def run(
+    lens: list[tuple[int, int]],
+    *,
+    mask: Visibility,
+    heads: tuple[int, int] = (4, 2),
+    size: int = 64,
+    page: int = 16,
+    programs: int = 2,
+    rules: dict[str, Any] | None = None,
+    wild: bool = False,
+) -> None:
     """Compare output and log-sum-exp of every row with the definition; memory that no row may use is NaN."""
     (H, K), rng = heads, np.random.default_rng(1)
     starts = np.cumsum([0, *(n for n, _ in lens)]).astype(np.int32)
@@ -60,10 +69,10 @@ def run(lens: list[tuple[int, int]], *, mask: Visibility, heads: tuple[int, int]
     output, lse = np.full((tokens, H, size), 9.0, np.float32), np.full((H, tokens), 9.0, np.float32)
     counters = np.zeros(2, np.int32)
     strides = [tuple(s // 4 for s in x.strides) for x in (query, key, value, output)]
-    arrays = {"output": output, "lse": lse, "query": query, "key_cache": key, "value_cache": value, "query_start_loc": starts,
-              "seq_lens": np.array([m for _, m in lens], np.int32), "block_table": table, "sinks": None,
-              **mask.batch._replace(tree=None)._asdict(), "counters": counters}  # fmt: skip
-    del arrays["tree"]
+    masks, lengths = mask.batch._asdict(), np.array([m for _, m in lens], np.int32)
+    del masks["tree"]
+    arrays = {"output": output, "lse": lse, "query": query, "key_cache": key, "value_cache": value, "query_start_loc": starts}
+    arrays |= {"seq_lens": lengths, "block_table": table, "sinks": None, **masks, "counters": counters}
     for program in range(programs):
         module = gluon.module("hopper_prefill", (program, programs))
         its = launch.Rules(**settings)

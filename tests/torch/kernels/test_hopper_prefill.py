@@ -131,12 +131,10 @@ def test_it_is_attention(name: str, few_keys: bool) -> None:
     assert hopper_prefill.serves(query, key, value, len(lens), heads // kv_heads, page)
     output = torch.full_like(query, torch.nan)
     lse = torch.full((heads, tokens), torch.nan, device="cuda")
-    most = max(s for _, s in lens)
+    bounds = max(q for q, _ in lens), max(s for _, s in lens), size**-0.5
+    rules = {"soft_cap": given["cap"], "sinks": sinks, "span_window": given["cut"], "few_keys": few_keys, **reach}
     for _ in range(2):  # the second launch finds the counters as the first one left them
-        paged_attention(
-            output, lse, query, key, value, starts, seq_lens, table, max(q for q, _ in lens), most, size**-0.5, *window,
-            window[1], given["cap"], None, sinks, span_window=given["cut"], few_keys=few_keys, **reach,
-        )  # fmt: skip
+        paged_attention(output, lse, query, key, value, starts, seq_lens, table, *bounds, *window, window[1], **rules)
     for r, (n, s) in enumerate(lens):
         rows = slice(int(starts[r]), int(starts[r + 1]))
         own = (
