@@ -65,7 +65,8 @@ def test_rows_of_a_table_may_be_any_integers(kind):
 
 
 def test_a_table_is_padded_when_it_is_first_read():
-    """Until then nobody can write to it, so that its rows are those of `from_lens`; afterwards the table is what counts."""
+    """Before the first read, a batch uses the rows passed to `from_lens`. After it, a caller may have changed the table, so the
+    batch uses the table."""
     made = batch()
     assert made.pages.ids.tolist() == [4, 2, 0, 1, 3, 5, 6] and made.pages.shape == (3, 3) and made.pages.largest == 6
     assert made.validate(BLOCK, 7) is made and made.pages is not None

@@ -1,4 +1,5 @@
-"""What a layer's call costs the host: within a model, calls of `generate` are told apart, and the functions are put back."""
+"""The host time of a layer's call: `in_model` reports prompts, first layers, others and masks apart, and restores the
+functions that it replaces."""
 
 import pytest
 
