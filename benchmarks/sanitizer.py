@@ -111,7 +111,7 @@ def _prefill() -> bool:
     """Run two prompts, one with a context, with pages of 16 and unused pages: two kinds of tile, several rounds each."""
     import torch
 
-    from attn.kernels.hopper_prefill_launch import Rules
+    from attn.kernels.hopper_prefill_launch import PrefillParams
     from attn.torch.kernels import hopper_prefill
 
     generator = torch.Generator("cuda").manual_seed(0)
@@ -129,7 +129,7 @@ def _prefill() -> bool:
     seq_lens = torch.tensor([s for _, s in lens], dtype=torch.int32, device="cuda")
     output, lse = torch.empty_like(query), torch.empty(8, 377, device="cuda")
     arrays = output, lse, query, key, value, starts, seq_lens, table, None
-    hopper_prefill.prefill(arrays, Rules(right=0, min_query=1), (128**-0.5 * 1.4426950408889634, 1.0), programs=3)
+    hopper_prefill.prefill(arrays, PrefillParams(right=0, min_query=1), (128**-0.5 * 1.4426950408889634, 1.0), programs=3)
     for r, (n, s) in enumerate(lens):
         rows = slice(int(starts[r]), int(starts[r + 1]))
         k, v = (x[table[r, : counts[r]].long()].flatten(0, 1)[:s].double().repeat_interleave(4, 1) for x in (key, value))

@@ -111,10 +111,10 @@ def _right(right, is_causal, r):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _span(spans, row, there, position, left, CHUNK: gl.constexpr, SPAN_RIGHT: gl.constexpr):  # type: ignore[no-untyped-def]
+def _span(spans, row, valid, position, left, CHUNK: gl.constexpr, SPAN_RIGHT: gl.constexpr):  # type: ignore[no-untyped-def]
     """First and last key of rows' spans; the last is negative, or before the first, if there is none."""
-    low = gl.load(spans + 2 * row, mask=there, other=-1)
-    high = gl.load(spans + 2 * row + 1, mask=there, other=-1)
+    low = gl.load(spans + 2 * row, mask=valid, other=-1)
+    high = gl.load(spans + 2 * row + 1, mask=valid, other=-1)
     if SPAN_RIGHT > 0:
         low = gl.maximum(low, position - left)
         high = gl.minimum(high, position + SPAN_RIGHT)
@@ -134,11 +134,11 @@ def _extent(  # type: ignore[no-untyped-def]
         lowest = lane * 0 + _FAR
         highest = lane * 0 - 1
         for token in range(first, end, 32):
-            there = token + lane < end
-            low, high = _span(spans, begin + token + lane, there, context + token + lane, left, CHUNK, SPAN_RIGHT)
-            there = there & (high >= gl.maximum(low, 0))
-            lowest = gl.minimum(lowest, gl.where(there, low, _FAR))
-            highest = gl.maximum(highest, gl.where(there, high, -1))
+            valid = token + lane < end
+            low, high = _span(spans, begin + token + lane, valid, context + token + lane, left, CHUNK, SPAN_RIGHT)
+            valid = valid & (high >= gl.maximum(low, 0))
+            lowest = gl.minimum(lowest, gl.where(valid, low, _FAR))
+            highest = gl.maximum(highest, gl.where(valid, high, -1))
         until = gl.maximum(until, gl.max(highest, 0))
     if prefix is not None:
         shared = gl.load(prefix + r)
@@ -169,9 +169,9 @@ def _describe(  # type: ignore[no-untyped-def]
     # two units for each program, of the shorter half of rows, are left for the end
     last_ones = gl.minimum((2 * gl.num_programs(0) + K - 1) // K, tiles // 2) if HAS_RIGHT else 0
     together = tiles - last_ones
-    rest = of_request - together * K
-    kv_head = gl.where(rest < 0, of_request // together, rest % K)
-    from_last = gl.where(rest < 0, of_request % together, together + rest // K)
+    tail = of_request - together * K
+    kv_head = gl.where(tail < 0, of_request // together, tail % K)
+    from_last = gl.where(tail < 0, of_request % together, together + tail // K)
     # the last rows are the longest: start them first, so that they do not end last; past the last unit no row is read
     first = gl.maximum(tiles - 1 - from_last, 0) * BLOCK_Q
     context = seq_len - q_len
@@ -237,12 +237,12 @@ def _copy_queries(  # type: ignore[no-untyped-def]
     ROOM: gl.constexpr = q_ring.shape[2] // COLUMNS * TILES
     Q_STAGES: gl.constexpr = q_ring.shape[0] // CONSUMERS // TILES
     boxes = reinterpret(q_ring, q_ring.dtype, [q_ring.shape[0] // TILES * ROOM, 1, 64 // G, G, COLUMNS], q_desc.layout)
-    for which in gl.static_range(CONSUMERS):
-        at = wave % Q_STAGES * CONSUMERS + which
+    for consumer in gl.static_range(CONSUMERS):
+        at = wave % Q_STAGES * CONSUMERS + consumer
         mbarrier.wait(q_empty.index(at), wave // Q_STAGES & 1 ^ 1)
         mbarrier.expect(q_full.index(at), 64 * PIECES * COLUMNS * 2)
         for h in gl.static_range(PIECES):
-            load_box(q_desc, [0, token + which * (64 // G), head, h * COLUMNS], q_full.index(at), boxes.index(at * ROOM + h))
+            load_box(q_desc, [0, token + consumer * (64 // G), head, h * COLUMNS], q_full.index(at), boxes.index(at * ROOM + h))
 
 
 @gluon.jit
@@ -261,12 +261,12 @@ def _copy_boxes(  # type: ignore[no-untyped-def]
     for b in gl.static_range(BOXES):
         if PAGED:
             page = gl.max(gl.where(lane == b, pages, 0), 0)
-            place = 0 if BLOCK_N % P == 0 else (start + b * BOX) % P
+            slot = 0 if BLOCK_N % P == 0 else (start + b * BOX) % P
         else:
             page = 0
-            place = pages + start + b * BOX
+            slot = pages + start + b * BOX
         for h in gl.static_range(PIECES):
-            load_box(desc, [page, place, kv_head, h * COLUMNS], bar, boxes.index((stage * PIECES + h) * BOXES + b))
+            load_box(desc, [page, slot, kv_head, h * COLUMNS], bar, boxes.index((stage * PIECES + h) * BOXES + b))
 
 
 @gluon.jit
@@ -652,7 +652,7 @@ def _consume(  # type: ignore[no-untyped-def]
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, COPIED: gl.constexpr, PAGED: gl.constexpr,
     NEGATE: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, CHUNK: gl.constexpr,
-    SPAN_RIGHT: gl.constexpr, WHICH: gl.constexpr,
+    SPAN_RIGHT: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Consumer of four warps: 64 rows of each of the program's tiles."""
     dtype: gl.constexpr = q_ring.dtype
@@ -667,23 +667,23 @@ def _consume(  # type: ignore[no-untyped-def]
     values = v_ring, v_full, v_empty
     TWO: gl.constexpr = spans is not None  # ranges of keys that a row may see
     count = 0
-    copy_row = WHICH * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, COPY))
+    copy_row = CONSUMER * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, COPY))
     copy_d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, COPY))
-    row = WHICH * 64 + gl.arange(0, 64, layout=ROW)
+    row = CONSUMER * 64 + gl.arange(0, 64, layout=ROW)
     wave = 0
     unit = _take(units_ring, u_bars, wave, 4)
     while unit[0] >= 0:
         r, kv_head, begin, q_len, first, context, k_begin, low, high = unit
         last = context + gl.minimum(first + BLOCK_Q, q_len) - 1
-        q_at = wave % Q_STAGES * CONSUMERS + WHICH
+        q_at = wave % Q_STAGES * CONSUMERS + CONSUMER
         if COPIED:
             mbarrier.wait(q_full.index(q_at), wave // Q_STAGES & 1)
         else:
             token = first + copy_row // G
             head = kv_head * G + copy_row % G
-            there = ((copy_row < BLOCK_Q * G) & (token < q_len))[:, None] & (copy_d < D)[None, :]
+            in_bounds = ((copy_row < BLOCK_Q * G) & (token < q_len))[:, None] & (copy_d < D)[None, :]
             at = (begin + token).to(gl.int64) * q_t + head * q_h
-            q = gl.load(query + at[:, None] + copy_d[None, :], mask=there, other=0.0)
+            q = gl.load(query + at[:, None] + copy_d[None, :], mask=in_bounds, other=0.0)
             if NEGATE:
                 q = (0.0 - q.to(gl.float32)).to(dtype)
             barrier()  # no warp reads the last ones any more
@@ -697,7 +697,7 @@ def _consume(  # type: ignore[no-untyped-def]
         lower = _since(position - left, position, CHUNK)
         tiles = (high - low + BLOCK_N - 1) // BLOCK_N
         # the keys that all rows see need no mask; this consumer's own first token decides their upper end
-        full_to = context + first + WHICH * 64 // G + reach + 1
+        full_to = context + first + CONSUMER * 64 // G + reach + 1
         full_from = _since(last - left, last, CHUNK)
         if prefix is not None:  # it touches what the window lets a row see (`paged_launch`)
             shared = gl.minimum(gl.load(prefix + r), high)
@@ -706,17 +706,17 @@ def _consume(  # type: ignore[no-untyped-def]
         seen = upper, lower
         apart = 0
         if TWO:
-            own = (row < BLOCK_Q * G) & (first + row // G < q_len)
-            since, until = _span(spans, begin + first + row // G, own, position, left, CHUNK, SPAN_RIGHT)
+            valid = (row < BLOCK_Q * G) & (first + row // G < q_len)
+            since, until = _span(spans, begin + first + row // G, valid, position, left, CHUNK, SPAN_RIGHT)
             until = gl.minimum(until, high - 1)
-            some = until >= gl.maximum(since, 0)
-            touches = some & (since <= upper + 1) & (until >= lower - 1)
+            has_span = until >= gl.maximum(since, 0)
+            touches = has_span & (since <= upper + 1) & (until >= lower - 1)
             upper = gl.where(touches, gl.maximum(upper, until), upper)
             lower = gl.where(touches, gl.minimum(lower, since), lower)
             seen = upper, lower, since, until  # type: ignore[assignment]
             # a row whose span does not touch the rest has no keys in common with others
-            full_to = gl.min(gl.where(own, gl.where(some == touches, upper, -_FAR), _FAR), 0) + 1
-            full_from = gl.max(gl.where(own, lower, -_FAR), 0)
+            full_to = gl.min(gl.where(valid, gl.where(has_span == touches, upper, -_FAR), _FAR), 0) + 1
+            full_from = gl.max(gl.where(valid, lower, -_FAR), 0)
             apart = full_to < -_FAR // 2
         right_of = tiles - gl.minimum(gl.maximum(gl.minimum(full_to, high) - low, 0) // BLOCK_N, tiles)
         left_from = tiles
@@ -756,7 +756,7 @@ def _consume(  # type: ignore[no-untyped-def]
                 for _i in range(left_from, tiles):
                     start -= BLOCK_N
                     if TWO:  # read again, so that these need no registers in the other loops
-                        also = _span(spans, begin + first + row // G, own, position, left, CHUNK, SPAN_RIGHT)
+                        also = _span(spans, begin + first + row // G, valid, position, left, CHUNK, SPAN_RIGHT)
                         seen = upper, lower, also[0], also[1]  # type: ignore[assignment]
                     MASKED: gl.constexpr = 2 if TWO else 1
                     sums = _step(
@@ -779,10 +779,10 @@ def _consume(  # type: ignore[no-untyped-def]
         if len(norm.shape) == 2:
             norm = gl.convert_layout(gl.sum(norm, 1), ROW)
         log = gl.where(norm == 0, float("-inf"), top + gl.log2(norm))
-        own = (row < BLOCK_Q * G) & (first + row // G < q_len)  # other rows' queries may be anything
+        valid = (row < BLOCK_Q * G) & (first + row // G < q_len)  # other rows' queries may be anything
         share = gl.where(norm == 0, 0.0, v_factor / gl.where(norm == 0, 1.0, norm))  # a row without keys is 0
         if HAS_SINKS:
-            sink = gl.load(sinks + kv_head * G + row % G, mask=own, other=0.0) * 1.4426950408889634
+            sink = gl.load(sinks + kv_head * G + row % G, mask=valid, other=0.0) * 1.4426950408889634
             # a row without keys is 0 whatever its sink
             kept = gl.where(log == float("-inf"), 0.0, 1.0 / (1.0 + gl.exp2(sink - log)))
             share = share * kept
@@ -790,13 +790,13 @@ def _consume(  # type: ignore[no-untyped-def]
         PARTS: gl.constexpr = parts_of(DV, BLOCK_V)
         results = _rounded(acc, share, dtype)
         for i in gl.static_range(len(PARTS)):
-            _write(output + PARTS[i][0], rows, own, _of_pairs(results[i], dtype), DV - PARTS[i][0])
+            _write(output + PARTS[i][0], rows, valid, _of_pairs(results[i], dtype), DV - PARTS[i][0])
         # 0 times a NaN or an infinity may have reached rows that do not see that value
-        if _have_odd(results, own, dtype) != 0:
+        if _have_odd(results, valid, dtype) != 0:
             if TWO:
-                also = _span(spans, begin + first + row // G, own, position, left, CHUNK, SPAN_RIGHT)
+                also = _span(spans, begin + first + row // G, valid, position, left, CHUNK, SPAN_RIGHT)
                 seen = upper, lower, also[0], also[1]  # type: ignore[assignment]
-            queries = query + begin.to(gl.int64) * q_t, q_t, q_h, own
+            queries = query + begin.to(gl.int64) * q_t, q_t, q_h, valid
             caches = key_cache, value_cache, k_strides, v_strides
             acc = _nan_safe(
                 queries, caches, block_table, table_r, unit, row, seen, top, factor, cap, DV, BLOCK_D, BLOCK_V, P, D, G, NEGATE,
@@ -804,10 +804,10 @@ def _consume(  # type: ignore[no-untyped-def]
             )  # fmt: skip
             results = _rounded(acc, share, dtype)
             for i in gl.static_range(len(PARTS)):
-                _write(output + PARTS[i][0], rows, own, _of_pairs(results[i], dtype), DV - PARTS[i][0])
+                _write(output + PARTS[i][0], rows, valid, _of_pairs(results[i], dtype), DV - PARTS[i][0])
         if HAS_LSE:
             token = first + row // G
-            gl.store(lse + (kv_head * G + row % G) * lse_h + begin + token, log * 0.6931471805599453, mask=own)
+            gl.store(lse + (kv_head * G + row % G) * lse_h + begin + token, log * 0.6931471805599453, mask=valid)
         wave += 1
         unit = _take(units_ring, u_bars, wave, 4)
 
@@ -831,7 +831,7 @@ def _by_row(width: int) -> Any:
 
 
 @gluon.jit
-def _write(output, rows, own, result, DV: gl.constexpr):  # type: ignore[no-untyped-def]
+def _write(output, rows, valid, result, DV: gl.constexpr):  # type: ignore[no-untyped-def]
     """Store the first `DV` columns of a result [64, N], 16 bytes of a row a thread. rows: where in `output` each begins.
 
     The compiler moves results between the threads of a warp, through memory of its own. Stored by the threads that have them,
@@ -840,7 +840,7 @@ def _write(output, rows, own, result, DV: gl.constexpr):  # type: ignore[no-unty
     LAYOUT: gl.constexpr = _by_row(result.shape[1])
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     d = gl.arange(0, result.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-    written = gl.convert_layout(own, ROW)[:, None]
+    written = gl.convert_layout(valid, ROW)[:, None]
     if result.shape[1] > DV:
         written = written & (d < DV)[None, :]
     gl.store(output + gl.convert_layout(rows, ROW)[:, None] + d[None, :], gl.convert_layout(result, LAYOUT), mask=written)
@@ -849,8 +849,8 @@ def _write(output, rows, own, result, DV: gl.constexpr):  # type: ignore[no-unty
 @gluon.constexpr_function
 def _times_zero(dtype: Any) -> str:
     """PTX that multiplies two 16-bit numbers by 0."""
-    kind = "bf16" if dtype.name == "bf16" else "f16"
-    return f"{{ .reg .b32 zero; mov.b32 zero, 0; fma.rn.{kind}x2 $0, $1, zero, zero; }}"
+    ptx_type = "bf16" if dtype.name == "bf16" else "f16"
+    return f"{{ .reg .b32 zero; mov.b32 zero, 0; fma.rn.{ptx_type}x2 $0, $1, zero, zero; }}"
 
 
 @gluon.jit
@@ -866,12 +866,12 @@ def _or(a, b):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _have_odd(results, own, dtype: gl.constexpr):  # type: ignore[no-untyped-def]
+def _have_odd(results, valid, dtype: gl.constexpr):  # type: ignore[no-untyped-def]
     """Not 0 if some row's result has a NaN or an infinity."""
     bits = 0
     for i in gl.static_range(len(results)):
         of_rows = gl.reduce(_odd(results[i], dtype), 1, _or)
-        bits = bits | gl.reduce(gl.where(gl.convert_layout(own, of_rows.type.layout), of_rows, 0), 0, _or)
+        bits = bits | gl.reduce(gl.where(gl.convert_layout(valid, of_rows.type.layout), of_rows, 0), 0, _or)
     return bits
 
 
@@ -891,10 +891,10 @@ def _nan_safe(  # type: ignore[no-untyped-def]
     LAYOUT: gl.constexpr = acc[0].type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, LAYOUT))
-    query, q_t, q_h, own = queries
+    query, q_t, q_h, valid = queries
     at = gl.convert_layout((first + row // G).to(gl.int64) * q_t + (kv_head * G + row % G) * q_h, ROW)
-    there = gl.convert_layout(own, ROW)[:, None] & (d < D)[None, :]
-    q = gl.load(query + at[:, None] + d[None, :], mask=there, other=0.0).to(gl.float32)
+    in_bounds = gl.convert_layout(valid, ROW)[:, None] & (d < D)[None, :]
+    q = gl.load(query + at[:, None] + d[None, :], mask=in_bounds, other=0.0).to(gl.float32)
     if NEGATE:
         q = 0.0 - q
     upper = gl.convert_layout(seen[0], ROW)

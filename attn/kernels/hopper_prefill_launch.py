@@ -10,8 +10,8 @@ ONE_PAGE = 1 << 30  #: keys of a page that holds all of a request
 _REGISTERS = {2: (240, 24), 3: (160, 24)}
 
 
-class Rules(NamedTuple):
-    """A layer's rules as the kernel takes them.
+class PrefillParams(NamedTuple):
+    """What the kernel takes of a layer, and the requests it is launched for.
 
     cap: in base 2, or 0; left, right: number of keys seen on either side, `UNBOUNDED` if there is no bound; chunk: positions of
     a chunk, before which a row sees no key, or 0; span_right: 0, or the number of later keys to which the window cuts spans (it
@@ -28,8 +28,8 @@ class Rules(NamedTuple):
     min_query: int = 0
     few_keys: bool | None = None
 
-    def seeing(self, keys: float, size: int) -> "Rules":
-        """These rules for rows of heads of `size` that would see `keys` keys on average without a window."""
+    def seeing(self, keys: float, size: int) -> "PrefillParams":
+        """These parameters for heads of `size` whose rows would see `keys` keys on average without a window."""
         return self._replace(few_keys=has_few_keys(min(keys, self.left), size))
 
 
@@ -45,8 +45,8 @@ class Arrays(NamedTuple):
     of_output: tuple[int, ...]
 
 
-class Given(NamedTuple):
-    """Which arguments there are.
+class Variant(NamedTuple):
+    """The arguments that a launch passes, for which the kernel is compiled.
 
     paged: a block table; ragged: keys without pages, of starts of their own; copied: whether the engine copies queries; sinks;
     lse; mixed: causality of each request.
@@ -93,7 +93,7 @@ def fits(size: int, width: int, num_reqs: int, group: int, page: int) -> bool:
     return group <= ROWS and page % 16 == 0
 
 
-def plan_of(arrays: Arrays, num_reqs: int, page: int, paged: bool, rules: Rules, aligned: bool) -> Plan:
+def plan_of(arrays: Arrays, num_reqs: int, page: int, paged: bool, params: PrefillParams, aligned: bool) -> Plan:
     """paged: whether there is a block table; aligned: whether the query begins at a multiple of 16 bytes."""
     (tokens, heads, size), k_shape, v_shape = arrays.query, arrays.key, arrays.value
     (o_t, o_h, _), (q_t, q_h, _), k_strides, v_strides = arrays.of_output, arrays.of_query, arrays.of_key, arrays.of_value
@@ -103,8 +103,8 @@ def plan_of(arrays: Arrays, num_reqs: int, page: int, paged: bool, rules: Rules,
     kv_heads, width = k_shape[2], v_shape[3]
     group = heads // kv_heads
     # the engine copies queries of whole rows of both consumers, as they are
-    copied = 64 % group == 0 and not rules.negate and not (q_t | q_h) % 8 and aligned
-    box = 1, _box(page, _keys(size, width, rules, copied)), 1, 64
+    copied = 64 % group == 0 and not params.negate and not (q_t | q_h) % 8 and aligned
+    box = 1, _box(page, _keys(size, width, params, copied)), 1, 64
     q_map = ((1, tokens, heads, size), (tokens * q_t, q_t, q_h, 1), (1, 64 // group, group, 64)) if copied else None
     strides = o_t, o_h, q_t, q_h, *k_strides[:3], *v_strides[:3]
     tiles = (tokens // (64 * _consumers(size) // group) + num_reqs) * kv_heads
@@ -113,20 +113,20 @@ def plan_of(arrays: Arrays, num_reqs: int, page: int, paged: bool, rules: Rules,
     )
 
 
-def constants(sizes: tuple[int, ...], rules: Rules, given: Given, values_at: int = 0) -> dict[str, Any]:
+def constants(sizes: tuple[int, ...], params: PrefillParams, variant: Variant, values_at: int = 0) -> dict[str, Any]:
     """Constants and options of a launch. sizes: `Plan`'s; values_at: the page at which values begin in the array of keys."""
     heads, group, size, width, page = sizes
     consumers = _consumers(size)
-    registers, keys = _REGISTERS[consumers], _keys(size, width, rules, given.copied)
+    registers, keys = _REGISTERS[consumers], _keys(size, width, params, variant.copied)
     return {
-        "cap": rules.cap, "left": rules.left, "right": rules.right, "min_query": rules.min_query, "H": heads, "G": group,
+        "cap": params.cap, "left": params.left, "right": params.right, "min_query": params.min_query, "H": heads, "G": group,
         "D": size, "DV": width, "BLOCK_D": _padded(size), "BLOCK_V": _padded(width), "P": page,
         "BOX": _box(page, keys), "BLOCK_Q": 64 * consumers // group, "BLOCK_N": keys,
-        "CONSUMERS": consumers, "STAGES": _stages(size), "Q_STAGES": 2 if given.copied and size <= 128 else 1,
-        "COPIED": given.copied, "PAGED": given.paged, "RAGGED": given.ragged, "NEGATE": rules.negate, "CHUNK": rules.chunk,
-        "SPAN_RIGHT": rules.span_right, "HAS_LEFT": rules.left < UNBOUNDED or rules.chunk > 0,
-        "HAS_RIGHT": rules.right < UNBOUNDED or given.mixed, "HAS_CAP": rules.cap != 0, "HAS_SINKS": given.sinks,
-        "HAS_LSE": given.lse,
+        "CONSUMERS": consumers, "STAGES": _stages(size), "Q_STAGES": 2 if variant.copied and size <= 128 else 1,
+        "COPIED": variant.copied, "PAGED": variant.paged, "RAGGED": variant.ragged, "NEGATE": params.negate,
+        "CHUNK": params.chunk, "SPAN_RIGHT": params.span_right, "HAS_LEFT": params.left < UNBOUNDED or params.chunk > 0,
+        "HAS_RIGHT": params.right < UNBOUNDED or variant.mixed, "HAS_CAP": params.cap != 0, "HAS_SINKS": variant.sinks,
+        "HAS_LSE": variant.lse,
         "CONSUMER_REGS": registers[0], "PRODUCER_REGS": registers[1], "VALUES_AT": values_at, "num_warps": 4, **FUSED,
     }  # fmt: skip
 
@@ -136,12 +136,12 @@ def _padded(size: int) -> int:
     return max(64, power_of_two(size))
 
 
-def _keys(size: int, width: int, rules: Rules, copied: bool) -> int:
+def _keys(size: int, width: int, params: PrefillParams, copied: bool) -> int:
     """Keys per tile, for sizes of keys and of values: as many as registers and two stages of shared memory hold, but fewer
     where causal rows see few: less of a tile is masked, and a unit's first and last tile, which nothing overlaps, are
     shorter. copied: whether the engine copies queries; those that consumers store take more memory above 128."""
-    few = size <= 64 if rules.few_keys is None else rules.few_keys
-    return 64 if size > (192 if copied else 128) or width > 128 or (few and rules.right < UNBOUNDED) else 128
+    few = size <= 64 if params.few_keys is None else params.few_keys
+    return 64 if size > (192 if copied else 128) or width > 128 or (few and params.right < UNBOUNDED) else 128
 
 
 def _consumers(size: int) -> int:

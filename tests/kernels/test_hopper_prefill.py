@@ -75,10 +75,10 @@ def run(
     arrays |= {"seq_lens": lengths, "block_table": table, "sinks": None, **masks, "counters": counters}
     for program in range(programs):
         module = gluon.module("hopper_prefill", (program, programs))
-        its = launch.Rules(**settings)
+        its = launch.PrefillParams(**settings)
         plan = launch.plan_of(launch.Arrays(query.shape, key.shape, value.shape, *strides), len(lens), page, True, its, True)
         q_map, k_map, v_map = plan.maps
-        given = launch.Given(True, False, q_map is not None, False, True, mask.batch.is_causal is not None)
+        given = launch.Variant(True, False, q_map is not None, False, True, mask.batch.is_causal is not None)
         constants = launch.constants(plan.sizes, its, given)
         for option in ("num_warps", "enable_fp_fusion"):
             del constants[option]
@@ -154,10 +154,10 @@ def test_other_heads_and_pages(name: str, heads: tuple[int, int], size: int, pag
 
 def test_tiles_are_smaller_where_causal_rows_see_few_keys() -> None:
     def keys(size: int, seen: float | None, width: int | None = None, **more: Any) -> int:
-        rules = launch.Rules(**{"right": 0, **more})
+        rules = launch.PrefillParams(**{"right": 0, **more})
         rules = rules if seen is None else rules.seeing(seen, size)
         sizes = (8, 4, size, width or size, 16)
-        return int(launch.constants(sizes, rules, launch.Given(True, False, True, False, False))["BLOCK_N"])
+        return int(launch.constants(sizes, rules, launch.Variant(True, False, True, False, False))["BLOCK_N"])
 
     assert [keys(size, 400) for size in (64, 96, 128)] == [64] * 3
     assert [keys(size, 1000) for size in (64, 96, 128)] == [64, 128, 128]

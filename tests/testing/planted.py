@@ -1138,8 +1138,8 @@ DEFECTS = (
     Defect(
         "hopper_prefill_odd_results",
         "kernels/hopper_prefill.py",
-        "if _have_odd(results, own, dtype) != 0:",
-        "if _have_odd(results, own, dtype) < 0:",
+        "if _have_odd(results, valid, dtype) != 0:",
+        "if _have_odd(results, valid, dtype) < 0:",
         ("kernels/test_hopper_prefill.py",),
         "A NaN among values reaches rows that do not see it.",
     ),
@@ -1226,8 +1226,8 @@ DEFECTS = (
     Defect(
         "hopper_span_apart",
         "kernels/hopper_prefill.py",
-        "touches = some & (since <= upper + 1) & (until >= lower - 1)",
-        "touches = some",
+        "touches = has_span & (since <= upper + 1) & (until >= lower - 1)",
+        "touches = has_span",
         ("kernels/test_hopper_prefill.py",),
         "A row sees the keys between its span and its window.",
     ),

@@ -10,7 +10,7 @@ import torch
 from attn.kernels import hopper
 from attn.kernels.gluon import descriptor
 from attn.kernels.hopper_prefill import prefill as _prefill
-from attn.kernels.hopper_prefill_launch import ONE_PAGE, ROWS, Arrays, Given, Map, Rules, constants, fits, plan_of
+from attn.kernels.hopper_prefill_launch import ONE_PAGE, ROWS, Arrays, Map, PrefillParams, Variant, constants, fits, plan_of
 from attn.kernels.launch import LOG2E, UNBOUNDED
 from attn.torch.kernels.direct import Kind, Prepared, Repeated, kind_of, memory_of_stream, multiprocessors
 
@@ -30,8 +30,10 @@ def serves(
     return True
 
 
-def prefill(arrays: Sequence[Any], rules: Rules, factors: tuple[float, float], programs: int, *, ragged: bool = False) -> None:
-    """Compute the rows of requests with more than `rules.min_query` tokens; the rest of the contract is `paged_attention`'s.
+def prefill(
+    arrays: Sequence[Any], params: PrefillParams, factors: tuple[float, float], programs: int, *, ragged: bool = False
+) -> None:
+    """Compute the rows of requests with more than `params.min_query` tokens; the rest of the contract is `paged_attention`'s.
 
     arrays: output, lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_table, sinks, and spans, prefix and
     is_causal, which may be left out. factors: of scores, into base 2 (into the cap's units with a soft cap, whose `cap` is then
@@ -41,7 +43,7 @@ def prefill(arrays: Sequence[Any], rules: Rules, factors: tuple[float, float], p
     key_cache, block_table = arrays[3], arrays[7]
     arrays = (*arrays, *[None] * (_ARRAYS - len(arrays)))
     page = ROWS if block_table is None else key_cache.shape[1]
-    _planned(arrays, page, rules, ragged)(arrays, factors, programs)
+    _planned(arrays, page, params, ragged)(arrays, factors, programs)
 
 
 class _Plan(NamedTuple):
@@ -79,13 +81,13 @@ class _Plan(NamedTuple):
         return min(self.tiles, programs), (*arrays, counters), numbers
 
 
-def _planned(arrays: Sequence[Any], page: int, rules: Rules, ragged: bool = False) -> _Plan:
+def _planned(arrays: Sequence[Any], page: int, params: PrefillParams, ragged: bool = False) -> _Plan:
     """arrays: of the kernel, without the counters."""
     output, lse, query, key, value, starts, _, table, *_ = arrays
     shapes, of = (x.shape for x in (query, key, value)), (x.stride() for x in (query, key, value, output))
     num_reqs = starts.shape[0] - 1
-    plan = plan_of(Arrays(*shapes, *of), num_reqs, page, table is not None, rules, not query.data_ptr() % 16)
-    kernel = _prepared(kind_of((*arrays, None), plan.strides), plan.sizes, rules, plan.maps[0] is not None, ragged)
+    plan = plan_of(Arrays(*shapes, *of), num_reqs, page, table is not None, params, not query.data_ptr() % 16)
+    kernel = _prepared(kind_of((*arrays, None), plan.strides), plan.sizes, params, plan.maps[0] is not None, ragged)
     numbers = num_reqs, key.shape[0], 0 if lse is None else lse.stride(0), 0 if table is None else table.stride(0)
     return _Plan(kernel, plan.maps, numbers, plan.strides, plan.tiles)
 
@@ -94,10 +96,8 @@ class Prompts:
     """Prompts of equal lengths whose keys are read where they are, for repeated calls: shapes are examined when they change."""
 
     def __init__(self, scale: float, causal: bool) -> None:
-        self._factors, self._rules = (
-            (abs(scale) * LOG2E, 1.0),
-            Rules(negate=scale < 0, right=0 if causal else UNBOUNDED),
-        )
+        self._factors = abs(scale) * LOG2E, 1.0
+        self._params = PrefillParams(negate=scale < 0, right=0 if causal else UNBOUNDED)
         #: shapes, strides and dtypes of the last call; its plan, the lists of its requests, and whether queries are copied
         self._last: tuple[Any, tuple[_Plan, Any, bool] | None] = None, None
 
@@ -126,8 +126,8 @@ class Prompts:
             return general
         plan, lists, _ = planned
         batch, heads, rows, size = query.shape
-        given = None, None, query, key, value, *lists
-        programs, arrays, numbers = plan.launch(given, self._factors, multiprocessors(query.device))
+        operands = None, None, query, key, value, *lists
+        programs, arrays, numbers = plan.launch(operands, self._factors, multiprocessors(query.device))
         addresses = [0 if x is None else x.data_ptr() for x in arrays]
         n, q_map = len(addresses), 1 if plan.maps[0] is not None else 2
         changing = (0, 0), (2, 1), (3, 2), (4, 3), (n, q_map), (n + 1, 2), (n + 2, 3)
@@ -142,8 +142,8 @@ class Prompts:
             return None
         flat, lists = q.flatten(0, 1), (*_equal(batch, rows, query.device), None, None, None, None)
         arrays = torch.empty_like(flat, memory_format=torch.contiguous_format), None, flat, k, v, *lists
-        rules = self._rules.seeing(rows / 2, flat.shape[-1])
-        return _planned(arrays, ONE_PAGE, rules), lists, flat.data_ptr() != q.data_ptr()
+        params = self._params.seeing(rows / 2, flat.shape[-1])
+        return _planned(arrays, ONE_PAGE, params), lists, flat.data_ptr() != q.data_ptr()
 
 
 @functools.lru_cache(maxsize=64)
@@ -155,8 +155,8 @@ def _equal(batch: int, rows: int, device: torch.device) -> tuple[torch.Tensor, t
 
 
 @functools.lru_cache(maxsize=1024)
-def _prepared(kind: Kind, sizes: tuple[int, ...], rules: Rules, copied: bool, ragged: bool) -> Prepared:
+def _prepared(kind: Kind, sizes: tuple[int, ...], params: PrefillParams, copied: bool, ragged: bool) -> Prepared:
     """The kernel for calls that agree in these: `constants`' arguments."""
     _, lse, *_, table, sinks, _, _, is_causal, _ = kind[1]
-    paged, *there = (x is not None for x in (table, sinks, lse, is_causal))
-    return Prepared(_prefill, **constants(sizes, rules, Given(paged, ragged, copied, *there)))
+    paged, *present = (x is not None for x in (table, sinks, lse, is_causal))
+    return Prepared(_prefill, **constants(sizes, params, Variant(paged, ragged, copied, *present)))

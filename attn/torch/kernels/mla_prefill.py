@@ -5,7 +5,7 @@ import functools
 import torch
 
 from attn.kernels import hopper
-from attn.kernels.hopper_prefill_launch import ROWS, Rules
+from attn.kernels.hopper_prefill_launch import ROWS, PrefillParams
 from attn.kernels.launch import LOG2E, UNBOUNDED
 from attn.kernels.mla_launch import mla_prefill_launch
 from attn.kernels.mla_prefill import attend, constants
@@ -39,9 +39,9 @@ def mla_prefill(
         from attn.torch.kernels import hopper_prefill
 
         if hopper_prefill.serves(query, key, value, requests, 1, ROWS):
-            rules, pointers = Rules(negate=scale < 0, right=0 if causal else UNBOUNDED), (*arrays, None, None)
-            rules = rules.seeing((key.shape[0] - tokens / 2) / requests, size)
-            hopper_prefill.prefill(pointers, rules, (abs(scale) * LOG2E, 1.0), multiprocessors(query.device), ragged=True)
+            params, pointers = PrefillParams(negate=scale < 0, right=0 if causal else UNBOUNDED), (*arrays, None, None)
+            params = params.seeing((key.shape[0] - tokens / 2) / requests, size)
+            hopper_prefill.prefill(pointers, params, (abs(scale) * LOG2E, 1.0), multiprocessors(query.device), ragged=True)
             return
     strides = (*out.stride()[:2], *query.stride()[:2], *key.stride()[:2], *value.stride()[:2])
     kernel, block_m = _prepared(arch(), kind_of(arrays, strides), size, value.shape[2], causal)

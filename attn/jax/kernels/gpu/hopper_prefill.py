@@ -10,7 +10,7 @@ import jax
 from attn.jax.kernels.gpu.launch import Boxed, dense_strides, launch
 from attn.kernels import hopper
 from attn.kernels.hopper_prefill import prefill as _prefill
-from attn.kernels.hopper_prefill_launch import ONE_PAGE, ROWS, Arrays, Given, Rules, constants, fits, plan_of
+from attn.kernels.hopper_prefill_launch import ONE_PAGE, ROWS, Arrays, PrefillParams, Variant, constants, fits, plan_of
 from attn.visibility import PLAIN, BatchMask
 
 _STRIDES = ("o_t", "o_h", "q_t", "q_h", "k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head")
@@ -61,8 +61,8 @@ def serves(batch: Prompts) -> bool:
     return fits(size, values.shape[-1], batch.starts.shape[0] - 1, heads // kv_heads, batch.page)
 
 
-def prefill(out: Out, batch: Prompts, rules: Rules, factor: float, arch: str, processors: int) -> Out:
-    """Return `out` with the rows of all requests of more than `rules.min_query` tokens.
+def prefill(out: Out, batch: Prompts, params: PrefillParams, factor: float, arch: str, processors: int) -> Out:
+    """Return `out` with the rows of all requests of more than `params.min_query` tokens.
 
     factor: as in `attn.torch.kernels.hopper_prefill.prefill`. Raises `hopper.CannotCompile` if the installed Triton does not
     compile it, for which the kernel is off from then on.
@@ -74,10 +74,10 @@ def prefill(out: Out, batch: Prompts, rules: Rules, factor: float, arch: str, pr
     shapes = query.shape, keys.shape, (keys if values is None else values).shape
     of = Arrays(*shapes, *map(dense_strides, (*shapes, out.output.shape)))
     paged, ragged = batch.table is not None, batch.key_starts is not None
-    plan = plan_of(of, num_reqs, batch.page, paged, rules, True)
+    plan = plan_of(of, num_reqs, batch.page, paged, params, True)
     q_map, k_map, v_map = plan.maps
     k_desc = Boxed(keys, *k_map)
-    there = (x is not None for x in (q_map, batch.sinks, out.lse, batch.mask.is_causal))
+    present = (x is not None for x in (q_map, batch.sinks, out.lse, batch.mask.is_causal))
     arguments = {
         **out._asdict(),
         "query": query,
@@ -98,7 +98,7 @@ def prefill(out: Out, batch: Prompts, rules: Rules, factor: float, arch: str, pr
         "lse_h": 0 if out.lse is None else out.lse.shape[1],
         "table_r": 0 if batch.table is None else batch.table.shape[1],
         **dict(zip(_STRIDES, plan.strides, strict=True)),
-        **constants(plan.sizes, rules, Given(paged, ragged, *there), pages),
+        **constants(plan.sizes, params, Variant(paged, ragged, *present), pages),
     }
     writes = [name for name, array in out._asdict().items() if array is not None]
     try:

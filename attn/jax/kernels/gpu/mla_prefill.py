@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from attn.jax.kernels.gpu.launch import dense_strides, launch, target
 from attn.kernels import fill as rest
 from attn.kernels import hopper
-from attn.kernels.hopper_prefill_launch import Rules
+from attn.kernels.hopper_prefill_launch import PrefillParams
 from attn.kernels.launch import LOG2E, UNBOUNDED
 from attn.kernels.mla_launch import mla_prefill_launch
 from attn.kernels.mla_prefill import attend, constants
@@ -75,7 +75,7 @@ def _on_hopper(
     from attn.jax.kernels.gpu.hopper_prefill import Out, prefill
 
     (tokens, _, size), num_reqs = prompts.query.shape, prompts.starts.shape[0] - 1
-    rules = Rules(right=0 if causal else UNBOUNDED).seeing((prompts.keys.shape[0] - tokens / 2) / num_reqs, size)
-    made = prefill(Out(out, lse, counters), prompts, rules, scale * LOG2E, *target())
+    params = PrefillParams(right=0 if causal else UNBOUNDED).seeing((prompts.keys.shape[0] - tokens / 2) / num_reqs, size)
+    made = prefill(Out(out, lse, counters), prompts, params, scale * LOG2E, *target())
     assert made.lse is not None
     return made.output, made.lse
