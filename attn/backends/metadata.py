@@ -416,7 +416,8 @@ class CommonAttentionMetadata:
             slots = self.slot_mapping[: self.num_actual_tokens]
             if not slots.size:
                 return
-            ordered = np.sort(slots, kind="stable")  # extremes and duplicates; this sort is fast for runs, which pages are
+            ordered = slots.copy()
+            ordered.sort(kind="stable")  # shows extremes and duplicates; it is fast for runs, which pages are
             last = ordered[-1] if num_slots is None else num_slots - 1
             if ordered[0] < PAD_SLOT_ID or ordered[-1] > last:
                 i = int(((slots < PAD_SLOT_ID) | (slots > last)).argmax())
@@ -565,48 +566,96 @@ def spans_of(groups: "Sequence[Sequence[int]] | Sequence[IntArray]", query_lens:
     return np.concatenate(spans)
 
 
-#: Tables of fewer entries, or columns, are copied with their padding.
-_LONG, _WIDE = 1 << 15, 64
+#: Tables of fewer entries are copied with their padding, others by chunks of 2**_CHUNK entries: shorter ones are more, longer
+#: ones have more padding.
+_LONG, _CHUNK = 1 << 15, 6
 
 
 class Pages:
-    """The rows of a block table [R, B] without padding. They are never written to. `pages[rows, columns]` reads like the table.
+    """The rows of a block table [R, B] without most of its padding, never written to. `pages[rows, columns]` reads like it.
 
-    ids: [n] int32, the block ids of all requests in turn; counts: [R] int64, how many each has; begins: [R] int64, where they
-    begin; largest: the largest id as an unsigned number, so that a negative one is larger than any other.
+    ids: int32, the block ids of all requests in turn; anything may be between two rows, unless they are `packed`. counts: [R]
+    int64, how many each has; begins: [R] int64, where they begin. size: of a copy, in which the last row has B entries.
     """
 
-    def __init__(self, ids: "IntArray", counts: "IntArray", columns: int | None = None) -> None:
-        """columns: B; None: of the longest row."""
-        self.ids, self.counts, self.begins = ids, counts, counts.cumsum() - counts
-        self.shape, self.dtype = (len(counts), int(counts.max(initial=0)) if columns is None else columns), ids.dtype
-        self.largest = int(ids.view("uint32").max(initial=0))
+    #: A table's memory as chunks, and which of them have the rows before the last one, which is `ids`; None once it is copied.
+    _source: "tuple[IntArray, IntArray] | None" = None
+
+    def __init__(self, ids: "IntArray", counts: "IntArray", columns: int, begins: "IntArray | None" = None) -> None:
+        """columns: B; begins: None of rows that follow one another."""
+        self.ids, self.counts, self.packed = ids, counts, begins is None
+        self.begins = counts.cumsum() - counts if begins is None else begins
+        self.shape, self.dtype = (len(counts), columns), ids.dtype
+        self.size = int(self.begins[-1]) + columns if len(counts) else 0
 
     @classmethod
     def of(cls, table: "IntArray", seq_lens: "IntArray | None", block_size: int) -> "Pages | None":
-        """Return the rows of a long table [R, B] that is mostly padding; None of any other.
+        """Return the rows of a long table [R, B] that is mostly padding; None of any other. They are in the table until
+        `copy_to` was called.
 
         A row ends where the blocks of its tokens do, if a negative id or nothing follows them; a row that goes on, as one with
         blocks of tokens to come does, makes a table that is copied as it is.
         """
         import numpy as np
 
-        columns, (step, of_entries), size = table.shape[1], table.strides, table.itemsize
-        if seq_lens is None or len(seq_lens) != len(table) or table.size < _LONG or columns < _WIDE:
+        (rows, columns), (step, of_entries), size = table.shape, table.strides, table.itemsize
+        if seq_lens is None or len(seq_lens) != rows or table.size < _LONG or columns < 1 << _CHUNK:
             return None
-        if of_entries != size or step < size * columns or step % size:
+        if of_entries != size or step < size * columns or step % size or table.dtype.kind != "i" or size < 4:
             return None
-        counts = -(-seq_lens.astype(np.int64) // block_size)
-        after = table[np.arange(len(table)), np.minimum(counts, columns - 1)]
-        goes_on = (after >= 0) & (counts < columns)
-        if 2 * int(counts.sum()) > table.size or goes_on.any() or counts[counts.argmax()] > columns:
+        counts = seq_lens + np.int64(block_size - 1)
+        counts //= block_size
+        step //= size
+        if table.flags.c_contiguous:
+            memory = table.reshape(-1)
+        else:  # with what is between its rows
+            memory = np.lib.stride_tricks.as_strided(table, ((rows - 1) * step + columns,), (size,))
+        starts = np.arange(0, rows * step, step)
+        goes_on = (memory.take(starts + np.minimum(counts, columns - 1)) >= 0) & (counts < columns)
+        if goes_on[goes_on.argmax()] or counts[counts.argmax()] > columns or 2 * int(np.add.reduce(counts)) > table.size:
             return None
-        if not table.flags.c_contiguous:  # then what is between its rows is read as a part of them
-            table = np.lib.stride_tricks.as_strided(table, ((len(table) - 1) * step // size + columns,), (size,))
-        memory, begins = table.data.cast("B"), range(0, len(counts) * step, step)  # NumPy's own slices take longer
-        rows = [memory[begin : begin + n] for begin, n in zip(begins, (counts * size).tolist(), strict=True)]
-        ids = np.frombuffer(b"".join(rows), table.dtype)
-        return cls(ids.astype(np.int32, copy=False), counts, columns) if _fits_int32(ids) else None
+        first, offset = starts >> _CHUNK, starts & (1 << _CHUNK) - 1
+        number = offset + counts + ((1 << _CHUNK) - 1) >> _CHUNK
+        number[-1] = 0  # the last row is longer than a chunk, so that those of other rows are all whole
+        before = number.cumsum() - number
+        index = (first - before).repeat(number)
+        index += np.arange(index.size)
+        begins = (before << _CHUNK) + offset
+        begins[-1] = index.size << _CHUNK
+        chunks = memory[: memory.size >> _CHUNK << _CHUNK].reshape(-1, 1 << _CHUNK)
+        pages = cls(table[-1], counts, columns, begins)
+        pages._source = chunks, index
+        return pages
+
+    def copy_to(self, out: "IntArray") -> None:
+        """Write the ids, [size] of their dtype. Those of a table are in `out` from then on."""
+        if self._source is not None:
+            chunks, index = self._source
+            room = index.size << _CHUNK
+            chunks.take(index, 0, out[:room].reshape(-1, 1 << _CHUNK), "clip")  # none is out of range
+            out[room:] = self.ids
+            self.ids, self._source = out, None
+        else:
+            n = self.ids.size
+            out[:n] = self.ids
+            out[n:] = -1
+
+    @functools.cached_property
+    def largest(self) -> int:
+        """The largest id as an unsigned number, so that a negative one is larger than any other."""
+        import numpy as np
+
+        if self._source is not None:
+            self.copy_to(np.empty(self.size, self.dtype))
+        ids, n = self.ids.view(f"u{self.dtype.itemsize}"), len(self.counts)
+        if self.packed:
+            return int(ids.max(initial=0))
+        bounds = np.empty((n, 2), np.int64)
+        bounds[:, 0] = self.begins
+        np.add(self.begins, self.counts, out=bounds[:, 1])
+        of_rows = np.maximum.reduceat(ids, bounds.reshape(-1)[: 2 * n - (bounds[-1, 1] == ids.size)])[::2]
+        of_rows[self.counts == 0] = 0
+        return int(of_rows[of_rows.argmax()])
 
     def __getitem__(self, at: Any) -> Any:
         """Return the ids [n] at (rows [n], columns [n]); for a slice, rows as `Pages`."""
@@ -614,8 +663,11 @@ class Pages:
             rows, columns = at
             return self.ids.take(self.begins[rows] + columns, mode="clip")  # a request without blocks has no place
         counts, begins = self.counts[at], self.begins[at]
-        first = int(begins[0]) if len(begins) else 0
-        return Pages(self.ids[first : first + int(counts.sum())], counts, self.shape[1])
+        columns = self.shape[1]
+        if not len(begins):
+            return Pages(self.ids[:0], counts, columns)
+        first, end = int(begins[0]), int(begins[-1] + (counts[-1] if self.packed else columns))
+        return Pages(self.ids[first:end], counts, columns, None if self.packed else begins - first)
 
     def hold(self, seq_lens: "IntArray", block_size: int, num_blocks: int) -> bool:
         """Return whether every request has blocks for its tokens and every id is one of `num_blocks`, in use or not."""
@@ -627,7 +679,7 @@ class Pages:
         import numpy as np
 
         table = np.full(self.shape, -1, np.int32)
-        if table.size == self.ids.size:
+        if self.packed and table.size == self.ids.size:
             table[:] = self.ids.reshape(self.shape)
         else:
             for row, begin, n in zip(table, self.begins.tolist(), self.counts.tolist(), strict=True):
@@ -646,7 +698,8 @@ def _table(
 
     if isinstance(rows, np.ndarray) and rows.ndim == 2 and rows.dtype.kind in "iu":
         pages = Pages.of(rows, seq_lens, block_size)
-        if pages is not None:
+        if pages is not None and pages.largest <= INT32_MAX:
+            pages.ids, pages.dtype = pages.ids.astype(np.int32, copy=False), np.dtype(np.int32)
             return pages
         if _fits_int32(rows):
             return rows.astype(np.int32)
@@ -654,7 +707,8 @@ def _table(
     flat = _joined(rows)
     if flat is None:
         flat = np.concatenate([np.empty(0, np.int32), *(_int32("block_table", row, i) for i, row in enumerate(rows))])
-    return Pages(flat, np.fromiter(map(len, rows), np.int64, len(rows)))
+    counts = np.fromiter(map(len, rows), np.int64, len(rows))
+    return Pages(flat, counts, int(counts.max(initial=0)))
 
 
 def _joined(rows: list[Any]) -> "IntArray | None":

@@ -326,16 +326,13 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         target = None if self.device is None else torch.device(self.device)
         if target is None or target.type == "cpu":
             return [self._put(getattr(batch, name), dtype) for name, dtype in zip(ARRAYS, _DTYPES, strict=True)], None
-        given = (batch.query_start_loc, batch.seq_lens, batch.pages or batch.block_table, batch.slot_mapping)
-        on_host = {i: x for i, x in enumerate(given) if isinstance(x, _ON_HOST)}
-        if not on_host:
-            return [self._put(x, dtype) for x, dtype in zip(given, _DTYPES, strict=True)], None
-        there, pages = _copies(on_host, batch.seq_lens_cpu, self.kv_cache_spec.block_size, target)
-        return [there[i] if i in there else self._put(x, _DTYPES[i]) for i, x in enumerate(given)], pages
+        given = batch.query_start_loc, batch.seq_lens, batch.pages or batch.block_table, batch.slot_mapping
+        there, pages = _copies(given, batch.seq_lens_cpu, self.kv_cache_spec.block_size, target)
+        return [self._put(x, _DTYPES[i]) if x is given[i] else x for i, x in enumerate(there)], pages
 
     def _put(self, array: Any, dtype: torch.dtype) -> Any:
-        if array is None:
-            return None
+        if array is None or (type(array) is torch.Tensor and array.dtype is dtype and array.device == self.device):
+            return array
         tensor = from_foreign(array) if isinstance(array, np.ndarray) else to_framework(array, "torch")
         target = tensor.device if self.device is None else torch.device(self.device)
         # a copy to the host must complete before it is read; the device's stream orders a copy from the host
@@ -346,8 +343,8 @@ def _mirror(array: Any) -> "IntArray | None":
     return array if isinstance(array, np.ndarray) else None
 
 
-#: What is on the host, and where in `ARRAYS` the block table and the slots are.
-_ON_HOST, _TABLE, _SLOTS = (np.ndarray, Pages), ARRAYS.index("block_table"), ARRAYS.index("slot_mapping")
+#: What is on the host, where in `ARRAYS` the block table and the slots are, and behind them where the table's rows begin.
+_ON_HOST, _TABLE, _SLOTS, _BEGINS = (np.ndarray, Pages), ARRAYS.index("block_table"), ARRAYS.index("slot_mapping"), len(ARRAYS)
 #: Types of devices whose `index_select` reads rows that overlap where they are; others may make a copy of all of them first.
 _STRIDED = ("cuda", "cpu", "meta")
 
@@ -360,52 +357,57 @@ def _table(ids: torch.Tensor, begins: torch.Tensor, columns: int) -> torch.Tenso
 
 
 def _copies(
-    arrays: dict[int, Any], seq_lens: "IntArray | None", block_size: int, device: torch.device
-) -> tuple[dict[int, torch.Tensor], Pages | None]:
-    """Return copies on `device` of arrays of a batch, and the rows of its table, if they were read.
+    given: Sequence[Any], seq_lens: "IntArray | None", block_size: int, device: torch.device
+) -> tuple[list[Any], Pages | None]:
+    """Return copies on `device` of those of a batch's `ARRAYS` that are on the host, others as they are, and the rows of its
+    table, if they were read.
 
-    arrays: some of `ARRAYS`, by their numbers; int64 slots as they are and others as int32. A table that is mostly padding is
-    copied without it; the device makes rows of equal lengths again.
+    Slots are copied as int64 and others as int32. A table that is mostly padding is copied without it; the device makes rows of
+    equal lengths again.
     """
-    parts, table, pages, columns = dict(arrays), arrays.get(_TABLE), None, 0
+    parts = {i: x for i, x in enumerate(given) if isinstance(x, _ON_HOST)}
+    table, pages, columns = parts.get(_TABLE), None, 0
     if table is not None:
-        pages = table if isinstance(table, Pages) else Pages.of(table, seq_lens, block_size)
-        parts[_TABLE] = table.reshape(-1) if pages is None else pages.ids
-        if pages is not None and pages.ids.size < table.shape[0] * table.shape[1]:
-            columns = table.shape[1]
-            parts[_TABLE] = pages.ids, np.full(columns - pages.counts[-1], -1, np.int32)  # the last row is as long as any
-            parts[-1] = pages.begins
+        if isinstance(table, Pages):
+            pages = table
+        else:
+            pages = Pages.of(table, seq_lens, block_size)
+            parts[_TABLE] = pages or table.reshape(-1)
+        if pages is not None and not (pages.packed and pages.size == table.shape[0] * table.shape[1]):
+            columns, parts[_BEGINS] = table.shape[1], pages.begins
     if _SLOTS in parts:
         parts[_SLOTS] = np.ascontiguousarray(parts[_SLOTS], np.int64).view(np.int32)
-    there = dict(zip(parts, put_together(list(parts.values()), device), strict=True))
+    there = [*given, None]
+    if parts:
+        for i, copy in zip(parts, put_together(list(parts.values()), device), strict=True):
+            there[i] = copy
     if columns:
-        there[_TABLE] = _table(there[_TABLE], there[-1], columns)
+        there[_TABLE] = _table(there[_TABLE], there[_BEGINS], columns)
     elif table is not None:
         there[_TABLE] = there[_TABLE].view(table.shape)
-    if _SLOTS in there:
+    if _SLOTS in parts:
         there[_SLOTS] = there[_SLOTS].view(torch.int64)
-    return there, pages
+    return there[:_BEGINS], pages
 
 
-def put_together(parts: "Sequence[IntArray | tuple[IntArray, ...]]", device: torch.device) -> list[torch.Tensor]:
+def put_together(parts: "Sequence[IntArray | Pages]", device: torch.device) -> list[torch.Tensor]:
     """Return int32 copies on `device` of arrays [n], in one copy: one each would take as many times as long. They are parts of
-    one tensor, each aligned to 16 bytes, because kernels are compiled for that. Arrays of a tuple are one part.
+    one tensor, each aligned to 16 bytes, because kernels are compiled for that.
 
     A GPU copies them from pinned memory while the host goes on; torch keeps that memory until the copy is done, and for later
     batches.
     """
-    places: list[slice] = []
-    size = 0
+    places, size = list[slice](), 0
     for part in parts:
-        n = part.size if isinstance(part, np.ndarray) else sum([x.size for x in part])
+        n = part.size
         places.append(slice(size, size + n))
         size += n + -n % 4
     staged = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
     host = staged.numpy()
     for place, part in zip(places, parts, strict=True):
-        if isinstance(part, np.ndarray):
-            host[place] = part
+        if isinstance(part, Pages):
+            part.copy_to(host[place])
         else:
-            np.concatenate(part, out=host[place])
+            host[place] = part
     there = staged.to(device, non_blocking=True)
     return [there[place] for place in places]

@@ -95,6 +95,28 @@ def test_rows_of_pages_are_those_of_the_table():
     assert made.pages[np.array([0, 3, 3]), np.array([2, 0, 1])].tolist() == [6, 2, 3]
 
 
+@pytest.mark.parametrize("last", [0, 1, 70])
+@pytest.mark.parametrize("wide", [0, 5])
+def test_rows_of_pages_that_were_read_by_chunks(last, wide, monkeypatch):
+    """What is between the rows in the table's memory is neither an id nor the largest one."""
+    monkeypatch.setattr(metadata, "_LONG", 64)
+    counts = np.array([3, 0, 64, 1, 0, 65, last])
+    memory = np.full((7, 150 + wide), 9999, np.int32)
+    table = memory[:, :150]
+    table[:] = -1
+    rng = np.random.default_rng(0)
+    for row, n in zip(table, counts, strict=True):
+        row[:n] = rng.permutation(300)[:n]
+    used = np.arange(150) < counts[:, None]
+    made = CommonAttentionMetadata.from_lens(np.minimum(counts, 1), counts * 8, table, 8)
+    assert made.pages is not None and not made.pages.packed and made.pages.largest == table.max()
+    for first, end in ((0, 7), (1, 5), (4, 5), (5, 7), (6, 7), (3, 3)):
+        own = made.pages[first:end]
+        assert own.shape == (end - first, 150) and (own.padded() == np.where(used, table, -1)[first:end]).all()
+        assert own.largest == max(0, table[first:end].max(initial=0))
+        assert own.hold(counts[first:end] * 8, 8, own.largest + 1) and not own.hold(counts[first:end] * 8, 8, own.largest)
+
+
 @pytest.mark.parametrize("after", [-1, 1000])
 def test_ids_after_a_row_may_be_anything_until_they_are_in_use(after):
     made = CommonAttentionMetadata.from_lens([1, 1], [4, 7], [[2, after], [4, 3]], BLOCK)
@@ -118,7 +140,8 @@ def test_a_table_that_is_mostly_padding_is_read_as_rows(dtype, monkeypatch):
     if dtype == np.uint8:  # 255 may be a block
         assert made.pages is None and made.block_table.tolist() == table.tolist()
         return
-    assert made.pages.ids.tolist() == [7, 6, *range(20)] and made.pages.shape == (4, 64)
+    assert made.pages[np.repeat([0, 1, 3], [1, 1, 20]), np.r_[0, 0, :20]].tolist() == [7, 6, *range(20)]
+    assert made.pages.shape == (4, 64) and made.pages.largest == 19
     table[0, 0] = 9
     assert made.select(0, 2).block_table.tolist() == [[7, *[-1] * 63], [6, *[-1] * 63]]
     assert made.block_table.shape == (4, 64) and made.block_table[:, 0].tolist() == [7, 6, -1, 0]
@@ -134,10 +157,12 @@ def test_which_tables_are_mostly_padding(monkeypatch):
     assert of(table, np.array([8, 8, 8, 8 * 65]), 8) is None  # a row lacks blocks
     assert of(table[:, :63], np.array([8, 8, 8, 8 * 63]), 8) is None  # few columns
     assert of(table, lens[:3], 8) is None and of(table, None, 8) is None
-    assert of(table.astype(np.int64), lens, 8).ids.dtype == np.int32
+    assert of(table.astype(np.int64), lens, 8).largest == 3
     far = table.astype(np.int64)
     far[0, 0] = 2**40
-    assert of(far, lens, 8) is None
+    with pytest.raises(MetadataError, match=re.escape(f"block_table[0, 0] = {2**40}")):
+        CommonAttentionMetadata.from_lens([1] * 4, lens, far, 8)
+    assert of(table.astype(np.int16), lens, 8) is None  # short integers are not worth a case of their own
     monkeypatch.setattr(metadata, "_LONG", 1 << 15)
     assert of(table, lens, 8) is None
 

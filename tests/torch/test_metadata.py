@@ -197,7 +197,7 @@ def test_arrays_reach_another_device_in_one_copy(slots: Any) -> None:
         given.replace(block_table=np.zeros((3, 0), np.int32), slot_mapping=np.zeros(0, slots)),
     ):
         arrays = [getattr(batch, name) for name in NAMES]
-        got, pages = metadata._copies(dict(enumerate(arrays)), batch.seq_lens, 8, torch.device("cpu"))
+        got, pages = metadata._copies(arrays, batch.seq_lens, 8, torch.device("cpu"))
         assert pages is None
         for i, (name, array) in enumerate(zip(NAMES, arrays, strict=True)):
             tensor = got[i]
@@ -211,7 +211,7 @@ def test_arrays_reach_another_device_in_one_copy(slots: Any) -> None:
 def test_a_long_table_is_copied_without_its_padding(kind: str, strided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device makes the rows again, with the entries in use. A table with rows that go on after them is copied whole."""
     monkeypatch.setattr(neutral, "_LONG", 64)
-    monkeypatch.setattr(neutral, "_WIDE", 8)
+    monkeypatch.setattr(neutral, "_CHUNK", 3)
     monkeypatch.setattr(metadata, "_STRIDED", ("cpu",) if strided else ())
     rows, seq_lens = [[1, 2, 3], [4], [], [*range(5, 30)], [30, 31], [0] if kind == "short" else []], [24, 1, 0, 200 - 7, 16, 0]
     if kind == "short":
@@ -230,11 +230,11 @@ def test_a_long_table_is_copied_without_its_padding(kind: str, strided: bool, mo
     sizes, together = list[int](), metadata.put_together
 
     def record(parts: Any, device: Any) -> Any:
-        sizes.extend(sum(map(len, part)) if isinstance(part, tuple) else len(part) for part in parts)
+        sizes.extend(part.size for part in parts)
         return together(parts, device)
 
     monkeypatch.setattr(metadata, "put_together", record)
-    given = dict(enumerate(arrays)) | ({NAMES.index("block_table"): listed} if listed else {})
+    given = [listed if listed and name == "block_table" else array for name, array in zip(NAMES, arrays, strict=True)]
     got, pages = metadata._copies(given, np.array(seq_lens), 8, torch.device("cpu"))
     for i, (name, array) in enumerate(zip(NAMES, arrays, strict=True)):
         tensor = got[i]
@@ -244,8 +244,9 @@ def test_a_long_table_is_copied_without_its_padding(kind: str, strided: bool, mo
             assert tensor.tolist() == array.tolist()
         else:
             assert [row[: len(used)] for row, used in zip(tensor.tolist(), rows, strict=True)] == rows
-            assert set(tensor.flatten().tolist()) <= {*range(32), -1}
-    assert max(sizes) == (150 if whole else sum(map(len, rows)) + 25 - len(rows[-1]))
+            assert set(tensor.flatten().tolist()) <= {*range(32), -1, 99}
+    # of a table, the chunks of 8 that have rows, and the last row
+    assert max(sizes) == (150 if whole else 31 + 25 if kind == "listed" else 8 * 8 + 25)
     assert (pages is None) == whole
     assert pages is None or (pages.largest == 31 and pages.counts.tolist() == [*map(len, rows)])
 
@@ -256,7 +257,7 @@ def test_blocks_of_a_long_table_are_checked_as_they_were_copied(
     wrong: int, at: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(neutral, "_LONG", 64)
-    monkeypatch.setattr(neutral, "_WIDE", 8)
+    monkeypatch.setattr(neutral, "_CHUNK", 3)
     spec = KVCacheSpec(block_size=8, num_kv_heads=2, head_size=16, dtype="float32", num_blocks=31)
     builder = PagedAttentionMetadataBuilder(spec, device="meta")
     table = [[1, 2, 3], [4], [0], [*range(5, 30)], [30]]
@@ -272,7 +273,7 @@ def test_blocks_of_a_long_table_are_checked_as_they_were_copied(
     empty = batch.replace(
         seq_lens=np.zeros(5, np.int32), seq_lens_cpu=np.zeros(5, np.int32), block_table=np.full((5, 25), -1, np.int32)
     )
-    assert builder._arrays(empty)[1].ids.size == 0 and builder.build(0, empty).num_reqs == 5
+    assert builder._arrays(empty)[1].largest == 0 and builder.build(0, empty).num_reqs == 5
 
 
 def test_tensors_on_the_device_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
