@@ -22,8 +22,9 @@ Outputs are compared with those of transformers' default, or of the first peer t
 far are the same, relative to their deviation; of `generate_batch`, how far the default's logit of each token is below its
 largest. A time whose difference is above `LIMITS` has a footnote, is no best peer and has no ratio.
 
-An implementation that refuses or fails is a footnote; the exit code is 1 if `attn` has one. Set HF_HUB_OFFLINE=1 where
-transformers would look for kernels online. Lines are printed, and `--json` is written, after each row.
+An implementation that refuses, fails or finds the budget used up is a footnote, below the first row that has it; the exit code
+is 1 if `attn` has one. Set HF_HUB_OFFLINE=1 where transformers would look for kernels online. Lines are printed, and `--json`
+is written, after each row.
 """
 
 import argparse
@@ -122,9 +123,9 @@ class Generation:
 class Batching:
     """`generate_batch` with prompts of mixed lengths."""
 
-    def __init__(self, model: Any, row: Row, default: str) -> None:
+    def __init__(self, model: Any, row: Row, default: str, memory: float | None) -> None:
         self.model, self.row, self.default = model, row, default
-        self.config = transformers.ContinuousBatchingConfig()
+        self.config = transformers.ContinuousBatchingConfig(max_memory_percent=memory)
         if DEVICE == "cpu":  # where it would take most of the memory
             self.config.num_blocks, self.config.max_batch_tokens = row.batch * ((row.prompt + NEW) // 256 + 2), 2048
         if hasattr(self.config, "auto_switch_to_flash"):
@@ -174,10 +175,11 @@ class Batching:
 
 
 def measure(row: Row, names: list[str], options: argparse.Namespace, until: float) -> dict[str, Cell]:
-    """Return a row's cells by name. No repetition but the first starts after `until`."""
+    """Return a row's cells by name. Nothing starts after `until`; an implementation without figures by then has a note."""
     model, default = model_of(row.model, getattr(torch, options.dtype))
     order = sorted(names, key=lambda name: (name.startswith(OURS), name != default))  # the reference comes first
-    work = Batching(model, row, default) if row.cache == PAGED else Generation(model, row, options.tokens, len(order))
+    paged, lengths = row.cache == PAGED, (options.tokens, len(order))
+    work = Batching(model, row, default, options.memory_percent) if paged else Generation(model, row, *lengths)
     cells, first, reference = {name: Cell() for name in names}, {}, None
     best: dict[str, dict[str, float]] = {name: {} for name in names}
 
@@ -185,6 +187,8 @@ def measure(row: Row, names: list[str], options: argparse.Namespace, until: floa
         """Return what a call returns, or None once this implementation has failed."""
         if not cells[name].note:
             with cells[name].noting(), using(model, name, row.cache):
+                if time.monotonic() >= until and not best[name]:
+                    raise TimeoutError(spent(options))
                 return call()
             release()
 
@@ -216,10 +220,14 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
+def spent(options: argparse.Namespace) -> str:
+    return f"the budget of {options.budget:g} s is used up"
+
+
 def why_not(row: Row, options: argparse.Namespace, memory: int, until: float) -> str:
     """Return why a row is left out, or nothing: the budget, or what its keys, values, logits and activations need at least."""
     if time.monotonic() >= until:
-        return f"the budget of {options.budget:g} s is used up"
+        return spent(options)
     config, size = config_of(row.model), getattr(torch, options.dtype).itemsize
     keys = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * size
     cache = keys * (row.prompt + options.tokens + 1)
@@ -261,7 +269,8 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=32, help="N, the tokens whose times are averaged")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", choices=LIMITS, default="bfloat16" if DEVICE == "cuda" else "float32")
-    parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no row is started")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which nothing is started")
+    parser.add_argument("--memory-percent", type=float, help="share of free memory for the cache of generate_batch, 0 to 1")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args(arguments)
     for row in options.rows or ():
@@ -285,6 +294,7 @@ def main(arguments: list[str] | None = None) -> int:
     for row in rows_of(options):
         if reason := why_not(row, options, memory, until):
             run_of["left_out"][str(row)] = reason
+            print(f"| {row} | left out: {reason} |", flush=True)
         else:
             whole, cells = Cell(), {}
             # implementations and lengths have a compilation each
@@ -293,11 +303,12 @@ def main(arguments: list[str] | None = None) -> int:
             cells = cells or {name: whole for name in names}
             for line in lines(row, cells):
                 run_of["rows"].append(line)
+                known = len(footnotes)
                 print(shown(line, names, footnotes), flush=True)
+                for number, note in list(enumerate(footnotes, 1))[known:]:
+                    print(f"| [{number}] {note} |", flush=True)
         if options.json is not None:
             options.json.write_text(json.dumps(run_of, indent=1) + "\n", encoding="utf-8")
-    print("".join(f"\n[{number}] {note}" for number, note in enumerate(footnotes, 1)))
-    print("".join(f"\nleft out: {row}: {reason}" for row, reason in run_of["left_out"].items()))
     return int(any(OURS in line["notes"] for line in run_of["rows"]))
 
 

@@ -71,7 +71,7 @@ def model_of(name: str, dtype: torch.dtype) -> tuple[Any, str]:
 def using(model: Any, name: str, cache: str) -> Iterator[None]:
     """Let a model use an implementation. Raises an error if there is none, or if transformers silently takes another."""
     if name in PACKAGES and importlib.util.find_spec(PACKAGES[name]) is None:
-        raise ImportError(f"{PACKAGES[name]} is not installed")
+        raise ImportError(f"{PACKAGES[name]} is not installed; PyPI has no wheel of it")
     if cache == PAGED and name.startswith(OURS):
         with attn_transformers.paged(model, name.partition(":")[2] or None):
             yield

@@ -70,7 +70,7 @@ from attn.integrations.transformers.dispatch import (
     selected,
     weights,
 )
-from attn.integrations.transformers.masks import keys_of_row, mask
+from attn.integrations.transformers.masks import keys_seen, mask
 from attn.integrations.transformers.packing import BOUNDARIES, sequences
 from attn.selector import selection_state
 from attn.torch.autocast import autocast
@@ -162,27 +162,27 @@ def _function(backend: str | None) -> Callable[..., Any]:
             scaling = query.shape[-1] ** -0.5
         graph, facts = torch.compiler.is_compiling(), None
         if not (graph or dropout or position_bias is not None) and cache is None and _OTHERS.isdisjoint(kwargs):
-            windowed = sliding_window is not None
-            if windowed or attention_mask is not None:
-                keys = keys_of_row(query, key, value, attention_mask, causal, sliding_window)
+            if sliding_window is not None or attention_mask is not None:
+                seen = keys_seen(query, key, value, attention_mask, causal, sliding_window)
             else:
-                keys = key, value
-            if keys is not None:
-                options = backend, causal, scaling, softcap, windowed, selection_state()
-                facts = facts_of(query, *keys, s_aux, options)
+                seen = key, value, None
+            if seen is not None:
+                keys, values, window = seen
+                options = backend, causal, scaling, softcap, window, selection_state()
+                facts = facts_of(query, keys, values, s_aux, options)
                 run = runs.get(facts)
                 if run is None and facts is not None:
-                    run = found(facts, query, *keys, s_aux)
+                    run = found(facts, query, keys, values, s_aux)
                 if run is not None:
-                    return run(query, *keys, s_aux, None), None
+                    return run(query, keys, values, s_aux, None), None
         if graph:
-            scaling, (seen, asked) = known(scaling), request(backend, causal, sliding_window)
+            scaling, (pattern, asked) = known(scaling), request(backend, causal, sliding_window)
         else:
-            seen, asked = requested(selection_state(), backend, causal, sliding_window)
+            pattern, asked = requested(selection_state(), backend, causal, sliding_window)
         if autocast_enabled(query.device.type):
             query, key, value = autocast(query, key, value)
         further: dict[str, Any] = {"sinks": s_aux, "bias": position_bias, "dropout": dropout, "asked": asked}
-        call = Call(module, query, key, value, attention_mask, seen, float(scaling), softcap, **further)
+        call = Call(module, query, key, value, attention_mask, pattern, float(scaling), softcap, **further)
         if cache is not None:
             refuse_unknown(call, kwargs)
             if kwargs.get("indices") is not None or kwargs.get("output_attentions"):

@@ -25,7 +25,7 @@ from attn.integrations.transformers.call import NAME, Call, asked, dropout_name,
 from attn.integrations.transformers.masks import as_bool, as_drawn, drawn, read
 from attn.integrations.transformers.packing import layer_of, pack
 from attn.selector import selection_state
-from attn.torch.diffusion.chosen import impl_for, known, properties_of, sizes_that_decide
+from attn.torch.diffusion.chosen import CallProperties, impl_for, known, properties_of, sizes_that_decide
 from attn.torch.graphs import uncaptured
 from attn.torch.kernels.runs import Runs
 from attn.torch.layer import Attention
@@ -91,6 +91,10 @@ def classify(call: Call, graph: bool = False, gaps: bool = False) -> Way:
 
 def attend(call: Call, graph: bool = False) -> torch.Tensor:
     """Compute a call, whose mask is read first; returns [B, S, H, Dv]. graph: whether a graph is traced."""
+    if call.mask is not None and call.query.shape[2] == 1 and (graph or not hasattr(call.mask, "attn_described")):
+        row = _as_row(call, graph)
+        if row is not None:
+            return row
     if graph or call.bias is not None or call.dropout:
         way = classify(call, graph)
         if way is Way.SDPA:
@@ -246,15 +250,9 @@ def as_float(sinks: torch.Tensor) -> torch.Tensor:
 
 
 def by_dense(call: Call) -> torch.Tensor:
-    """Compute by the diffusion registry's choice. The mask of a single row is one of keys where a backend reads no others."""
+    """Compute by the diffusion registry's choice."""
     mask = call.mask if call.valid is None else call.valid.present
-    impl = None
-    if mask is not None and mask.ndim == 4 and mask.shape[1] == mask.shape[2] == 1 and not call.wants_grad:
-        of_keys = mask[:, 0, 0].expand(len(call.query), -1)
-        impl = chosen_for(call, of_keys)
-        impl, mask = (impl, of_keys) if impl.masks_rows else (None, mask)
-    impl = chosen_for(call, mask) if impl is None else impl
-    out: torch.Tensor = impl.forward(*rows_first(call), DiffusionAttentionMetadata(attn_mask=mask))
+    out: torch.Tensor = chosen_for(call, mask).forward(*rows_first(call), DiffusionAttentionMetadata(attn_mask=mask))
     return out[..., : call.value.shape[-1]]
 
 
@@ -325,38 +323,51 @@ def weights(call: Call) -> torch.Tensor:
     return F.pad(probabilities, (0, keys - probabilities.shape[-1])).to(call.query.dtype)
 
 
-def _as_row(call: Call) -> torch.Tensor | None:
-    """Compute a single row under a materialised mask, which includes causality and the window, by an operator that CUDA graphs
-    may capture; return None if the backend of such layers has none."""
+def _as_row(call: Call, graph: bool) -> torch.Tensor | None:
+    """Compute a single row under a materialised mask, which includes causality and the window, by a launch that CUDA graphs may
+    capture, in a graph by an operator; return None if the backend of such layers has none."""
     heads, kv_heads, size = (known(x) for x in (call.query.shape[1], call.key.shape[1], call.query.shape[3]))
-    if call.mask is None or call.mask.ndim != 4 or call.query.shape[2] != 1 or call.mask.shape[1] != 1:
+    mask, keys = call.mask, call.key.shape[2]
+    if mask is None or mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] != 1 or mask.shape[3] < keys:
         return None
-    if call.backend is not None or call.wants_grad or call.wide:
+    if call.wants_grad or call.wide or call.bias is not None or call.dropout:
         return None
     window = call.seen.window if call.seen.layer.window[0] is not None else None
-    facts = heads, kv_heads, size, call.query.dtype, call.scale, window, call.soft_cap, call.sinks is not None
+    facts = call.backend, heads, kv_heads, size, call.query.dtype, call.scale, window, call.soft_cap, call.sinks is not None
     if not _has_row_operator(call.query.device.type, *facts):
         return None
-    from attn.torch.kernels.dense_decode import row
+    from attn.torch.kernels.dense_decode import row, run_of
 
-    mask = as_bool(call, call.mask)[:, 0, 0, : call.key.shape[2]].expand(len(call.query), -1)
-    sinks = None if call.sinks is None else call.sinks.float()
-    out = row(call.query, call.key, widened(call), call.scale, call.soft_cap or 0.0, sinks, mask)
+    version = -1 if graph or mask.is_inference() else mask._version
+    if version >= 0 and getattr(mask, "attn_row", (None,))[0] == (version, keys):
+        _, of_keys, run = mask.attn_row  # type: ignore[attr-defined]  # of the layer before
+    else:
+        of_keys = as_bool(call, mask)[:, 0, 0, :keys].expand(len(call.query), -1)
+        run = run_of(of_keys)
+        if version >= 0:
+            mask.attn_row = (version, keys), of_keys, run  # type: ignore[attr-defined]
+    sinks = call.sinks
+    if sinks is not None:
+        sinks = sinks.float() if graph else as_float(sinks)
+    out = row(call.query, call.key, widened(call), call.scale, call.soft_cap or 0.0, sinks, of_keys, run)
     return out[..., : call.value.shape[-1]]
 
 
 @torch.compiler.assume_constant_result
 def _has_row_operator(device: str, *facts: Any) -> bool:
-    return device != "cpu" and _chosen_has_row_operator(selection_state(), facts)
+    return device != "cpu" and _chosen_has_row_operator(selection_state(), device, facts)
 
 
 @functools.lru_cache(1024)
-def _chosen_has_row_operator(state: Any, facts: tuple[Any, ...]) -> bool:
+def _chosen_has_row_operator(state: Any, device: str, facts: tuple[Any, ...]) -> bool:
     """Ask the backend that is chosen for such layers. state: of the environment and the registries; facts: of `_as_row`."""
-    heads, kv_heads, size, dtype, scale, window, cap, has_sinks = facts
+    backend, heads, kv_heads, size, dtype, scale, window, cap, has_sinks = facts
+    if backend is None and window is None and cap is None and not has_sinks:
+        of_call: dict[str, Any] = {"causal": False, "mask": False, "grad": False, "key_mask": True, "rows": 1, "keys": 0}
+        return bool(impl_for(CallProperties(None, 0.0, device, heads, kv_heads, size, dtype, scale, **of_call)).masks_rows)
     rules = {"sliding_window": window, "logits_soft_cap": cap, "sinks": [0.0] * heads if has_sinks else None}
     try:
-        layer = Attention(heads, size, scale, kv_heads, dtype=dtype, **rules)
+        layer = Attention(heads, size, scale, kv_heads, dtype=dtype, backend=backend, **rules)
     except UnsupportedError:
         return False
     return bool(layer.impl.has_row_operator)  # type: ignore[attr-defined]
@@ -367,9 +378,6 @@ def as_operator(call: Call) -> torch.Tensor:
     if call.wants_grad:
         combined = "gradients in a graph together with a window, a cap, sinks or a backend by name"
         raise call.refusal(combined, "no backend supports them: use torch.no_grad(), or train without torch.compile")
-    row = _as_row(call)
-    if row is not None:
-        return row
     left = call.seen.layer.window[0]
     return _operator(  # type: ignore[no-any-return]
         *(call.query, call.key, call.value, call.mask, call.sinks),

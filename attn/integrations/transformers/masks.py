@@ -224,6 +224,9 @@ def _valid(
     """Return bool [B, end], which of the first `end` keys are valid, and whether all are."""
     from transformers.masking_utils import prepare_padding_mask
 
+    known = getattr(attention_mask, "attn_described", None)
+    if known is not None and known.end == end and not kv_offset:
+        return known.present, known.whole  # `generate` makes a static cache's mask, from which the model makes one again
     present = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if present is None:
         return torch.ones(batch, end, dtype=torch.bool, device=device), True
@@ -320,14 +323,14 @@ def read(call: Call, draw: bool = False) -> None:
         call.mask, call.seen, call.valid = as_drawn(call), EVERYTHING, None
 
 
-def keys_of_row(
+def keys_seen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, causal: bool, window: int | None
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the keys and values that a call's single row sees, if `read` would leave nothing else of its mask and window."""
-    if query.shape[2] != 1:
-        return None
-    keys = end = key.shape[2]
-    left = None if window is None else window - 1
+) -> tuple[torch.Tensor, torch.Tensor, int | None] | None:
+    """Return the keys and values that a call's rows see, and the window within these, if `read` would leave nothing else of its
+    mask: of a single row, whether the layer has one; of a prompt, whose rows are these keys' tokens, how many keys before its
+    own a row sees, None for all. None if more is left, as for other rows."""
+    rows, keys = query.shape[2], key.shape[2]
+    end, left = keys, None if window is None else window - 1
     if mask is not None:
         described = getattr(mask, "attn_described", None)
         if described is None or not described.whole:
@@ -335,11 +338,18 @@ def keys_of_row(
         (layer, batch), end = described.seen, described.end
         if layer.chunk_size is not None or batch.spans is not None:
             return None
+        if rows > 1:
+            if rows != end or not (causal and layer.causal):
+                return None
+            return key[:, :, :end], value[:, :, :end], layer.window[0]
         causal, left = layer.causal, layer.window[0]
+    if rows != 1:
+        return None
     start = 0 if left is None else max(end - left - 1, 0)
     if start and not causal:
         return None
-    return (key[:, :, start:end], value[:, :, start:end]) if start or end != keys else (key, value)
+    cut = (key[:, :, start:end], value[:, :, start:end]) if start or end != keys else (key, value)
+    return *cut, None if window is None else True
 
 
 def drawn(call: Call) -> Call:

@@ -247,6 +247,13 @@ class Decoder:
 decoder = functools.lru_cache(maxsize=256)(Decoder)
 
 
+def run_of(mask: torch.Tensor) -> list[torch.Tensor]:
+    """Return where the keys that count begin, and how many there are up to the last, int32 [B] each. mask: bool [B, m]."""
+    at = torch.arange(mask.shape[1], dtype=torch.int32, device=mask.device)
+    first = torch.where(mask, at, mask.shape[1]).amin(1).to(torch.int32)
+    return [first, (torch.where(mask, at + 1, 0).amax(1) - first).clamp(min=0).to(torch.int32)]
+
+
 def row(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -255,16 +262,14 @@ def row(
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
+    run: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Compute a `Decoder`'s call, in a graph as one operator, which CUDA graphs may capture.
 
-    mask: bool [B, m], the keys that count; those before the first and after the last are not read.
+    mask: bool [B, m], the keys that count; those before the first and after the last are not read. run: `run_of` it, if known.
     """
-    run = []
-    if mask is not None:
-        at = torch.arange(mask.shape[1], dtype=torch.int32, device=mask.device)
-        first = torch.where(mask, at, mask.shape[1]).amin(1).to(torch.int32)
-        run = [first, (torch.where(mask, at + 1, 0).amax(1) - first).clamp(min=0).to(torch.int32)]
+    if run is None:
+        run = [] if mask is None else run_of(mask)
     call = _operator if torch.compiler.is_compiling() else _row
     return call(query, key, value, scale, soft_cap, sinks, mask, run)  # type: ignore[no-any-return]
 

@@ -69,12 +69,32 @@ def test_a_run_prints_and_writes_every_row(
     ]
     for line in found["rows"]:
         assert set(line["times"]) == {"sdpa", "eager", "attn"} and line["best"] in ("sdpa", "eager")
-        assert line["notes"] == {"flash_attention_2": "ImportError: no_such_package is not installed"}
+        assert line["notes"] == {"flash_attention_2": "ImportError: no_such_package is not installed; PyPI has no wheel of it"}
         assert line["ratio"] == pytest.approx(line["times"][line["best"]] / line["times"]["attn"])
         assert line["differences"]["attn"] <= program.LIMITS["float32"] and line["equal_tokens"]["attn"] == 1.0
     assert list(found["left_out"]) == rows[2:]
-    assert printed.count("| llama | 2 | 16 |") == 6 and "\n[1] ImportError: no_such_package" in printed
-    assert f"left out: {rows[2]}: needs " in printed
+    assert printed.count("| llama | 2 | 16 |") == 6 and printed.count("| [1] ImportError: no_such_package") == 1
+    assert f"| {rows[2]} | left out: needs " in printed
+
+
+@pytest.mark.usefixtures("quiet")
+def test_what_the_budget_leaves_no_time_for_has_a_note(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An implementation that began keeps what it has measured."""
+    clock, generate = [0.0], program.Generation.generate
+    monkeypatch.setattr(program.time, "monotonic", lambda: clock[0])
+
+    def counted(self: program.Generation, prompt: int, tokens: int, **more: object) -> object:
+        clock[0] += self.model.config._attn_implementation == "eager"
+        return generate(self, prompt, tokens, **more)
+
+    monkeypatch.setattr(program.Generation, "generate", counted)
+    arguments = "--rows llama:1x8:dynamic llama:1x9:dynamic --implementations sdpa eager attn --tokens 1 --dtype float32"
+    assert program.main([*arguments.split(), "--repeats", "3", "--budget", "3"]) == 1
+    first, *_, last = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
+    assert first.startswith("| llama | 1 | 8 | dynamic | prefill ms |") and "| [1] |" in first
+    assert last == "| llama:1x9:dynamic | left out: the budget of 3 s is used up |"
 
 
 @pytest.mark.parametrize(("cache", "few"), [("dynamic", 1), ("compiled", 4)])

@@ -1,6 +1,8 @@
 """The way of each call; calls that repeat are decided once, and a launch is not kept past what it depends on."""
 
 import itertools
+import sys
+from types import ModuleType
 
 import pytest
 
@@ -228,6 +230,23 @@ def test_tokens_of_plain_layers_need_no_record_of_the_call(options, monkeypatch)
     assert not made
     attended(module, arrays(1, 1153), sliding_window=8, **options)
     assert len(made) == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("context", [512, 2048])
+def test_every_layer_but_a_steps_first_finds_its_launch_at_any_context(context, monkeypatch):
+    """Over 64 tokens, after 64 in which each class of numbers that a backend distinguishes is decided, once for all layers."""
+    decided, decoder = [], Bound()
+    monkeypatch.setattr(dispatch, "_decided", lambda call: decided.append(call) or dispatch.Launch(decoder, decoder))
+    monkeypatch.setattr(Bound, "__call__", lambda self, query, *given: self.calls.append(1) or query.transpose(1, 2))
+    layers, found, attention = [Layer() for _ in range(3)], [], attn_transformers._function(None)
+    for keys in range(context, context + 128):
+        before, given = len(decoder.prepared), [torch.empty(1, 4 - 2 * (n > 1), n, 16) for n in (1, keys, keys)]
+        for layer in layers:
+            attention(layer, *given, None, scaling=0.25)
+        found.append(len(decoder.prepared) - before)
+    assert found[64:] == [3] * 64 and all(number in (2, 3) for number in found)
+    assert len(decided) == found.count(2) <= 8
 
 
 def _windowed(size):
@@ -473,6 +492,77 @@ def test_tokens_under_a_window_are_decided_once(slots, monkeypatch):
             expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=0.25, enable_gqa=True)
         torch.testing.assert_close(out, expected.transpose(1, 2))
     assert len(made) == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("slots", [0, 5])
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0])}], ids=str)
+def test_prompts_need_no_record_of_the_call(options, slots, monkeypatch):
+    """Nor do those under a window, each kept with its own; `slots` of a static cache after their tokens are unused."""
+    made, modules = [], [Layer() for _ in range(2)]
+    monkeypatch.setattr(attn_transformers, "Call", lambda *args, **more: made.append(args) or Call(*args, **more))
+    for rows, window, calls in (
+        (9, None, 1),
+        (11, None, 0),
+        (13, 4, 1),
+        (9, 4, 0),
+        (9, 1, 1),
+        (9, 9, 0 if slots else 1),
+        (3, None, 0),
+    ):
+        given = arrays(rows, rows + slots)
+        function = None if window is None else _windowed(window)
+        mask = attn_transformers.mask(2, rows, rows + slots, 0, mask_function=function)
+        assert (mask is None) == (not slots and (window or 99) >= rows)
+        cut = [given[0], *(x[:, :, :rows] for x in given[1:])]
+        sees = {} if window is None else {"window": (window - 1, 0)}
+        rules = {"sinks": options.get("s_aux"), "logits_soft_cap": options.get("softcap"), **sees}
+        want = attn.attention(*(x.transpose(1, 2) for x in cut), scale=0.25, causal=True, layout="BSHD", **rules)
+        made.clear()
+        for module in modules:
+            out = attended(module, given, mask, sliding_window=window, **options)
+            torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+        assert len(made) <= (2 if mask is None and window else calls), (rows, window)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0])}], ids=str)
+def test_tokens_over_a_static_cache_find_the_keys_once_a_step(options, monkeypatch):
+    """The layers share what the first found, until the mask changes. The kernel's operator has a stand-in."""
+    asked, searched = [], []
+
+    def row(query, key, value, scale, cap, sinks, mask, run):
+        assert run == [len(searched)]
+        rules = {"logits_soft_cap": cap or None, "sinks": sinks, "mask": mask[:, None, None]}
+        return attn.attention(*(x.transpose(1, 2) for x in (query, key, value)), scale=scale, layout="BSHD", **rules)
+
+    stand_in = ModuleType("attn.torch.kernels.dense_decode")
+    stand_in.row, stand_in.run_of = row, lambda mask: searched.append(mask.shape) or [len(searched)]
+    monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+    monkeypatch.setattr(dispatch, "_has_row_operator", lambda *facts: asked.append(facts) or True)
+    given, mask = arrays(1, 14), torch.zeros(2, 1, 1, 14, dtype=torch.bool)
+    mask[0, ..., :9], mask[1, ..., 3:9] = True, True
+    for _ in range(3):
+        mask[..., int(mask.any(0).sum())] = True
+        for layer in (Layer(), Layer()):
+            out = attended(layer, given, mask, **options)
+            rules = {"logits_soft_cap": options.get("softcap"), "sinks": options.get("s_aux"), "mask": mask}
+            want = attn.attention(*(x.transpose(1, 2) for x in given), scale=0.25, layout="BSHD", **rules)
+            torch.testing.assert_close(out, want)
+    assert searched == [(2, 14)] * 3 and len(asked) == 6
+    with torch.inference_mode():
+        attended(Layer(), given, mask.clone(), **options)  # a tensor without versions: nothing is kept with it
+    assert len(searched) == 4
+
+
+@torch.no_grad()
+def test_a_prompt_over_a_static_cache_waits_for_its_padding_once(monkeypatch):
+    """`generate` makes the mask, and the model makes one of it again."""
+    read, all_of = [], torch.Tensor.all
+    monkeypatch.setattr(torch.Tensor, "all", lambda x, *given: read.append(x.shape) or all_of(x, *given))
+    first = attn_transformers.mask(2, 9, 14, 0, attention_mask=torch.ones(2, 9, dtype=torch.bool))
+    again = attn_transformers.mask(2, 9, 14, 0, attention_mask=first)
+    assert len(read) == 1 and again.attn_described.whole and again.shape == (2, 9)
 
 
 def test_a_token_that_sees_no_later_key_needs_a_causal_layer():
