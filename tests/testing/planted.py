@@ -1572,6 +1572,22 @@ DEFECTS = (
         "A single row takes all of the last keys of its window for valid.",
     ),
     Defect(
+        "transformers_prompts_without_windows",
+        "integrations/transformers/masks.py",
+        "value[:, :, :end], layer.window[0]",
+        "value[:, :, :end], None",
+        ("integrations/transformers/test_dispatch.py",),
+        "A prompt under a window repeats the launch of one under another.",
+    ),
+    Defect(
+        "transformers_keys_of_another_step",
+        "integrations/transformers/dispatch.py",
+        "[0] == (version, keys):",
+        "[0] is not None:",
+        ("integrations/transformers/test_dispatch.py",),
+        "A token reads the keys of a mask before it changed.",
+    ),
+    Defect(
         "transformers_plan_runs_with_gaps",
         "integrations/transformers/masks.py",
         "if self._runs is None and firsts is not None:\n",
