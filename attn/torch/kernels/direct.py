@@ -226,6 +226,16 @@ def temporary(memory: torch.Tensor) -> torch.Tensor:
     return memory
 
 
+def operate(function: Callable[..., Any], *tensors: torch.Tensor) -> None:
+    """Call a function of torch's operators between launches; a call that repeats these calls it too, with its own tensors.
+
+    An argument that is a tensor of the call itself, not a view of one, must have this shape in all such calls.
+    """
+    function(*tensors)
+    if keepers and (keeper := keepers.get(get_ident())) is not None:
+        keeper.operated(function, tensors)
+
+
 def on_device(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Make the device of a function's first argument, a tensor, the current one while it runs; it launches kernels.
 

@@ -37,6 +37,29 @@ class _Step(NamedTuple):
     changing: tuple[tuple[int, Place], ...]
 
 
+class _Operation(NamedTuple):
+    """A call of a function of torch's between launches. views: of each argument, which tensor it is in, of the call's or (with
+    -1 - i) of temporary memory, its shape and strides, and its offset there, in elements; no shape: it is the call's tensor."""
+
+    function: Callable[..., Any]
+    views: tuple[tuple[int, tuple[int, ...] | None, tuple[int, ...], int], ...]
+
+    def bind(self, begins: Sequence[int], now: list[Any]) -> Bound:
+        """Return the call as a launch. begins: of temporary memory, in elements; now: it, and then the call's tensors."""
+        function, as_strided = self.function, torch.as_strided
+        # a view of the call's tensor begins where that does
+        views = [
+            (max(0, i + 1), shape, strides, begins[-1 - i] + offset if i < 0 else None)
+            for i, shape, strides, offset in self.views
+        ]
+
+        def run(stream: int, values: Sequence[Any]) -> bool:
+            function(*[now[i] if shape is None else as_strided(now[i], shape, strides, at) for i, shape, strides, at in views])
+            return True
+
+        return run
+
+
 class Keeper:
     """Collects the launches of a call while it is entered; after that, `kept` repeats them, or is None if nothing can.
 
@@ -52,7 +75,7 @@ class Keeper:
         self._complete = len(self._places) == len(self._tensors) and 0 not in self._places
         self._complete &= not functools.reduce(or_, self._places) % _ALIGNED
         self._temporary, self._of_stream = list[torch.Tensor](), list[tuple[int, int]]()
-        self._steps, self._device = list[_Step](), 0
+        self._steps, self._device = list[_Step | _Operation](), 0
         self.kept: Kept | None = None
 
     def __enter__(self) -> Self:
@@ -92,6 +115,20 @@ class Keeper:
         if compiled is not None and self._complete:
             self._steps.append(_Step(compiled, programs, columns, (*addresses, *numbers), tuple(changing)))
 
+    def operated(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> None:
+        """Add a call of a function of torch's."""
+        views = list[tuple[int, tuple[int, ...] | None, tuple[int, ...], int]]()
+        known = [*enumerate(self._tensors), *((-1 - i, x) for i, x in enumerate(self._temporary))]
+        for x in tensors:
+            found = [(i, base) for i, base in known if 0 <= x.data_ptr() - base.data_ptr() < _extent(base)]
+            self._complete &= len(found) == 1
+            for i, base in found[:1]:
+                offset = (x.data_ptr() - base.data_ptr()) // x.itemsize
+                # temporary memory is of the first tensor's dtype, and an offset would be relative to the tensor's storage
+                self._complete &= x.dtype == base.dtype == (self._tensors[0] if i < 0 else x).dtype and (i < 0 or not offset)
+                views.append((i, None if x is base else tuple(x.shape), x.stride(), offset))
+        self._steps.append(_Operation(function, tuple(views)))
+
     def _inside(self, address: int) -> Place:
         found = [(i, address - begin) for i, (begin, end) in enumerate(self._extents) if begin < address < end]
         self._complete &= len(found) == 1
@@ -104,10 +141,11 @@ class Keeper:
 
 
 class Stages:
-    """The launches of a call's stages, between which there are operations of torch's."""
+    """The launches of a call's stages."""
 
-    def __init__(self, kept: dict[Any, Any], batch: Sequence[torch.Tensor]) -> None:
-        """kept: of calls of the same kind, by stage; batch: its tensors."""
+    def __init__(self, kept: dict[Any, Any], batch: Sequence[torch.Tensor], alone: bool = False) -> None:
+        """kept: of calls of the same kind, by stage; batch: its tensors; alone: whether one stage is all of such a call."""
+        self.alone = alone
         self._kept, self._batch = kept, batch
         self._addresses = [x.data_ptr() for x in batch]
 
@@ -117,10 +155,13 @@ class Stages:
             with Keeper((*tensors, *self._batch)) as keeper:
                 run()
             self._kept[name] = keeper.kept
-            return
-        kept = self._kept[name]
-        if kept is None or not kept([x for x in tensors if x is not None], self._addresses):
+        elif not self.repeat(name, tensors):
             run()
+
+    def repeat(self, name: Any, tensors: Sequence[torch.Tensor | None]) -> bool:
+        """Repeat a stage's launches for tensors that begin where those of an equal call would. Returns whether it did."""
+        kept = self._kept.get(name)
+        return kept is not None and kept([x for x in tensors if x is not None], self._addresses)
 
 
 @contextmanager
@@ -138,7 +179,12 @@ class Kept:
     """Launches that can be repeated for tensors of the same shapes, strides and dtypes at other addresses."""
 
     def __init__(
-        self, like: Sequence[torch.Tensor], device: int, steps: Sequence[_Step], temporary: Sequence[int], streams: Any
+        self,
+        like: Sequence[torch.Tensor],
+        device: int,
+        steps: Sequence[_Step | _Operation],
+        temporary: Sequence[int],
+        streams: Any,
     ) -> None:
         """like: the tensors of the call; device: of the launches, as Triton numbers it; temporary: bytes of each; streams:
         arguments of each `memory_of_stream`."""
@@ -147,7 +193,7 @@ class Kept:
         self._stream = triton.runtime.driver.active.get_current_stream
         ends = [0, *accumulate(size + -size % _ALIGNED for size in temporary)]
         self._begins, self._elements = ends[:-1], ends[-1] // like[0].itemsize
-        places = list(dict.fromkeys(place for step in steps for _, place in step.changing))
+        places = list(dict.fromkeys(place for step in steps if isinstance(step, _Step) for _, place in step.changing))
         self._inside = [place[1] for place in places if place[0] == "inside"]
         # the addresses of a call, in the order in which `__call__` finds them
         order: list[tuple[str, Any]] = [("tensor", i) for i in range(len(like))]
@@ -157,13 +203,18 @@ class Kept:
         addresses = struct.Struct(f"={len(order)}Q")
         slots = ctypes.create_string_buffer(addresses.size)
         self._pack = functools.partial(addresses.pack_into, slots, 0)
-        bound = list[Bound]()
+        bound, now, size = list[Bound](), list[Any](), like[0].itemsize
         for step in steps:
+            if isinstance(step, _Operation):
+                bound.append(step.bind([begin // size for begin in self._begins], now))
+                continue
             changing = [(i, at[place]) for i, place in step.changing]
             bound.append(step.compiled.bind(step.programs, step.columns, step.arguments, changing, ctypes.addressof(slots)))
-        self._held = slots, [step.compiled for step in steps]  # memory that launches read, and kernels with their code
-        #: The launches. One thread has them at a time.
-        self._idle = [bound]
+        self._operates = len(bound) > sum([isinstance(step, _Step) for step in steps])
+        # memory that launches read, and kernels with their code
+        self._held = slots, [step.compiled for step in steps if isinstance(step, _Step)]
+        #: The launches, and what operations between them work on. One thread has them at a time.
+        self._idle = [(bound, now)]
 
     def __call__(self, tensors: Sequence[torch.Tensor], batch: Sequence[int]) -> bool:
         """Repeat the launches for tensors of a call, and of a batch at these addresses. Returns whether it did; False: a tensor
@@ -176,9 +227,10 @@ class Kept:
         if self._index is not None and torch._C._cuda_getDevice() != self._index:
             return False
         try:
-            launches = self._idle.pop()
+            launches, now = idle = self._idle.pop()
         except IndexError:
             return False
+        memory = None
         try:
             for i, offset in self._inside:
                 values.append(values[i] + offset)
@@ -189,10 +241,13 @@ class Kept:
             for floats, counters in self._of_stream:
                 values += [x.data_ptr() for x in memory_of_stream(self._device, floats, counters)]
             self._pack(*values)
+            if self._operates:
+                now[:] = memory, *tensors
             stream = self._stream(self._number)
             return all([launch(stream, values) for launch in launches])
         finally:
-            self._idle.append(launches)
+            now.clear()
+            self._idle.append(idle)
 
 
 def _extent(x: torch.Tensor) -> int:

@@ -38,6 +38,18 @@ def counted_prepared(self, *args, **kwargs):
     return call(self, *args, **kwargs)
 
 direct.Prepared.__call__ = counted_prepared
+
+def counted(name, function):
+    # an operation is passed views, which their shapes and strides are a part of
+    def call(*tensors, **out):
+        views = *tensors, *out.values()
+        shapes = tuple((tuple(x.shape), x.stride(), x.dtype) for x in views)
+        launched.append((name, shapes, None, [("at", x.data_ptr()) for x in views]))
+        return function(*tensors, **out)
+
+    return call
+
+torch.bmm, torch.Tensor.copy_ = counted("bmm", torch.bmm), counted("copy", torch.Tensor.copy_)
 HALF, FP8 = torch.bfloat16, torch.float8_e4m3fn
 DECODES, MIXED, FEW = ([1] * 5, [40, 900, 7, 300, 65]), ([1, 33, 1], [400, 70, 9]), ([5, 5], [200, 90])
 
@@ -101,27 +113,32 @@ class Layer:
         return found
 
 class MLALayer(Layer):
-    def __init__(self, lens, cache="auto", backend="TRITON_MLA", lse=False, copied=False):
+    def __init__(self, lens, cache="auto", backend="TRITON_MLA", lse=False, arrangement="", padding=0, scale=0.1):
         self.cls = AttentionBackendEnum[backend].get_class()
         self.cls.is_interpreted = staticmethod(lambda: True)
         rank, nope, rope = 128, 16, 64
         self.indexer = SimpleNamespace(topk_indices=torch.zeros(sum(lens[0]), 64, dtype=torch.int32))
         self.impl = self.cls.get_impl_cls()(
-            H, rank + rope, 0.1, 1, kv_cache_dtype=cache, kv_lora_rank=rank, qk_nope_head_dim=nope, qk_rope_head_dim=rope,
+            H, rank + rope, scale, 1, kv_cache_dtype=cache, kv_lora_rank=rank, qk_nope_head_dim=nope, qk_rope_head_dim=rope,
             v_head_dim=16, kv_b_proj=torch.zeros(rank, H, nope + 16, dtype=HALF),
             indexer=self.indexer if "SPARSE" in backend else None)
         self.impl.need_to_return_lse_for_decode = lse
         self.scales = SimpleNamespace(_k_scale=torch.ones(()), _v_scale=torch.ones(()))
         self.spec = KVCacheSpec(P, 1, rank + rope, "bfloat16", cache, 512)
-        self.batch, tokens = batch_of(lens), sum(lens[0])
+        self.batch, tokens = batch_of(lens), sum(lens[0]) + padding
         self.kv_cache = caches.allocate(self.cls, self.spec, 512)
         self.query = torch.zeros(tokens, H, nope + rope, dtype=HALF)
         self.key, self.value = torch.zeros(tokens, rank, dtype=HALF), torch.zeros(tokens, rope, dtype=HALF)
-        if copied:  # rows that are not dense, of which the call makes a copy
+        self.output = None if arrangement == "new" else torch.zeros(tokens, H, 16, dtype=HALF)
+        if arrangement == "copied":  # rows that are not dense, of which the call makes a copy
             self.key = torch.zeros(rank, tokens, dtype=HALF).T
-        self.output = torch.zeros(tokens, H, 16, dtype=HALF)
+        elif arrangement == "flat":
+            self.query, self.output, self.value = self.query.flatten(1), self.output.flatten(1), self.value[:, None]
+        elif arrangement == "cached":
+            self.key = self.value = None
         self.impl._parts = lambda cache: (cache, self.indexer.topk_indices)
-        self.impl.sinks = self.impl.alibi_slopes = None
+        self.impl.process_weights_after_loading(HALF)
+        self.impl.sinks, self.impl.alibi_slopes = self.impl._w_uk_t, self.impl._w_uv
 
 plain = dict(lens=DECODES)
 calls = [
@@ -144,10 +161,15 @@ def forget(metadata):
     of_kind.cache_clear()
 
 mla = [
-    (plain, "write shares attend merge"),
-    (dict(lens=DECODES, cache="fp8", lse=True), "write shares attend merge"),
-    (dict(lens=([1] * 5, [900] * 5)), "write attend"),
-    (dict(lens=DECODES, backend="TRITON_MLA_SPARSE"), "write attend"),
+    (plain, "write bmm shares attend merge bmm"),
+    (dict(lens=DECODES, cache="fp8", lse=True), "write bmm shares attend merge bmm"),
+    (dict(lens=DECODES, arrangement="flat"), "write bmm shares attend merge bmm"),
+    (dict(lens=DECODES, arrangement="new", padding=3), "write bmm shares attend merge bmm"),
+    (dict(lens=DECODES, scale=-0.1), "write bmm shares attend merge bmm"),  # the queries are copied
+    (dict(lens=DECODES, arrangement="cached"), "copy bmm shares attend merge bmm"),
+    (dict(lens=MIXED), "write bmm shares attend merge bmm copy copy"),  # the copies are of the prompt
+    (dict(lens=([1] * 5, [900] * 5)), "write bmm attend bmm"),
+    (dict(lens=DECODES, backend="TRITON_MLA_SPARSE"), "write bmm attend bmm"),
 ]
 for of, options, names in [(Layer, *case) for case in calls] + [(MLALayer, *case) for case in mla]:
     one, other = of(**options), of(**options)
@@ -248,10 +270,10 @@ assert other(metadata) == found
 # launches that another thread repeats at the time are made anew, and measured ones are not kept
 one, metadata = Layer(**plain), Layer(**plain).build()
 one(metadata)
-copies = MLALayer(**plain, copied=True)
+copies = MLALayer(**plain, arrangement="copied")
 batch = copies.build()
 copies(batch)
-assert [name for name, *_ in copies(batch)] == "write shares attend merge".split() and len(used) == 1
+assert [name for name, *_ in copies(batch)] == "write bmm shares attend merge bmm".split() and len(used) == 4
 known, = metadata.kept().calls.values()
 steps = known.launches._idle.pop()
 one(metadata)

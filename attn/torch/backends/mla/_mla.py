@@ -12,6 +12,7 @@ Weights are absorbed once, by `process_weights_after_loading` or the first call;
 import copy
 import functools
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -62,15 +63,16 @@ class DecodeCall(NamedTuple):
 
     layer: provides `_k_scale` of an fp8 cache. q: [Td, H, L + Dr] in the activations' dtype, contiguous: q[..., :L] is
     absorbed, q[..., L:] rotary. kv_cache: [N, P, width]. meta: the batch's decodes; row i of a request sees its first
-    seq_len - q_len + i + 1 keys, or the number given by `meta.limits`. stages: keeps launches for calls like this one
-    (`attn.torch.kernels.kept.Stages`), or None.
+    seq_len - q_len + i + 1 keys, or the number given by `meta.limits`. indices: of a sparse backend, [Td, topk] int32. lse:
+    [H, Td] float32, if it is wanted; `_decode` may fill and return it.
     """
 
     layer: AttentionLayer
     q: torch.Tensor
     kv_cache: torch.Tensor
     meta: MLADecodeMetadata
-    stages: Any = None
+    indices: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
 
 
 class MLACommonBackend(MLABackend):
@@ -164,6 +166,12 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
             kept = attn_metadata.kept()
             signature = self._signature(layer, kept.facts((hidden_states_or_cq, kv_c_normed, k_pe, kv_cache, output)))
             calls = kept.calls
+            stages = calls.get(signature)
+            if stages is not None and stages.alone:
+                given = hidden_states_or_cq, kv_c_normed, k_pe, kv_cache
+                result = self._repeat(layer, stages, attn_metadata, *given, output)
+                if result is not None:
+                    return result
         query = self._shaped("query", hidden_states_or_cq, (self.num_heads, self.qk_head_dim))
         new = self._new_rows(kv_c_normed, k_pe)
         shape = (query.shape[0], self.num_heads, self.v_head_dim)
@@ -179,34 +187,28 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         lse = None
         if self.need_to_return_lse_for_decode:
             lse = query.new_empty(self.num_heads, query.shape[0], dtype=torch.promote_types(query.dtype, torch.float32))
-        decode, absorbed = attn_metadata.decode, None
         if signature is not None:
             if signature not in calls:
                 calls[signature] = self._stages(attn_metadata, signature)
             stages = calls[signature]
+        decode, slots = attn_metadata.decode, attn_metadata.slot_mapping
+        if slots.shape[0] != attn_metadata.num_actual_tokens:
+            slots = slots[: attn_metadata.num_actual_tokens]
+        write = None if new is None else functools.partial(self.do_kv_cache_update, layer, *new, kv_cache, slots)
+        parts: tuple[MLADecodeMetadata, ...] = ()
         if decode is not None and decode.num_tokens and not self.batch_invariant:
-            rows = rows_of(query, decode.rows)
-            absorbed = rows, rows.new_empty(rows.shape[0], self.num_heads, self.head_size)
-        if new is not None:
-            slots, tokens = attn_metadata.slot_mapping, attn_metadata.num_actual_tokens
-            slots = slots if slots.shape[0] == tokens else slots[:tokens]
-            write = functools.partial(self.do_kv_cache_update, layer, *new, kv_cache, slots, absorbed)
-            if stages is None:
-                write()
-            else:
-                stages("write", write, *new, kv_cache, *(absorbed or ()), self._scale(layer, kv_cache)[0])
-        elif absorbed is not None:
-            self._copy_rotary(*absorbed)
-        if decode is not None and absorbed is not None:
-            self._absorb(*absorbed)
-            self._run_decode(DecodeCall(layer, absorbed[1], kv_cache, decode, stages), out, lse)
-        elif decode is not None and decode.num_tokens:
-            # products of all tokens would depend on how many there are
-            self._run_parts(layer, query, kv_cache, decode.parts(1), out, lse)
+            self._run_decode(layer, query, kv_cache, decode, out, lse, new=new, write=write, stages=stages)
+        else:
+            if new is not None and write is not None:
+                self._run_stage(stages, "write", write, *new, kv_cache, self._scale(layer, kv_cache)[0])
+            if decode is not None and decode.num_tokens:
+                parts = decode.parts(1)  # products of all tokens would depend on how many there are
         if attn_metadata.short is not None:
+            # one part after another, which bounds the memory of absorbed queries
             most = _WORKSPACE // (self.num_heads * (self.head_size + self.kv_lora_rank) * query.element_size())
-            parts = attn_metadata.short.parts(1 if self.batch_invariant else most)
-            self._run_parts(layer, query, kv_cache, parts, out, lse)
+            parts += attn_metadata.short.parts(1 if self.batch_invariant else most)
+        for part in parts:
+            self._run_decode(layer, query, kv_cache, part, out, lse)
         if attn_metadata.prefill is not None:
             if attn_metadata.prefill.num_tokens:
                 for prefill in attn_metadata.prefill.one_by_one if self.batch_invariant else (attn_metadata.prefill,):
@@ -278,36 +280,99 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         """
         raise NotImplementedError
 
-    def _run_decode(self, call: DecodeCall, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-        """Fill the decodes' rows of out [T, H, Dv] and, unless None, lse [H, T]."""
-        rows = call.meta.rows
-        latent, log = self._decode(call)
-        if latent.dtype != call.q.dtype:
-            latent = latent.to(call.q.dtype)
-        if isinstance(rows, slice):
-            torch.bmm(latent.transpose(0, 1), self._w_uv, out=rows_of(out, rows).transpose(0, 1))
-        else:
-            out[rows] = torch.bmm(latent.transpose(0, 1), self._w_uv).transpose(0, 1)
-        if lse is not None:
-            assert log is not None
-            lse[:, rows] = log
+    def _indices(self, meta: MLADecodeMetadata, count: int) -> torch.Tensor | None:
+        """Return the keys that a sparse backend attends in the `count` rows of decodes; None: all of them."""
+        return None
 
-    def _run_parts(
+    def _run_decode(
         self,
         layer: AttentionLayer,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
-        parts: tuple[MLADecodeMetadata, ...],
+        meta: MLADecodeMetadata,
         out: torch.Tensor,
         lse: torch.Tensor | None,
+        new: tuple[torch.Tensor, torch.Tensor] | None = None,
+        write: Callable[..., Any] | None = None,
+        stages: Any = None,
     ) -> None:
-        """Absorb and decode one part of the batch after another, which bounds the memory of absorbed queries."""
-        for part in parts:
-            rows = query[part.rows]
-            absorbed = rows.new_empty(rows.shape[0], self.num_heads, self.head_size)
-            self._copy_rotary(rows, absorbed)
-            self._absorb(rows, absorbed)
-            self._run_decode(DecodeCall(layer, absorbed, kv_cache, part), out, lse)
+        """Fill the decodes' rows of out [T, H, Dv] and, unless None, lse [H, T]. write: writes new rows to the cache first."""
+        rows, query = meta.rows, rows_of(query, meta.rows)
+        if isinstance(rows, slice):
+            own, log = rows_of(out, rows), None if lse is None else lse[:, rows]
+        else:
+            own = out.new_empty(query.shape[0], *out.shape[1:])
+            log = None if lse is None else lse.new_empty(lse.shape[0], query.shape[0])
+        indices = self._indices(meta, query.shape[0])
+        call = DecodeCall(layer, query, kv_cache, meta, indices, log)  # its queries are absorbed later
+        run = functools.partial(self._attend_decodes, call, own, write)
+        tensors = self._of_decode(layer, kv_cache, query, own, log, *(new or (None, None)), indices)
+        self._run_stage(stages, _name(indices), run, *tensors)
+        if not isinstance(rows, slice):
+            out[rows] = own
+            if lse is not None and log is not None:
+                lse[:, rows] = log
+
+    def _of_decode(
+        self, layer: AttentionLayer, kv_cache: torch.Tensor, *tensors: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Return the tensors of a decode's stage. tensors: queries, output, log-sum-exp, new rows and indices."""
+        return *tensors, kv_cache, self._w_uk_t, self._w_uv, self._scale(layer, kv_cache)[0]
+
+    def _repeat(
+        self,
+        layer: AttentionLayer,
+        stages: Any,
+        meta: MLACommonMetadata,
+        query: torch.Tensor,
+        kv_c: torch.Tensor | None,
+        k_pe: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        output: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """Repeat a call that is one stage, without a log-sum-exp. Returns the output; None if it could not be repeated."""
+        decode = meta.decode
+        if decode is None or self._absorbed != (query.dtype, query.device):
+            return None
+        indices = self._indices(decode, decode.num_tokens)
+        out = query.new_empty(query.shape[0], self.num_heads, self.v_head_dim) if output is None else output
+        tensors = self._of_decode(layer, kv_cache, query, out, None, kv_c, k_pe, indices)
+        return out if stages.repeat(_name(indices), tensors) else None
+
+    def _attend_decodes(self, call: DecodeCall, out: torch.Tensor, write: Callable[..., Any] | None) -> None:
+        """Write new rows, and fill out [Td, H, Dv] and, unless None, `call.lse` for queries `call.q` [Td, H, Dn + Dr]."""
+        query, lse = call.q, call.lse
+        absorbed = self._temporary(query.new_empty(query.shape[0], self.num_heads, self.head_size))
+        if write is None:
+            self._copy_rotary(query, absorbed)
+        else:
+            write((query, absorbed))
+        self._absorb(query, absorbed)
+        latent, log = self._decode(call._replace(q=absorbed))
+        if latent.dtype != query.dtype:
+            latent = latent.to(query.dtype)
+        self._operate(_bmm, latent.transpose(0, 1), self._w_uv, out.transpose(0, 1))
+        if lse is not None and log is not lse:
+            assert log is not None
+            lse.copy_(log)
+
+    @staticmethod
+    def _run_stage(stages: Any, name: Any, run: Callable[[], Any], *tensors: torch.Tensor | None) -> None:
+        """Do what `run` does for `tensors`, by launches that `stages` kept if there are any."""
+        if stages is None:
+            run()
+        else:
+            stages(name, run, *tensors)
+
+    @staticmethod
+    def _temporary(memory: torch.Tensor) -> torch.Tensor:
+        """Return memory whose contents are of this call alone."""
+        return memory
+
+    @staticmethod
+    def _operate(function: Callable[..., Any], *tensors: torch.Tensor) -> None:
+        """Call a function of torch's that a repeated call makes again, between its launches."""
+        function(*tensors)
 
     def _absorb(self, query: torch.Tensor, absorbed: torch.Tensor) -> None:
         """Write q_nope W_UK^T of queries [T, H, Dn + Dr] into absorbed[..., :L], [T, H, L + Dr], without a concatenation."""
@@ -315,11 +380,13 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         (q_t, q_h, q_d), (a_t, a_h, a_d) = query.stride(), absorbed.stride()
         # one view each: [H, T, Dn] and [H, T, L]
         q_nope = query.as_strided((heads, query.shape[0], nope), (q_h, q_t, q_d))
-        torch.bmm(q_nope, self._w_uk_t, out=absorbed.as_strided((heads, query.shape[0], rank), (a_h, a_t, a_d)))
+        self._operate(_bmm, q_nope, self._w_uk_t, absorbed.as_strided((heads, query.shape[0], rank), (a_h, a_t, a_d)))
 
     def _copy_rotary(self, query: torch.Tensor, absorbed: torch.Tensor) -> None:
         """Copy the rotary part of queries [T, H, Dn + Dr] into absorbed[..., L:]."""
-        absorbed[..., self.kv_lora_rank :] = query[..., self.qk_nope_head_dim :]
+        if self.qk_rope_head_dim:
+            copy_ends = functools.partial(_copy_ends, self.qk_rope_head_dim)
+            self._operate(copy_ends, query.transpose(0, 1), absorbed.transpose(0, 1))
 
     # --- prefill -----------------------------------------------------------------------------------------------------
 
@@ -463,6 +530,20 @@ def _kernel() -> Any:
     from attn.torch.kernels.latent_write import write_latents
 
     return write_latents
+
+
+def _name(indices: torch.Tensor | None) -> Any:
+    """Return the name of a decode's stage, for launches with such indices."""
+    return "decode" if indices is None else ("decode", indices.shape, indices.stride())
+
+
+def _copy_ends(count: int, source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy the last elements of each row."""
+    target[..., -count:].copy_(source[..., -count:])
+
+
+def _bmm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    torch.bmm(a, b, out=out)
 
 
 def rows_of(tensor: torch.Tensor, rows: Rows) -> torch.Tensor:

@@ -10,8 +10,8 @@ import torch
 
 from attn import envs
 from attn.errors import DTypeError, MetadataError, ShapeError
-from attn.torch.backends.mla._metadata import MLACommonMetadataBuilder
-from attn.torch.backends.mla._mla import DecodeCall, MLACommonBackend, MLACommonImpl, rows_of
+from attn.torch.backends.mla._metadata import MLACommonMetadataBuilder, MLADecodeMetadata
+from attn.torch.backends.mla._mla import MLACommonBackend, MLACommonImpl, rows_of
 
 
 class SparseMLABuilder(MLACommonMetadataBuilder):
@@ -25,24 +25,24 @@ class SparseMLABackend(MLACommonBackend):
 
 
 class SparseMLAImpl(MLACommonImpl):
-    """Base of sparse MLA implementations. A subclass names its backend and implements `_decode`, using `_indices`."""
+    """Base of sparse MLA implementations. A subclass names its backend and implements `_decode`, over `call.indices`."""
 
     can_return_lse_for_decode = True
 
-    def _indices(self, call: DecodeCall) -> torch.Tensor:
-        """Return the indices of the decodes, [Td, topk] int32.
+    def _indices(self, meta: MLADecodeMetadata, count: int) -> torch.Tensor:
+        """Return the indices of the decodes, [count, topk] int32.
 
         Raises `ShapeError`, `DTypeError`, or (under ATTN_DEBUG=device) `MetadataError`.
         """
-        name, rows = self.backend.get_name(), call.q.shape[0]
+        name = self.backend.get_name()
         chosen = getattr(self.indexer, "topk_indices", None)
         if not isinstance(chosen, torch.Tensor):
             raise DTypeError(f"{name}: indexer.topk_indices is a {type(chosen).__name__}: must be an int32 tensor [T, topk]")
         if chosen.dtype != torch.int32:
             raise DTypeError(f"{name}: indexer.topk_indices has dtype {chosen.dtype}: must be torch.int32")
-        if chosen.dim() != 2 or chosen.shape[0] < rows:
-            raise ShapeError(f"{name}: indexer.topk_indices has shape {list(chosen.shape)}: must be [{rows} or more, topk]")
-        own = rows_of(chosen, call.meta.rows)
+        if chosen.dim() != 2 or chosen.shape[0] < count:
+            raise ShapeError(f"{name}: indexer.topk_indices has shape {list(chosen.shape)}: must be [{count} or more, topk]")
+        own = rows_of(chosen, meta.rows)
         if envs.debug("device"):
             ordered = own.sort(1).values
             twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).nonzero()

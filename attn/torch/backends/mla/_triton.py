@@ -1,6 +1,7 @@
 """Shared code of the MLA backends that use this package's Triton kernels: the call, and the limits of architectures."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def capabilities(features: frozenset[str]) -> Capabilities:
 
 
 @functools.cache
-def _kernel() -> Any:
+def _decode() -> Any:
     """Return `mla_decode`. It needs Triton; an import statement would cost each call a microsecond."""
     from attn.torch.kernels.mla_decode import mla_decode
 
@@ -78,7 +79,7 @@ class TritonKernelsImpl(MLACommonImpl):
         return True  # interpreted on a CPU, as the decode is
 
     def _stages(self, attn_metadata: MLACommonMetadata, signature: tuple[Any, ...]) -> Any:
-        """Return what keeps the launches of a batch's writes and decodes for calls like the first; None with ATTN_DEBUG=device.
+        """Return what keeps a batch's writes and decodes for calls like the first; None with ATTN_DEBUG=device.
 
         signature: what calls depend on beside their batch.
         """
@@ -88,25 +89,25 @@ class TritonKernelsImpl(MLACommonImpl):
         if shared is None or envs.debug("device"):
             return None
         tensors: list[torch.Tensor | None] = [attn_metadata.slot_mapping]
+        alone = False
         if decode is not None:
             rows = (decode.rows.start, decode.rows.stop) if isinstance(decode.rows, slice) else decode.num_tokens
+            others = self.batch_invariant, self.need_to_return_lse_for_decode, attn_metadata.short, attn_metadata.prefill
+            alone = isinstance(rows, tuple) and rows[0] == 0 < decode.num_tokens and not any(others) and self.signed_scale > 0
             bounds = decode.num_reqs, decode.max_query_len, -(-decode.max_seq_len // 16), decode.uneven
             tensors += decode.tensors()
             kind = (rows, *bounds, *(static(tensors) or ()))
         kept = shared.get((signature, kind))
-        return Stages(keep(shared, (signature, kind), {}) if kept is None else kept, [x for x in tensors if x is not None])
+        kept = keep(shared, (signature, kind), {}) if kept is None else kept
+        return Stages(kept, [x for x in tensors if x is not None], alone)
 
-    def _launch(self, call: DecodeCall, indices: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (out [Td, H, L], lse [H, Td] or None) of absorbed queries; `indices` [Td, topk] for a sparse backend."""
+    def _decode(self, call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor | None]:
         q, meta = call.q, call.meta
-        tokens, heads, _ = q.shape
-        out = q.new_empty(tokens, heads, self.kv_lora_rank)
-        lse = q.new_empty(heads, tokens, dtype=torch.float32) if self.need_to_return_lse_for_decode else None
+        out = self._temporary(q.new_empty(q.shape[0], q.shape[1], self.kv_lora_rank))
         k_scale, k_factor = self._scale(call.layer, call.kv_cache)
-        launch = functools.partial(
-            _kernel(),
+        _decode()(
             out,
-            lse,
+            call.lse,
             q,
             call.kv_cache,
             query_start_loc=meta.query_start_loc,
@@ -119,13 +120,20 @@ class TritonKernelsImpl(MLACommonImpl):
             k_scale=k_scale,
             k_factor=k_factor,
             limits=meta.limits,
-            indices=indices,
+            indices=call.indices,
             fixed_split=self.fixed_split_size,
             uneven=meta.uneven,
         )
-        if call.stages is None:
-            launch()
-        else:
-            listed = None if indices is None else (indices.shape, indices.stride())
-            call.stages(("decode", listed), launch, out, lse, q, call.kv_cache, indices, k_scale)
-        return out, lse
+        return out, call.lse
+
+    @staticmethod
+    def _temporary(memory: torch.Tensor) -> torch.Tensor:
+        from attn.torch.kernels.direct import temporary
+
+        return temporary(memory)
+
+    @staticmethod
+    def _operate(function: Callable[..., Any], *tensors: torch.Tensor) -> None:
+        from attn.torch.kernels.direct import operate
+
+        operate(function, *tensors)

@@ -47,7 +47,8 @@ class FlashMLASparseBackend(SparseMLABackend):
 class FlashMLASparseImpl(SparseMLAImpl, backend=FlashMLASparseBackend):
     def _decode(self, call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
         kernels, kv_cache = flash_mla(), call.kv_cache
-        slots = _slots(self._indices(call), call.meta)
+        assert call.indices is not None
+        slots = _slots(call.indices, call.meta)
         heads = next(known for known in _HEADS if known >= self.num_heads)
         q, own = with_heads(call.q, heads), slice(0, self.num_heads)
         if self.kv_cache_dtype == "fp8_ds_mla":

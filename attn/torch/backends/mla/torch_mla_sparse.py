@@ -30,7 +30,8 @@ class TorchMLASparseImpl(SparseMLAImpl, backend=TorchMLASparseBackend):
     def _decode(self, call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
         q, meta = call.q, call.meta
         exact = torch.promote_types(q.dtype, torch.float32)
-        indices = self._indices(call).long()
+        assert call.indices is not None
+        indices = call.indices.long()
         starts, lengths = meta.host_lens()
         out = q.new_empty(*q.shape[:2], self.kv_lora_rank, dtype=exact)
         lse = q.new_empty(q.shape[1], q.shape[0], dtype=exact)

@@ -5,12 +5,9 @@ and loads each tile of latents once for scores and values. Nothing waits for the
 graph and replayed for any batch within the bounds of its metadata. Prefills use an MLA prefill backend.
 """
 
-import torch
-
 from attn.capabilities import Device, Feature
 from attn.torch.backends.mla import _triton
 from attn.torch.backends.mla._metadata import MLACommonMetadataBuilder
-from attn.torch.backends.mla._mla import DecodeCall
 
 #: Rows of a prompt that take about as long absorbed as expanded over a long context. With DeepSeek's sizes both have as many
 #: operations at 171 rows; on an H200, where contexts are also gathered and written, absorbed is 1.3 to 1.5 times as fast with
@@ -39,6 +36,3 @@ class TritonMLABackend(_triton.TritonKernelsBackend):
 
 class TritonMLAImpl(_triton.TritonKernelsImpl, backend=TritonMLABackend):
     can_return_lse_for_decode = True
-
-    def _decode(self, call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self._launch(call, None)

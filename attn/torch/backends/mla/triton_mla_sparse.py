@@ -4,11 +4,8 @@ The kernel of TRITON_MLA, with one tile per token that holds its heads. It reads
 of the whole sequence, and splits that list as a decode splits its sequence.
 """
 
-import torch
-
 from attn.capabilities import Feature
 from attn.torch.backends.mla import _triton
-from attn.torch.backends.mla._mla import DecodeCall
 from attn.torch.backends.mla._sparse import SparseMLABackend, SparseMLAImpl
 
 
@@ -18,5 +15,4 @@ class TritonMLASparseBackend(SparseMLABackend, _triton.TritonKernelsBackend):
 
 
 class TritonMLASparseImpl(SparseMLAImpl, _triton.TritonKernelsImpl, backend=TritonMLASparseBackend):
-    def _decode(self, call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self._launch(call, self._indices(call))
+    pass
