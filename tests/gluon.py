@@ -264,8 +264,17 @@ def _assembled(ptx: str, constraints: str, operands: Sequence[Any], *_: Any, **_
     return tensor(values["$0"])
 
 
-def _language(program: tuple[int, int]) -> types.SimpleNamespace:
-    """The module `gluon.language`."""
+def _renewed(norm: Any, top: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`hopper_prefill._renewed`, whose PTX jumps."""
+    most = np.asarray(norm).max(1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        by = np.where(most > 2**32, np.minimum(np.floor(np.log2(most)), 126), 0)
+    by = np.broadcast_to(by, norm.shape).astype(np.float32)
+    return tensor(np.exp2(-by)), tensor(norm * np.exp2(-by)), tensor(top + by)
+
+
+def _language(program: tuple[int, int], bfloat16: Any) -> types.SimpleNamespace:
+    """The module `gluon.language`. bfloat16: what it is."""
     layouts = (
         "BlockedLayout",
         "DistributedLinearLayout",
@@ -297,6 +306,7 @@ def _language(program: tuple[int, int]) -> types.SimpleNamespace:
         min=lambda values, axis: tensor(np.asarray(values).min(axis)),
         num_programs=lambda axis: program[1],
         program_id=lambda axis: tensor(program[0], np.int32),
+        bfloat16=bfloat16,
         reduce=_reduce,
         reshape=lambda values, shape: tensor(np.reshape(values, shape)),
         static_range=range,
@@ -308,15 +318,16 @@ def _language(program: tuple[int, int]) -> types.SimpleNamespace:
     )
 
 
-def module(name: str, program: tuple[int, int] = (0, 1)) -> Any:
-    """Return `attn.kernels.<name>`, read again with this Gluon. program: its number, and that of all programs."""
+def module(name: str, program: tuple[int, int] = (0, 1), bfloat16: Any = np.float32) -> Any:
+    """Return `attn.kernels.<name>`, read again with this Gluon. program: its number, and that of all programs; bfloat16: the
+    dtype that stands for it, None if the arrays' does not."""
     import sys
 
     barriers = Barriers()
     language = types.ModuleType("attn.kernels.gluon")
     jit = lambda function=None, **_: function if function else lambda function: function  # noqa: E731
     language.__dict__.update(
-        barrier=lambda: None, fence_async_shared=lambda: None, gl=_language(program), mbarrier=barriers,
+        barrier=lambda: None, fence_async_shared=lambda: None, gl=_language(program, bfloat16), mbarrier=barriers,
         gluon=types.SimpleNamespace(jit=jit, constexpr_function=jit), load_box=barriers.load_box, warpgroup_mma=_product,
         reinterpret=lambda shared, dtype, shape, layout: Shared(shared.flat, shape),
         warpgroup_mma_wait=lambda number, deps: deps[0],
@@ -332,7 +343,9 @@ def module(name: str, program: tuple[int, int] = (0, 1)) -> Any:
     if hasattr(made, "_odd"):
         made._odd = lambda values, *_: tensor(~np.isfinite(values), np.int32)  # type: ignore[attr-defined]
     if hasattr(made, "_scaled"):  # a warp jumps over multiplications by 1
-        made._scaled = lambda acc, factor: acc * factor[:, None]  # type: ignore[attr-defined]
+        made._scaled = lambda acc, factor: acc * factor.reshape(64, -1)[:, :1]  # type: ignore[attr-defined]
+    if hasattr(made, "_renewed"):
+        made._renewed = _renewed  # type: ignore[attr-defined]
     return made
 
 

@@ -78,9 +78,9 @@ def layout_of(box: tuple[int, ...]) -> Any:
 #: The names in `gl` that the kernels use.
 NAMES = """
     BlockedLayout DistributedLinearLayout DotOperandLayout NVMMADistributedLayout NVMMASharedLayout SliceLayout
-    SwizzledSharedLayout abs allocate_shared_memory arange associative_scan atomic_add broadcast constexpr convert_layout exp2
-    float32 full inline_asm_elementwise int16 int32 int64 join load log2 max maximum min minimum num_programs program_id reduce
-    reshape split static_range store sum warp_specialize where zeros
+    SwizzledSharedLayout abs allocate_shared_memory arange associative_scan atomic_add bfloat16 broadcast constexpr
+    convert_layout exp2 float32 full inline_asm_elementwise int16 int32 int64 join load log2 max maximum min minimum
+    num_programs program_id reduce reshape split static_range store sum warp_specialize where zeros
 """
 
 

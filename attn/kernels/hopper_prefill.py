@@ -6,7 +6,8 @@ one for keys and one for values, look up pages and copy them with the bulk tenso
 Heads are padded to 64, 128 or 256 in shared memory, keys to 192 too, where the engine fills in zeros. Products are of one or
 two parts of a head, each of which has its accumulators (`parts_of`). `hopper_prefill_launch` has the rules for sizes.
 A consumer computes the scores of the next tile while it multiplies the last tile's weights with its values, with the
-exponentials in between. Consumers drift apart until one's exponentials overlap another's products (Shah et al.,
+exponentials in between. In bfloat16, tiles without a mask need no maximum: what is subtracted from scores follows the sums of
+weights (`_weigh_all`). Consumers drift apart until one's exponentials overlap another's products (Shah et al.,
 FlashAttention-3, 2024). Tiles are processed from the last key to the first, so that the tiles that need a mask come first and
 last.
 
@@ -410,11 +411,15 @@ def _tanh(x):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
+def _by_eights(x):  # type: ignore[no-untyped-def]
+    """[64, N] as [64, N / 8, 8]: of every eight columns each thread has the same two."""
+    return gl.reshape(x, [64, x.shape[1] // 8, 8])
+
+
+@gluon.jit
 def _sums(weights):  # type: ignore[no-untyped-def]
-    """Sums of weights [64, N] over keys: [64], or of 128 keys those of each thread's, [64, 8], which the unit's end adds up."""
-    if weights.shape[1] == 128:
-        weights = gl.reshape(weights, [64, 16, 8])
-    return gl.sum(weights, 1)
+    """Sums of weights [64, N] over each thread's keys, [64, 8], which the unit's end adds up."""
+    return gl.sum(_by_eights(weights), 1)
 
 
 @gluon.constexpr_function
@@ -462,8 +467,61 @@ def _weigh(  # type: ignore[no-untyped-def]
     guard = gl.where(above == float("-inf"), 0.0, above)
     p = gl.exp2((s if HAS_CAP else s * factor) - guard[:, None])
     shrink = gl.exp2(top - guard)
-    norm = norm * (_of_rows(shrink, norm) if len(norm.shape) == 2 else shrink) + _sums(p)
+    norm = norm * _of_rows(shrink, norm) + _sums(p)
     return p, above, norm, shrink
+
+
+@gluon.constexpr_function
+def _renewing() -> tuple[str, str]:
+    """PTX of `_renewed` for a thread's four sums, of which two are of one row, and its operands."""
+    rows = (0, 1), (2, 3)
+    lines = ["{ .reg .pred some, any, large; .reg .f32 most, other, by; .reg .b32 bits;"]
+    lines += [f"mov.f32 ${i}, 0f3F800000; mov.f32 ${4 + i}, ${12 + i}; mov.f32 ${8 + i}, ${16 + i};" for i in range(4)]
+    lines += ["setp.gt.f32 some, $12, 0f4F800000;"]
+    lines += [f"setp.gt.or.f32 some, ${12 + i}, 0f4F800000, some;" for i in range(1, 4)]
+    lines += ["vote.sync.any.pred any, some, 0xffffffff;", "@!any bra DONE;"]
+    for a, b in rows:
+        lines += [f"max.f32 most, ${12 + a}, ${12 + b};"]
+        for lane in (1, 2):
+            lines += [f"shfl.sync.bfly.b32 other, most, {lane}, 31, 0xffffffff;", "max.f32 most, most, other;"]
+        lines += ["setp.gt.f32 large, most, 0f4F800000;", "mov.b32 bits, most;", "shr.u32 bits, bits, 23;"]
+        lines += ["min.u32 bits, bits, 253;", "selp.b32 bits, bits, 127, large;"]
+        lines += ["sub.u32 bits, bits, 127;", "cvt.rn.f32.u32 by, bits;", "sub.u32 bits, 127, bits;"]
+        lines += ["shl.b32 bits, bits, 23;", "mov.b32 other, bits;"]
+        for i in (a, b):
+            lines += [
+                f"mov.f32 ${i}, other;",
+                f"mul.rn.f32 ${4 + i}, ${12 + i}, other;",
+                f"add.rn.f32 ${8 + i}, ${16 + i}, by;",
+            ]
+    return " ".join([*lines, "DONE: }"]), ",".join(["=f"] * 12 + ["f"] * 8)
+
+
+@gluon.jit
+def _renewed(norm, top):  # type: ignore[no-untyped-def]
+    """Factor for earlier sums, running sums, and what is subtracted from scores, [64, 8] each. Where a row has a sum above
+    2**32, its sums are divided by a power of two; others stay what they are."""
+    PTX: gl.constexpr = _renewing()
+    types: gl.constexpr = (gl.float32, gl.float32, gl.float32)
+    return gl.inline_asm_elementwise(PTX[0], PTX[1], [norm, top], types, is_pure=True, pack=4)
+
+
+@gluon.jit
+def _weigh_all(s, top, norm, factor, cap, HAS_CAP: gl.constexpr):  # type: ignore[no-untyped-def]
+    """`_weigh` of a tile of which every row sees every key, without its maximum: what is subtracted follows the sums of earlier
+    tiles. top: [64, 8].
+
+    A weight may be as large as bfloat16 can be, 2**127 times what the largest of earlier tiles was. If one is larger, the
+    results of its row are infinite or NaN, and are computed again (`_nan_safe`).
+    """
+    if HAS_CAP:
+        s = cap * _tanh(s * factor)
+    shrink, norm, top = _renewed(norm, top)
+    s8 = _by_eights(s)
+    guard = gl.convert_layout(top, gl.SliceLayout(1, s8.type.layout))[:, None, :]
+    p = gl.exp2((s8 if HAS_CAP else s8 * factor) - guard)
+    norm = norm + gl.convert_layout(gl.sum(p, 1), norm.type.layout)
+    return gl.convert_layout(gl.reshape(p, s.shape), s.type.layout), top, norm, shrink
 
 
 @gluon.jit
@@ -512,6 +570,12 @@ def _add_values(weights, v_ring, stage, acc, DV: gl.constexpr):  # type: ignore[
 
 
 @gluon.jit
+def _in_eights(x, norm):  # type: ignore[no-untyped-def]
+    """One number a row, for each of a thread's two columns."""
+    return gl.broadcast(norm, _of_rows(x, norm))[1]
+
+
+@gluon.jit
 def _of_rows(x, acc):  # type: ignore[no-untyped-def]
     """One number a row, as a column of the accumulator's layout."""
     return gl.convert_layout(x, gl.SliceLayout(1, acc.type.layout))[:, None]
@@ -533,7 +597,12 @@ def _scaled(acc, factor):  # type: ignore[no-untyped-def]
     """Each row of an accumulator times its factor. Multiplications by 1 take a tenth of a loop's instructions, or a third."""
     COUNT: gl.constexpr = acc.shape[1] // 2
     PTX: gl.constexpr = _scaling(COUNT)
-    _, factors = gl.broadcast(acc, _of_rows(factor, acc))
+    if len(factor.shape) == 2:
+        eights = _by_eights(acc)
+        of_rows = gl.convert_layout(factor, gl.SliceLayout(1, eights.type.layout))[:, None, :]
+        factors = gl.convert_layout(gl.reshape(gl.broadcast(eights, of_rows)[1], acc.shape), acc.type.layout)
+    else:
+        factors = gl.broadcast(acc, _of_rows(factor, acc))[1]
     return gl.inline_asm_elementwise(PTX[0], PTX[1], [acc, factors], gl.float32, is_pure=True, pack=COUNT)
 
 
@@ -600,6 +669,18 @@ def _release(empty, stage):  # type: ignore[no-untyped-def]
     mbarrier.expect(empty.index(stage), 0)
 
 
+@gluon.constexpr_function
+def _needs_no_maximum(dtype: Any) -> bool:
+    """Whether weights [16 bits] have float32's range, so that tiles without a mask need no maximum (`_weigh_all`)."""
+    return bool(dtype == gl.bfloat16)
+
+
+@gluon.constexpr_function
+def _waits_ahead(parts: int, dtype: Any) -> bool:
+    """Whether `_step` waits for values before it awaits products, by the number of parts of a head."""
+    return parts > 1 or _needs_no_maximum(dtype)
+
+
 @gluon.jit
 def _step(  # type: ignore[no-untyped-def]
     sums, count, q_ring, q_at, keys, values, start, seen, factor, cap,
@@ -611,14 +692,14 @@ def _step(  # type: ignore[no-untyped-def]
     multiplied already unless tiles have 128 keys: the products of that many keys last longer than the multiplication; running
     maximum; running sum.
 
-    Where the head is in two parts, this waits for the tile's own values before it awaits the products. The compiler moves no
-    exponential behind a wait in a loop, but would await products before all of them; with one part that is faster (measured).
+    This waits for the tile's own values before it awaits the products, since the compiler moves no exponential behind a wait in
+    a loop, but would await products before all of them. With heads in one part that is slower if tiles need a maximum.
     """
     weights, acc, shrink, top, norm = sums
     k_ring, k_full, k_empty = keys
     v_ring, v_full, v_empty = values
     STAGES: gl.constexpr = k_full.shape[0]
-    AHEAD: gl.constexpr = len(acc) > 1
+    AHEAD: gl.constexpr = _waits_ahead(len(acc), v_ring.dtype)
     LATE: gl.constexpr = k_ring.shape[1] == 128
     stage = count % STAGES
     old = (count - 1) % STAGES
@@ -632,7 +713,10 @@ def _step(  # type: ignore[no-untyped-def]
     acc = _add_values(weights, v_ring, old, acc, DV)
     s = warpgroup_mma_wait(len(acc), deps=[s])
     _release(k_empty, stage)
-    weights, top, norm, shrink = _weigh(s, top, norm, start, seen, factor, cap, MASKED, HAS_LEFT, HAS_CAP)
+    if len(top.shape) == 2:
+        weights, top, norm, shrink = _weigh_all(s, top, norm, factor, cap, HAS_CAP)
+    else:
+        weights, top, norm, shrink = _weigh(s, top, norm, start, seen, factor, cap, MASKED, HAS_LEFT, HAS_CAP)
     if AHEAD:
         mbarrier.wait(v_full.index(stage), count // STAGES & 1)
     acc = _await(acc)
@@ -666,6 +750,7 @@ def _consume(  # type: ignore[no-untyped-def]
     keys = k_ring, k_full, k_empty
     values = v_ring, v_full, v_empty
     TWO: gl.constexpr = spans is not None  # ranges of keys that a row may see
+    ALL: gl.constexpr = _needs_no_maximum(dtype)
     count = 0
     copy_row = CONSUMER * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, COPY))
     copy_d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, COPY))
@@ -696,13 +781,14 @@ def _consume(  # type: ignore[no-untyped-def]
         upper = gl.minimum(position + reach, high - 1)
         lower = _since(position - left, position, CHUNK)
         tiles = (high - low + BLOCK_N - 1) // BLOCK_N
-        # the keys that all rows see need no mask; this consumer's own first token decides their upper end
-        full_to = context + first + CONSUMER * 64 // G + reach + 1
+        # the keys before the last one that all rows see need no mask, so that each row has a maximum before the tiles that need
+        # none; this consumer's own first token decides their upper end
+        full_to = context + first + CONSUMER * 64 // G + reach
         full_from = _since(last - left, last, CHUNK)
         if prefix is not None:  # it touches what the window lets a row see (`paged_launch`)
             shared = gl.minimum(gl.load(prefix + r), high)
             upper = gl.maximum(upper, shared - 1)
-            full_to = gl.maximum(full_to, shared)
+            full_to = gl.maximum(full_to, shared - 1)
         seen = upper, lower
         apart = 0
         if TWO:
@@ -715,7 +801,7 @@ def _consume(  # type: ignore[no-untyped-def]
             lower = gl.where(touches, gl.minimum(lower, since), lower)
             seen = upper, lower, since, until  # type: ignore[assignment]
             # a row whose span does not touch the rest has no keys in common with others
-            full_to = gl.min(gl.where(valid, gl.where(has_span == touches, upper, -_FAR), _FAR), 0) + 1
+            full_to = gl.min(gl.where(valid, gl.where(has_span == touches, upper, -_FAR), _FAR), 0)
             full_from = gl.max(gl.where(valid, lower, -_FAR), 0)
             apart = full_to < -_FAR // 2
         right_of = tiles - gl.minimum(gl.maximum(gl.minimum(full_to, high) - low, 0) // BLOCK_N, tiles)
@@ -729,7 +815,7 @@ def _consume(  # type: ignore[no-untyped-def]
         left_from = gl.maximum(left_from, right_of)
 
         acc = _nothing(DV, BLOCK_V)
-        AHEAD: gl.constexpr = len(acc) > 1  # see `_step`
+        AHEAD: gl.constexpr = _waits_ahead(len(acc), dtype)
         norm = _sums(_zeros(BLOCK_N))
         top = gl.full([64], float("-inf"), gl.float32, ROW)
         if tiles > 0:
@@ -748,10 +834,18 @@ def _consume(  # type: ignore[no-untyped-def]
                 start -= BLOCK_N
                 sums = _step(sums, count, q_ring, q_at, keys, values, start, seen, factor, cap, 1, HAS_LEFT, HAS_CAP, D, DV)
                 count += 1
+            if ALL:
+                weights, acc, shrink, top, norm = sums
+                top = _in_eights(gl.where(top == float("-inf"), 0.0, top), norm)
+                sums = weights, acc, _in_eights(shrink, norm), top, norm
             for _i in range(right_of, left_from):
                 start -= BLOCK_N
                 sums = _step(sums, count, q_ring, q_at, keys, values, start, seen, factor, cap, 0, HAS_LEFT, HAS_CAP, D, DV)
                 count += 1
+            if ALL:
+                weights, acc, shrink, top, norm = sums
+                top, shrink = gl.convert_layout(gl.max(top, 1), ROW), gl.convert_layout(gl.max(shrink, 1), ROW)
+                sums = weights, acc, shrink, top, norm
             if HAS_LEFT or TWO:
                 for _i in range(left_from, tiles):
                     start -= BLOCK_N
@@ -776,32 +870,27 @@ def _consume(  # type: ignore[no-untyped-def]
         elif COPIED:
             _release(q_empty, q_at)
 
-        if len(norm.shape) == 2:
-            norm = gl.convert_layout(gl.sum(norm, 1), ROW)
-        log = gl.where(norm == 0, float("-inf"), top + gl.log2(norm))
+        norm = gl.convert_layout(gl.sum(norm, 1), ROW)
         valid = (row < BLOCK_Q * G) & (first + row // G < q_len)  # other rows' queries may be anything
-        share = gl.where(norm == 0, 0.0, v_factor / gl.where(norm == 0, 1.0, norm))  # a row without keys is 0
-        if HAS_SINKS:
-            sink = gl.load(sinks + kv_head * G + row % G, mask=valid, other=0.0) * 1.4426950408889634
-            # a row without keys is 0 whatever its sink
-            kept = gl.where(log == float("-inf"), 0.0, 1.0 / (1.0 + gl.exp2(sink - log)))
-            share = share * kept
+        head_sinks = sinks + kv_head * G + row % G if HAS_SINKS else None
+        log, share = _share(norm, top, head_sinks, valid, v_factor)
         rows = (begin + first + row // G).to(gl.int64) * o_t + (kv_head * G + row % G) * o_h
         PARTS: gl.constexpr = parts_of(DV, BLOCK_V)
         results = _rounded(acc, share, dtype)
         for i in gl.static_range(len(PARTS)):
             _write(output + PARTS[i][0], rows, valid, _of_pairs(results[i], dtype), DV - PARTS[i][0])
-        # 0 times a NaN or an infinity may have reached rows that do not see that value
+        # 0 times a NaN or an infinity may have reached rows that do not see that value, or a weight may be infinite
         if _have_odd(results, valid, dtype) != 0:
             if TWO:
                 also = _span(spans, begin + first + row // G, valid, position, left, CHUNK, SPAN_RIGHT)
                 seen = upper, lower, also[0], also[1]  # type: ignore[assignment]
             queries = query + begin.to(gl.int64) * q_t, q_t, q_h, valid
             caches = key_cache, value_cache, k_strides, v_strides
-            acc = _nan_safe(
-                queries, caches, block_table, table_r, unit, row, seen, top, factor, cap, DV, BLOCK_D, BLOCK_V, P, D, G, NEGATE,
+            acc, most, total = _nan_safe(
+                queries, caches, block_table, table_r, unit, row, seen, factor, cap, DV, BLOCK_D, BLOCK_V, P, D, G, NEGATE,
                 PAGED, HAS_LEFT, HAS_CAP,
             )  # fmt: skip
+            log, share = _share(gl.convert_layout(total, ROW), gl.convert_layout(most, ROW), head_sinks, valid, v_factor)
             results = _rounded(acc, share, dtype)
             for i in gl.static_range(len(PARTS)):
                 _write(output + PARTS[i][0], rows, valid, _of_pairs(results[i], dtype), DV - PARTS[i][0])
@@ -810,6 +899,18 @@ def _consume(  # type: ignore[no-untyped-def]
             gl.store(lse + (kv_head * G + row % G) * lse_h + begin + token, log * 0.6931471805599453, mask=valid)
         wave += 1
         unit = _take(units_ring, u_bars, wave, 4)
+
+
+@gluon.jit
+def _share(norm, top, sinks, valid, v_factor):  # type: ignore[no-untyped-def]
+    """Log-sum-exp of rows in base 2, and what their sums of values are multiplied by: 0 for a row without keys, whatever its
+    sink. sinks: pointers to each row's, or None."""
+    log = gl.where(norm == 0, float("-inf"), top + gl.log2(norm))
+    share = gl.where(norm == 0, 0.0, v_factor / gl.where(norm == 0, 1.0, norm))
+    if sinks is not None:
+        sink = gl.load(sinks, mask=valid, other=0.0) * 1.4426950408889634
+        share = share * gl.where(log == float("-inf"), 0.0, 1.0 / (1.0 + gl.exp2(sink - log)))
+    return log, share
 
 
 @gluon.jit
@@ -877,11 +978,12 @@ def _have_odd(results, valid, dtype: gl.constexpr):  # type: ignore[no-untyped-d
 
 @gluon.jit
 def _nan_safe(  # type: ignore[no-untyped-def]
-    queries, caches, block_table, table_r, unit, row, seen, top, factor, cap, DV: gl.constexpr, BLOCK_D: gl.constexpr,
+    queries, caches, block_table, table_r, unit, row, seen, factor, cap, DV: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_V: gl.constexpr, P: gl.constexpr, D: gl.constexpr, G: gl.constexpr, NEGATE: gl.constexpr, PAGED: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr,
 ):  # fmt: skip
-    """The weighted sum of values, one key at a time: keys that a row does not see are selected away, not multiplied by 0."""
+    """The weighted sum of values, the maximum and the sum of weights, one key at a time: keys that a row does not see are
+    selected away, not multiplied by 0."""
     key_cache, value_cache, k_strides, v_strides = caches
     k_block, k_slot, k_head = k_strides
     v_block, v_slot, v_head = v_strides
@@ -902,8 +1004,8 @@ def _nan_safe(  # type: ignore[no-untyped-def]
     if TWO:
         since = gl.convert_layout(seen[2], ROW)
         until = gl.convert_layout(seen[3], ROW)
-    top = gl.convert_layout(top, ROW)
-    guard = gl.where(top == float("-inf"), 0.0, top)
+    top = gl.full([64], float("-inf"), gl.float32, ROW)
+    norm = gl.zeros([64], gl.float32, ROW)
     for j in range(low, high):
         if PAGED:
             page = gl.load(block_table + r.to(gl.int64) * table_r + j // P).to(gl.int64)
@@ -916,26 +1018,31 @@ def _nan_safe(  # type: ignore[no-untyped-def]
         s = gl.sum(q * k[None, :], 1) * factor
         if HAS_CAP:
             s = cap * _tanh(s)
-        p = gl.exp2(s - guard)
         allowed = j <= upper
         if HAS_LEFT:
             allowed = allowed & (j >= lower)
         if TWO:
             allowed = allowed | ((j >= since) & (j <= until))
-        acc = _add_value(acc, p, allowed, value_cache + v_at + kv_head * v_head, DV, BLOCK_V)
-    return acc
+        above = gl.maximum(top, gl.where(allowed, s, float("-inf")))
+        guard = gl.where(above == float("-inf"), 0.0, above)
+        shrink = gl.exp2(top - guard)
+        p = gl.where(allowed, gl.exp2(s - guard), 0.0)
+        norm = norm * shrink + p
+        top = above
+        acc = _add_value(acc, p, shrink, allowed, value_cache + v_at + kv_head * v_head, DV, BLOCK_V)
+    return acc, top, norm
 
 
 @gluon.jit
-def _add_value(acc, p, allowed, value, DV: gl.constexpr, BLOCK_V: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Add the value at the pointer, with the rows' weights, to the accumulators of the rows that see it."""
+def _add_value(acc, p, shrink, allowed, value, DV: gl.constexpr, BLOCK_V: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Add the value at the pointer, with the rows' weights, to the accumulators, times `shrink`, of the rows that see it."""
     PARTS: gl.constexpr = parts_of(DV, BLOCK_V)
     added = ()
     for i in gl.static_range(len(acc)):
         dv = PARTS[i][0] + gl.arange(0, PARTS[i][1], layout=gl.SliceLayout(0, acc[i].type.layout))
         v = gl.load(value + dv, mask=dv < DV, other=0.0).to(gl.float32)
         weighted = _of_rows(p, acc[i]) * v[None, :]
-        added = added + (acc[i] + gl.where(_of_rows(allowed, acc[i]), weighted, 0.0),)  # type: ignore[assignment]
+        added = added + (acc[i] * _of_rows(shrink, acc[i]) + gl.where(_of_rows(allowed, acc[i]), weighted, 0.0),)  # type: ignore[assignment]
     return added
 
 

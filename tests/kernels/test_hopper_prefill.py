@@ -38,13 +38,22 @@ def run(
     programs: int = 2,
     rules: dict[str, Any] | None = None,
     wild: bool = False,
+    scores_of: Any = None,
+    bfloat16: Any = np.float32,
+    again: bool = True,
 ) -> None:
-    """Compare output and log-sum-exp of every row with the definition; memory that no row may use is NaN."""
+    """Compare output and log-sum-exp of every row with the definition; memory that no row may use is NaN.
+
+    scores_of: a function of keys' positions, which is added to their scores; bfloat16: see `gluon.module`; again: whether
+    rows may be computed again, key by key.
+    """
     (H, K), rng = heads, np.random.default_rng(1)
     starts = np.cumsum([0, *(n for n, _ in lens)]).astype(np.int32)
     tokens, counts = int(starts[-1]), [-(-m // page) for _, m in lens]
     query = rng.standard_normal((tokens, H, size)).astype(np.float32)
     key, value = (rng.standard_normal((sum(counts) + 2, page, K, size)).astype(np.float32) for _ in "kv")
+    if scores_of is not None:
+        query[..., 0] = size**0.5
     ids = rng.permutation(sum(counts)).astype(np.int32)
     table = np.full((len(lens), max(counts)), -1, np.int32)
     seen_of = []
@@ -52,6 +61,9 @@ def run(
         own = table[r, : counts[r]]
         own[:] = ids[sum(counts[:r]) :][: counts[r]]
         seen_of.append(mask.select(r, slice(int(starts[r]), int(starts[r + 1]))).as_array(n, m))
+        if scores_of is not None:
+            at = np.arange(m)
+            key[own[at // page], at % page, :, 0] = scores_of(at)[:, None]
         unseen = ~seen_of[-1].any(0) if n > 1 else np.zeros(m, bool)
         for cache in (key, value):
             cache[own[-1], m - (counts[r] - 1) * page :] = np.nan  # slots after the last key
@@ -74,7 +86,9 @@ def run(
     arrays = {"output": output, "lse": lse, "query": query, "key_cache": key, "value_cache": value, "query_start_loc": starts}
     arrays |= {"seq_lens": lengths, "block_table": table, "sinks": None, **masks, "counters": counters}
     for program in range(programs):
-        module = gluon.module("hopper_prefill", (program, programs))
+        module = gluon.module("hopper_prefill", (program, programs), bfloat16)
+        if not again:
+            module._nan_safe = _never
         its = launch.PrefillParams(**settings)
         plan = launch.plan_of(launch.Arrays(query.shape, key.shape, value.shape, *strides), len(lens), page, True, its, True)
         q_map, k_map, v_map = plan.maps
@@ -101,8 +115,9 @@ def run(
         used = seen.any(0)
         scores = np.einsum("thd,shd->hts", query[rows], np.where(used[:, None, None], k, 0)) * size**-0.5
         scores = np.where(seen, scores, -np.inf)
+        most = np.where(seen.any(1), scores.max(-1), 0)[..., None]
         with np.errstate(divide="ignore"):
-            log = np.log(np.exp(scores).sum(-1))
+            log = np.log(np.exp(scores - most).sum(-1)) + most[..., 0]
         weights = np.exp(scores - np.where(np.isinf(log), 0, log)[..., None])
         broken = np.isnan(v).any((1, 2)) & used
         want = np.einsum("hts,shd->thd", weights, np.where(used[:, None, None] & ~np.isnan(v), v, 0))
@@ -110,6 +125,10 @@ def run(
         hit = (seen & broken).any(1)
         assert np.isnan(output[rows][hit]).any((1, 2)).all()
         np.testing.assert_allclose(output[rows][~hit], want[~hit], rtol=1e-3, atol=1e-4)
+
+
+def _never(*_: Any) -> None:
+    raise AssertionError("rows are computed again")
 
 
 CAUSAL, BOTH = LayerMask(), LayerMask(causal=False)
@@ -141,6 +160,30 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 def test_rows_see_what_the_definition_says(name: str, wild: bool) -> None:
     run(LENS, mask=MASKS[name], wild=wild, rules={"few_keys": wild})  # tiles of 64 keys and of 128
+
+
+SCORES = {
+    "larger at first": lambda at: (127.0 - at) / 2,
+    "much larger at first": lambda at: np.where(at < 40, 80.0, 0.0),
+    "beyond float32 at first": lambda at: np.where(at < 40, 300.0, 0.0),
+    "all small": lambda at: -200.0 + 0 * at,
+    "small but for a few, beyond float32": lambda at: np.where(at % 64 > 61, 0.0, -200.0),
+    "large at once": lambda at: 500.0 + 0 * at,
+}
+
+
+@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize("name", SCORES)
+def test_scores_of_any_size(name: str, few: bool) -> None:
+    """In tiles without a mask the sums decide what is subtracted from scores."""
+    lens = [(150, 277), (64, 512)]  # the first row sees nothing of its first tile, and all of the next one
+    for mask in (MASKS["causal"], MASKS["both directions"]):
+        run(lens, mask=mask, rules={"few_keys": few}, scores_of=SCORES[name], again="beyond" in name)
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "everything"])
+def test_float16_needs_the_maximum(name: str) -> None:
+    run(LENS, mask=MASKS[name], bfloat16=None, rules={"few_keys": name == "window"})
 
 
 @pytest.mark.parametrize(
