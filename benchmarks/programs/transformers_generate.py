@@ -3,6 +3,7 @@
     python -m benchmarks.programs.transformers_generate                                    # every row; for a large GPU
     python -m benchmarks.programs.transformers_generate --models llama --batches 1 2 --prompts 512 --caches dynamic
     python -m benchmarks.programs.transformers_generate --rows gemma2:16x2048:dynamic llama:64x1024:paged
+    python -m benchmarks.programs.transformers_generate --rows llama:1x512:compiled --implementations sdpa attn --profile 12
 
 A row is a model, a batch of prompts of one length, and a cache: dynamic; static; compiled, a static cache with `generate`'s
 `torch.compile`; paged, `generate_batch` with prompts of mixed lengths up to the given one. Models have random weights: about a
@@ -17,6 +18,9 @@ billion on a CUDA device, few on a CPU. A row's lines:
 
 Each repetition runs every implementation, and begins with another one than the last; the fastest counts. The ratio is the best
 peer's time by that of `attn` (of rates the inverse): from 1.00 on `attn` is not slower.
+
+`--profile N` adds, for each implementation, the kernels of a prompt and of a token under torch's profiler (on a CPU operators),
+their time and the N that take most. Profiled calls take longer, and are not those that are timed.
 
 Outputs are compared with those of transformers' default, or of the first peer that can: logits of each step while the tokens so
 far are the same, relative to their deviation; of `generate_batch`, how far the default's logit of each token is below its
@@ -34,6 +38,7 @@ import gc
 import itertools
 import json
 import math
+import operator
 import os
 import platform
 import random
@@ -49,7 +54,7 @@ from torch._inductor.utils import fresh_inductor_cache as fresh_cache
 
 from attn.integrations import transformers as attn_transformers
 from benchmarks.programs.transformers_models import DEVICE, MODELS, clock, config_of, model_of, using
-from benchmarks.programs.transformers_table import OURS, PAGED, SHORTEST, Cell, Row, header, lines, shown
+from benchmarks.programs.transformers_table import OURS, PAGED, SHORTEST, Cell, Row, header, lines, profile, shown
 
 #: The largest difference of logits, relative to their deviation: layers and experts amplify roundings.
 LIMITS = {"float32": 1e-2, "bfloat16": 0.2}
@@ -114,6 +119,25 @@ class Generation:
     def figures(self, best: dict[str, float]) -> dict[str, float]:
         few, more = self.between()
         return {"prefill ms": best["1"], "ms per token": (best[str(more)] - best[str(few)]) / (more - few)}
+
+    def kernels(self) -> dict[str, dict[str, tuple[float, float]]]:
+        """Return number and microseconds of each kernel of a prompt and of a token."""
+        few, more = self.between()
+        found = {tokens: self._profiled(tokens) for tokens in {1, few, more}}
+        steps = more - few
+        token = {}
+        for name, (number, us) in found[more].items():
+            number_before, us_before = found[few].get(name, (0, 0.0))
+            if number > number_before:
+                token[name] = (number - number_before) / steps, (us - us_before) / steps
+        return {"prompt": found[1], "token": token}
+
+    def _profiled(self, tokens: int) -> dict[str, tuple[float, float]]:
+        activity = getattr(torch.profiler.ProfilerActivity, DEVICE.upper())
+        with torch.profiler.profile(activities=[activity]) as profile:
+            self.generate(self.row.prompt, tokens)
+        time_of = operator.attrgetter("self_device_time_total" if DEVICE == "cuda" else "self_cpu_time_total")
+        return {event.key: (event.count, time_of(event)) for event in profile.key_averages() if time_of(event)}
 
     def between(self) -> tuple[int, int]:
         """Return numbers of new tokens whose times differ by steps alone."""
@@ -210,6 +234,8 @@ def measure(row: Row, names: list[str], options: argparse.Namespace, until: floa
     for name in (name for name in names if not cells[name].note):
         cells[name].figures = work.figures(best[name]) | {"first call ms": first[name]}
         cells[name].judge(LIMITS[options.dtype])
+        if options.profile and isinstance(work, Generation):
+            cells[name].kernels = tried(name, work.kernels) or {}
     release()
     return cells
 
@@ -271,6 +297,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=LIMITS, default="bfloat16" if DEVICE == "cuda" else "float32")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which nothing is started")
     parser.add_argument("--memory-percent", type=float, help="share of free memory for the cache of generate_batch, 0 to 1")
+    parser.add_argument("--profile", type=int, default=0, metavar="N", help="list the N kernels that take most time")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args(arguments)
     for row in options.rows or ():
@@ -290,7 +317,7 @@ def main(arguments: list[str] | None = None) -> int:
     run_of: dict[str, Any] = {"device": on, "torch": torch.__version__, "transformers": transformers.__version__}
     run_of |= {"dtype": options.dtype, "tokens": options.tokens, "repeats": options.repeats}
     print(", ".join(f"{name} {value}" for name, value in run_of.items()) + f"\n\n{header(names)}", flush=True)
-    run_of |= {"command": " ".join(sys.argv), "rows": [], "left_out": {}}
+    run_of |= {"command": " ".join(sys.argv), "rows": [], "left_out": {}, "kernels": []}
     for row in rows_of(options):
         if reason := why_not(row, options, memory, until):
             run_of["left_out"][str(row)] = reason
@@ -307,6 +334,10 @@ def main(arguments: list[str] | None = None) -> int:
                 print(shown(line, names, footnotes), flush=True)
                 for number, note in list(enumerate(footnotes, 1))[known:]:
                     print(f"| [{number}] {note} |", flush=True)
+            for name, cell in cells.items():
+                for what, kernels in cell.kernels.items():
+                    run_of["kernels"].append({"row": str(row), "name": name, "what": what, "kernels": kernels})
+                    print(profile(f"{row} {name}, {what}", kernels, options.profile), flush=True)
         if options.json is not None:
             options.json.write_text(json.dumps(run_of, indent=1) + "\n", encoding="utf-8")
     return int(any(OURS in line["notes"] for line in run_of["rows"]))

@@ -33,13 +33,14 @@ class Cell:
     """What one implementation did in a row.
 
     figures: by the names of the lines; difference, equal: the largest difference of its outputs, and the share of its tokens
-    that are the reference's; note: why it has no figures, or why they do not count.
+    that are the reference's; note: why it has no figures, or why they do not count; kernels: by what they were counted in.
     """
 
     figures: dict[str, float] = field(default_factory=dict)
     difference: float | None = None
     equal: float | None = None
     note: str = ""
+    kernels: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
@@ -98,6 +99,14 @@ def shown(line: dict[str, Any], names: Sequence[str], footnotes: list[str]) -> s
     prompt = f"{SHORTEST} to {line['prompt']}" if line["cache"] == PAGED else str(line["prompt"])
     start = [line["model"], str(line["batch"]), prompt, line["cache"], line["what"]]
     return f"| {' | '.join([*start, *cells, best, ratio, difference])} |"
+
+
+def profile(of: str, kernels: dict[str, tuple[float, float]], most: int) -> str:
+    """Return the number and time of kernels, by name, and those that take most time, as a line and one for each."""
+    number, us = (sum(column) for column in zip(*kernels.values(), strict=True)) if kernels else (0.0, 0.0)
+    longest = sorted(kernels.items(), key=lambda item: -item[1][1])[:most]
+    each = (f"\n|   {_digits(took)} us, {_digits(count)} times | {name[:110]} |" for name, (count, took) in longest)
+    return f"| {of} | {_digits(us)} us in {_digits(number)} kernels |" + "".join(each)
 
 
 def _digits(value: float) -> str:

@@ -110,6 +110,18 @@ def test_a_token_is_the_difference_of_calls_that_record_alike(cache: str, few: i
 
 
 @pytest.mark.usefixtures("quiet")
+def test_kernels_of_a_token_are_those_that_more_tokens_add(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    arguments = "--rows llama:1x8:static --implementations attn --tokens 3 --repeats 1 --dtype float32 --profile 2 --json"
+    assert program.main([*arguments.split(), str(file)]) == 0
+    found = {entry["what"]: entry["kernels"] for entry in json.loads(file.read_text(encoding="utf-8"))["kernels"]}
+    layers = program.config_of("llama").num_hidden_layers
+    attended = [name for name in found["token"] if "scaled_dot_product" in name]
+    assert attended and all(found[what][name][0] == layers for what in ("prompt", "token") for name in attended)
+    assert "| llama:1x8:static attn, token | " in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("quiet")
 def test_outputs_of_another_computation_fail_the_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from benchmarks.programs.transformers_table import Cell, Row, header, lines, shown
+from benchmarks.programs.transformers_table import Cell, Row, header, lines, profile, shown
 
 ROW = Row("llama", 16, 2048, "dynamic")
 NAMES = ["sdpa", "eager", "attn"]
@@ -80,3 +80,13 @@ def test_a_difference_below_the_limit_has_no_note() -> None:
 def test_prompts_of_continuous_batching_are_a_range() -> None:
     (line,) = lines(Row("llama", 64, 1024, "paged"), cells("tokens per s", 2.0, 3.0, 4.0))
     assert "| 64 | 32 to 1024 | paged |" in shown(line, NAMES, [])
+
+
+def test_a_profile_is_its_sum_and_the_longest_kernels() -> None:
+    text = profile("llama attn, token", {"short": (2.0, 1.5), "long": (16.0, 2000.0), "none": (1.0, 0.5)}, 2)
+    assert text.splitlines() == [
+        "| llama attn, token | 2,002 us in 19 kernels |",
+        "|   2,000 us, 16 times | long |",
+        "|   1.5 us, 2 times | short |",
+    ]
+    assert profile("empty", {}, 2) == "| empty | 0 us in 0 kernels |"
