@@ -1581,9 +1581,9 @@ DEFECTS = (
     ),
     Defect(
         "transformers_keys_of_another_step",
-        "integrations/transformers/dispatch.py",
-        "[0] == (version, keys):",
-        "[0] is not None:",
+        "integrations/transformers/masks.py",
+        "if version != mask._version:",
+        "if version is None:",
         ("integrations/transformers/test_dispatch.py",),
         "A token reads the keys of a mask before it changed.",
     ),

@@ -22,7 +22,7 @@ from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum as De
 from attn.errors import UnsupportedError
 from attn.functional import Extras, Rules
 from attn.integrations.transformers.call import NAME, Call, asked, dropout_name, in_graph, rows_first, visible, widened
-from attn.integrations.transformers.masks import as_bool, as_drawn, drawn, read
+from attn.integrations.transformers.masks import as_bool, as_drawn, drawn, once, read
 from attn.integrations.transformers.packing import layer_of, pack
 from attn.selector import selection_state
 from attn.torch.diffusion.chosen import CallProperties, impl_for, known, properties_of, sizes_that_decide
@@ -338,14 +338,11 @@ def _as_row(call: Call, graph: bool) -> torch.Tensor | None:
         return None
     from attn.torch.kernels.dense_decode import row, run_of
 
-    version = -1 if graph or mask.is_inference() else mask._version
-    if version >= 0 and getattr(mask, "attn_row", (None,))[0] == (version, keys):
-        _, of_keys, run = mask.attn_row  # type: ignore[attr-defined]  # of the layer before
-    else:
+    def found() -> tuple[torch.Tensor, list[torch.Tensor]]:
         of_keys = as_bool(call, mask)[:, 0, 0, :keys].expand(len(call.query), -1)
-        run = run_of(of_keys)
-        if version >= 0:
-            mask.attn_row = (version, keys), of_keys, run  # type: ignore[attr-defined]
+        return of_keys, run_of(of_keys)
+
+    of_keys, run = found() if graph else once(mask, keys, found)
     sinks = call.sinks
     if sinks is not None:
         sinks = sinks.float() if graph else as_float(sinks)

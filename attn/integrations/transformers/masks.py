@@ -9,7 +9,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from attn.errors import UnsupportedError
 from attn.integrations.transformers.call import CAUSAL, EVERYTHING, NAME, Call, replaced, require, visible
 from attn.torch.kernels.runs import Runs
 from attn.visibility import BatchMask, LayerMask, Visibility
+
+_T = TypeVar("_T")
 
 
 class Described:
@@ -374,9 +376,28 @@ def _recognised(call: Call, draw: bool) -> Described | torch.Tensor:
             "a copy of a mask of chunks or spans",
             'a copy (to another device, for example) has no description: use one device, or attn_implementation="sdpa"',
         )
-    mask = as_bool(call, tensor)
-    described = None if draw or (call.plain and call.backend is None) else recognised(call, mask)
-    return mask if described is None else described
+    if draw or (call.plain and call.backend is None):
+        return as_bool(call, tensor)
+
+    def known() -> Described | torch.Tensor:
+        mask = as_bool(call, tensor)
+        described = recognised(call, mask)
+        if described is not None:
+            described.shared = True
+        return mask if described is None else described
+
+    return once(tensor, (call.seen.layer, call.query.shape[:3:2], call.key.shape[2]), known)
+
+
+def once(mask: torch.Tensor, what: Any, make: Callable[[], _T]) -> _T:
+    """Return what `make` returns, kept with a mask for the other layers of its step, until it is changed in place."""
+    if torch.compiler.is_compiling() or mask.is_inference():
+        return make()
+    kept: dict[Any, tuple[int, Any]] = vars(mask).setdefault("attn_kept", {})
+    version, value = kept.get(what, (None, None))
+    if version != mask._version:
+        kept[what] = mask._version, (value := make())
+    return value  # type: ignore[return-value]
 
 
 def as_bool(call: Call, mask: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 import attn  # noqa: E402
 from attn.errors import UnsupportedError  # noqa: E402
 from attn.integrations import transformers as attn_transformers  # noqa: E402
-from attn.integrations.transformers import dispatch  # noqa: E402
+from attn.integrations.transformers import dispatch, masks  # noqa: E402
 from attn.integrations.transformers.call import CAUSAL, EVERYTHING, Call, Requested, visible  # noqa: E402
 from attn.integrations.transformers.dispatch import Way, classify  # noqa: E402
 from attn.integrations.transformers.masks import Described, read  # noqa: E402
@@ -553,6 +553,27 @@ def test_tokens_over_a_static_cache_find_the_keys_once_a_step(options, monkeypat
     with torch.inference_mode():
         attended(Layer(), given, mask.clone(), **options)  # a tensor without versions: nothing is kept with it
     assert len(searched) == 4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_drawn_mask_is_recognised_once_a_step(rows, monkeypatch):
+    """All layers of a kind share what it is, where a kernel needs that, until it changes."""
+    found, recognised = [], masks.recognised
+    monkeypatch.setattr(masks, "recognised", lambda call, mask: found.append(1) or recognised(call, mask))
+    given, key = arrays(rows, 14), torch.arange(14)
+    mask = torch.zeros(2, 1, rows, 14, dtype=torch.bool)
+    for end in (9, 10, 12):
+        mask.copy_(key <= torch.arange(end - rows, end)[:, None])
+        mask[1, ..., :3] = False
+        for layer in (Layer(), Layer()):
+            out = attended(layer, given, mask, softcap=5.0)
+            rules = {"logits_soft_cap": 5.0, "mask": mask}
+            want = attn.attention(*(x.transpose(1, 2) for x in given), scale=0.25, layout="BSHD", **rules)
+            torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+    assert len(found) == 3
+    attended(Layer(), given, mask, softcap=5.0, sliding_window=20)  # of another kind
+    assert len(found) == 4
 
 
 @torch.no_grad()
