@@ -61,17 +61,16 @@ class Facts:
 
     def __init__(self) -> None:
         self._check: Any = None
-        self._recorded, self._absent = False, list[int]()
+        self._recorded, self._absent, self._present = False, list[int](), list[int]()
 
     def hold(self, tensors: Sequence[Any]) -> bool:
         """Return whether tensors have these facts; False until `watch` was called with tensors that have them."""
         if self._check is None or torch.is_grad_enabled() is not self._recorded:
             return False
-        present = [x for x in tensors if x is not None]
-        some = len(present) < len(tensors) or self._absent
-        if some and [i for i, x in enumerate(tensors) if x is None] != self._absent:
-            return False
-        return self._check(*present)
+        for i in self._absent:
+            if tensors[i] is not None:
+                return False
+        return self._check(*([tensors[i] for i in self._present] if self._absent else tensors))  # None is not like a tensor
 
     def watch(self, tensors: Sequence[Any]) -> None:
         """Remember tensors that have these facts, so that `hold` recognises others that have them."""
@@ -81,6 +80,7 @@ class Facts:
             self._check = _Guards(*present, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
             self._recorded = torch.is_grad_enabled()
             self._absent = [i for i, x in enumerate(tensors) if x is None]
+            self._present = [i for i, x in enumerate(tensors) if x is not None]
 
 
 @functools.lru_cache(maxsize=1024)
