@@ -494,6 +494,22 @@ DEFECTS = (
         "A step whose sums left their range is not repeated.",
     ),
     Defect(
+        "tpu_long_values_taken_for_finite",
+        "jax/kernels/tpu/_long.py",
+        "may_be_strange = masked and",
+        "may_be_strange = not masked and",
+        PAGED_TPU,
+        "A NaN or an infinity among the values reaches rows of a prompt that do not see it.",
+    ),
+    Defect(
+        "tpu_long_bound_of_the_first_key",
+        "jax/kernels/tpu/_long.py",
+        "register * _SUBLANES < bound - first - place",
+        "register * _SUBLANES < bound - first",
+        PAGED_TPU,
+        "Rows of a prompt see up to seven keys past their last.",
+    ),
+    Defect(
         "tpu_long_v_scale",
         "jax/kernels/tpu/_long.py",
         "refs.rules[V_FACTOR, k] / jnp.where",
@@ -696,8 +712,8 @@ DEFECTS = (
     Defect(
         "tpu_long_span_beside_tree",
         "jax/kernels/tpu/_long.py",
-        "(jnp.int32(NO_TREE) if cfg.ranges else position) - first",
-        "position - first",
+        "is_before(jnp.broadcast_to(jnp.int32(NO_TREE), position.shape) if cfg.ranges else position + 1)",
+        "is_before(position + 1)",
         PAGED_TPU,
         "Beside trees, a span is cut by causality.",
     ),

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from jax.experimental.pallas import tpu as pltpu
 
-from attn.jax.kernels.tpu._refs import PagedShape, sublanes
+from attn.jax.kernels.tpu._refs import LANES, PagedShape, sublanes
 
 #: Rows of a kv head in items of long requests on any chip, and their scores for eight heads with 1,024 keys.
 ROWS = 512
@@ -114,7 +114,8 @@ def blocks_for(name: str, shape: PagedShape) -> Blocks:
     while large and large < max_query_len and 2 * large * group <= (long if 16 * large <= max_query_len else ROWS):
         large *= 2
     keys = max(chip.keys if max_query_len == 1 else 1024, KEYS_OF_HEADS >> (heads - 1).bit_length())
-    whole = kv_block = max(keys, 2048 // cache_itemsize, page)
+    # more one-byte keys, but not of heads of 256, whose first block would arrive late
+    whole = kv_block = max(keys, 2048 * LANES // (cache_itemsize * lanes), page)
     most, (left, _), chunk = shape.columns * page, shape.mask.window, shape.mask.chunk_size
     if shape.mask.causal and not shape.ranges and (left is not None or chunk is not None):
         reach = min(x for x in (left, chunk and chunk - 1) if x is not None)

@@ -42,6 +42,9 @@ CURRENT, REPEAT, READ = range(3)
 #: The buffer of an item that has had no step: zeros, which all heads share.
 ZEROS = 2
 
+#: Rows of a register of 32-bit elements.
+_SUBLANES = 8
+
 
 class Step(NamedTuple):
     """The keys of a step: rows [start, start + size) of the block in `slot`, the first of which is at position `first`."""
@@ -56,7 +59,8 @@ class Step(NamedTuple):
 #: this small are below 2 ** -66 of it, and products with a sum this large are far from overflow.
 _ROOM = 60.0
 
-#: Keys whose weights wait for their product with the values, so that the matrix unit has work during exponentials.
+#: Keys whose weights wait for their product with the values, so that the matrix unit has work during exponentials. A short
+#: step has as many score matrices in waiting as others: of eight heads' one each, few would be left beside the exponentials.
 _KEYS_WAITING = 768
 
 #: Heads whose results are transposed in one straight stretch: each waits only for the transpose unit.
@@ -141,23 +145,27 @@ def _streamed(
     """
     key_tile = min(cfg.key_tile, step.size)
     tiles = [(top, at) for top in range(0, cfg.rows, cfg.row_tile) for at in range(0, step.size, key_tile)]
+    # 0 * NaN is NaN for the rows that may not see it; `rebiased` notices those of its codes
+    may_be_strange = masked and jnp.issubdtype(refs.kv.dtype, jnp.floating) and not cfg.rebiased
     waiting: list[Any] = []
 
     def add_values(k: jax.Array, at: slice, keys_at: Any, p: jax.Array, source: jax.Array) -> None:
         values = widened(cfg, rows_at(cfg, refs, step.slot, cfg.planes - 1, k, keys_at), p.dtype, refs.recompute)
         total = refs.acc[source, :, at] + dot(values, p, 0, 0)
         refs.acc[after * cfg.num_kv_heads + k, :, at] = total
-        if masked:  # 0 * NaN is NaN for the rows that may not see it
-            finite = jnp.abs(jnp.sum(total, axis=0, keepdims=True)) < jnp.inf
-            refs.recompute[:, at] |= jnp.where(finite, 0, 1)
 
     for k in heads:
         for top, offset in tiles:
             at = slice(top, top + cfg.row_tile)
             keys_at = pl.ds(step.start + offset, key_tile)
             keys = widened(cfg, rows_at(cfg, refs, step.slot, 0, k, keys_at), refs.q.dtype, refs.recompute)
+            if may_be_strange and top == 0:
+                values = rows_at(cfg, refs, step.slot, cfg.planes - 1, k, keys_at).astype(refs.q.dtype)
+                nothing = dot(jnp.zeros((_SUBLANES, key_tile), values.dtype), values, 1, 0)
+                for lane in range(0, cfg.lanes, LANES):
+                    refs.recompute[:, :LANES] |= jnp.where(nothing[:, lane : lane + LANES] == 0, 0, 1)
             s = _scores(cfg, refs, item, step.first + offset, keys, k, top, masked)
-            if len(waiting) * key_tile >= _KEYS_WAITING:
+            if len(waiting) * cfg.key_tile >= _KEYS_WAITING:
                 waiting.pop(0)()
             p = jnp.exp2(s - refs.m[k, :1, at])
             target = after * cfg.num_kv_heads + k
@@ -170,7 +178,7 @@ def _streamed(
             if offset + key_tile == step.size:
                 refs.recompute[:, at] |= jnp.where(fine, 0, 1)
             waiting.append(functools.partial(add_values, k, at, keys_at, p.astype(refs.q.dtype), source))
-    if masked or cfg.rebiased:  # values set `recompute` as well
+    if cfg.rebiased:  # values set `recompute` as well
         waiting.append(lambda: _sum_up(refs))
     else:
         waiting.insert(0, lambda: _sum_up(refs))
@@ -234,29 +242,38 @@ def _scores(
         s = jnp.tanh(s) * (cfg.logits_soft_cap * LOG2_E)
     if not (masked or cfg.alibi):
         return s
-    key = lax.broadcasted_iota(jnp.int32, s.shape, 0)
     position = _positions(cfg, item, top)
     if cfg.alibi:
+        key = lax.broadcasted_iota(jnp.int32, s.shape, 0)
         away = (key + (first - position)).astype(jnp.float32)
         s += refs.rules[SLOPE, k, :, at] * (away if cfg.mask.causal and not (cfg.tree or cfg.ranges) else -jnp.abs(away))
     if not masked:
         return s
+    shape = (s.shape[0] // _SUBLANES, _SUBLANES, s.shape[1])
+    # a key is compared in one operation: the register that has it, a constant, with a bound that is less by its place there
+    register, place = (lax.broadcasted_iota(jnp.int32, shape[axis:], 0) for axis in (0, 1))
+
+    def is_before(bound: jax.Array) -> jax.Array:
+        return register * _SUBLANES < bound - first - place
+
     seen, *others = [
-        key < high - first if low is None else (key < high - first) & (key >= low - first)
+        is_before(high) if low is None else is_before(high) & jnp.logical_not(is_before(low))
         for low, high in _ranges(cfg, refs, item, position, at, masked)
     ]
     if cfg.mask.causal and cfg.tree:
         # row w of a one-hot matrix is new key w: a product scatters the tree's edges to the keys
-        shape = (s.shape[0], LANES)
-        node = first - item.context + lax.broadcasted_iota(jnp.int32, shape, 0)
-        one_hot = jnp.where(node == lax.broadcasted_iota(jnp.int32, shape, 1), 1.0, 0.0).astype(refs.edges.dtype)
-        edge = dot(one_hot, refs.edges[item.q_slot, at, :], 1, 1) > 0.5
+        of_node = (s.shape[0], LANES)
+        node = first - item.context + lax.broadcasted_iota(jnp.int32, of_node, 0)
+        one_hot = jnp.where(node == lax.broadcasted_iota(jnp.int32, of_node, 1), 1.0, 0.0).astype(refs.edges.dtype)
+        edge = dot(one_hot, refs.edges[item.q_slot, at, :], 1, 1).reshape(shape) > 0.5
         is_tree = item.context != NO_TREE
-        ordered = key <= (jnp.int32(NO_TREE) if cfg.ranges else position) - first
-        seen &= (ordered & jnp.logical_not(is_tree)) | ((key < item.context - first) & is_tree) | edge
+        ordered = is_before(jnp.broadcast_to(jnp.int32(NO_TREE), position.shape) if cfg.ranges else position + 1)
+        seen &= (
+            (ordered & jnp.logical_not(is_tree)) | (is_before(jnp.broadcast_to(item.context, position.shape)) & is_tree) | edge
+        )
     for other in others:
         seen |= other
-    return jnp.where(seen, s, -jnp.inf)
+    return jnp.where(seen, s.reshape(shape), -jnp.inf).reshape(s.shape)
 
 
 def _positions(cfg: Config, item: Item, top: int) -> jax.Array:

@@ -286,7 +286,7 @@ class Loads:
         """Start loading block b of item i, if it exists, into `slot`; return (item, block, slot) of the block after it."""
         known = jnp.minimum(i, self.cfg.num_items - 1)
         self.start(known, b, slot, i < self.count)
-        last = b + 1 >= self.field(_plan.BLOCKS, known)
+        last = (i >= self.count) | (b + 1 >= self.field(_plan.BLOCKS, known))  # no block id is read past the table's end
         return jnp.where(last, i + 1, i), jnp.where(last, 0, b + 1), self.after(slot)
 
 

@@ -271,7 +271,8 @@ def test_against_the_oracle(name: str) -> None:
 #: Of blocks that several requests share: ends within a segment, at its end and at the block's; windows that begin in its
 #: first segment and in a later one; requests without keys; more requests than places for their sums; a block that is of one
 #: request, which begins in the middle of it; pages less than a hardware tile, and a request that is done again. If unused
-#: slots are not NaN no other request is, and masks alone hide them.
+#: slots are not NaN no other request is, and masks alone hide them. "full" has as many requests as the plan has items, in a
+#: program for long requests too, which asks for blocks of items after the line's.
 LINES: dict[str, dict[str, Any]] = {
     "bfloat16": {"lens": ((1, 1, 1, 0, 1, 1, 1), (70, 33, 32, 20, 128, 1, 16)), "sinks": SINKS},
     "packed": {"lens": ((1, 1, 1), (97, 31, 64)), "heads": (8, 4, 64), "window": (40, None), "unused": 50.0},
@@ -289,6 +290,7 @@ LINES: dict[str, dict[str, Any]] = {
         "alibi_slopes": SLOPES,
         "unused": 50.0,
     },
+    "full": {"lens": ((1, 1, 1), (16, 16, 32)), "padding": 0, "blocks": BLOCKS},
 }
 
 
@@ -475,18 +477,20 @@ def test_the_rule_of_block_sizes() -> None:
 
 
 def test_blocks_of_decodes() -> None:
-    """4,096 keys over all heads; 2,048 on a v7x where they fit and all requests have one row; of one byte on every chip."""
+    """4,096 keys over all heads; 2,048 on a v7x where they fit and all requests have one row; of one byte on every chip, but
+    not where heads are wider."""
 
-    def keys(chip: str, max_query_len: int, heads: int, cache_itemsize: int = 2) -> int:
-        sizes = {"num_kv_heads": heads, "max_query_len": max_query_len, "cache_itemsize": cache_itemsize}
+    def keys(chip: str, max_query_len: int, heads: int, cache_itemsize: int = 2, lanes: int = 128) -> int:
+        sizes = {"num_kv_heads": heads, "max_query_len": max_query_len, "cache_itemsize": cache_itemsize, "lanes": lanes}
         blocks = blocks_for(chip, dataclasses.replace(SHAPE, **sizes))
-        assert blocks.slots * 2 * heads * blocks.kv_block * 128 * cache_itemsize < CHIPS[chip].vmem
+        assert blocks.slots * 2 * heads * blocks.kv_block * lanes * cache_itemsize < CHIPS[chip].vmem
         return blocks.kv_block
 
     assert [keys("v7x", 1, heads) for heads in (1, 2, 8, 32)] == [4096, 2048, 2048, 1024]
     assert [keys("v6e", n, heads) for n in (1, 2) for heads in (1, 2, 3, 4, 8)] == [4096, 2048, 1024, 1024, 1024] * 2
     assert [keys("v7x", 2, 8), keys("v6e", 1, 8), keys("v5e", 1, 8)] == [1024] * 3
     assert [keys(chip, n, 8, 1) for chip in ("v5e", "v7x") for n in (1, 2)] == [2048] * 4
+    assert [keys("v6e", n, heads, 1, 256) for n in (1, 2) for heads in (1, 2, 8)] == [4096, 2048, 1024] * 2
 
 
 def test_blocks_of_short_requests() -> None:
