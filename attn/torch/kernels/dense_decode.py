@@ -5,7 +5,7 @@ A program computes the query heads of one kv head of one request over a part of 
 them and resets the counter. All requests have the same number of parts, by a rule of the host. A request's keys may be a run of
 them (`first`, `number`), which the device reads.
 
-Masked keys are not loaded, and their scores are replaced by -inf. Weights in float16 are raised by 2**15, as in
+Values of masked keys are not loaded, and their scores are replaced by -inf. Weights in float16 are raised by 2**15, as in
 `paged_attention`.
 """
 
@@ -79,12 +79,14 @@ def _decode(  # type: ignore[no-untyped-def]
     for tile in tl.range(start, stop, BLOCK_N):
         j = tile + n
         seen = j < stop
+        # masked keys are loaded too, so that their load does not wait for that of the mask
+        k = tl.load(k_at + j.to(tl.int64)[:, None] * k_t + d[None, :], mask=seen[:, None] & inside, other=0.0)
         if HAS_MASK:
-            seen = seen & (tl.load(mask + j, mask=seen, other=0) != 0)
-        there = seen[:, None] & inside
-        j = j.to(tl.int64)
-        k = tl.load(k_at + j[:, None] * k_t + d[None, :], mask=there, other=0.0)
-        v = tl.load(v_at + j[:, None] * v_t + d[None, :], mask=there, other=0.0)
+            # a maximum of one element each: Triton lays out the operands of products by the narrowest load that they depend on
+            # without a reduction, and does not read them by `ldmatrix` if that has 8 bits
+            there = tl.load(mask + j[:, None], mask=seen[:, None], other=0).to(tl.int32)
+            seen = seen & (tl.max(there, 1) != 0)
+        v = tl.load(v_at + j.to(tl.int64)[:, None] * v_t + d[None, :], mask=seen[:, None] & inside, other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if HAS_CAP:
             s = cap * tanh(s * factor)

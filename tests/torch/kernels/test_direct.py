@@ -422,3 +422,26 @@ def test_a_launch_is_on_the_device_of_its_first_tensor(monkeypatch: pytest.Monke
 @needs_compiler
 def test_a_direct_launch_passes_what_tritons_own_passes(tmp_path: Path) -> None:
     assert_equal(SCRIPT, tmp_path)
+
+
+MASKED = (
+    DRIVER.partition("\ndef prefill")[0]
+    + """
+from attn.torch.kernels import dense_decode
+from attn.torch.kernels.runs import Runs
+placeholder.launcher_cls = lambda source, metadata: lambda *arguments: None
+by_matrix, direct.launcher = [], lambda compiled: by_matrix.append(compiled.asm["ptx"].count("ldmatrix"))
+for size in (64, 128, 256):
+    key, numbers = torch.zeros(1, 2, 300, size, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int32)
+    for mask in (None, torch.ones(1, 300, dtype=torch.bool)):
+        row = dense_decode.Decoder(key.device, key.dtype, (8, 2, size), 0.3)
+        row(torch.zeros(1, 8, 1, size, dtype=key.dtype), key, key, runs=Runs(numbers, numbers), mask=mask)
+assert by_matrix[::2] == by_matrix[1::2] and min(by_matrix) > 8, by_matrix
+print("equal", by_matrix)
+"""
+)
+
+
+@needs_compiler
+def test_a_mask_of_keys_does_not_change_how_keys_are_read(tmp_path: Path) -> None:
+    assert_equal(MASKED, tmp_path)
