@@ -80,10 +80,10 @@ class Plan(NamedTuple):
 def has_few_keys(keys: float, size: int) -> bool:
     """Whether tiles of 64 keys are faster than tiles of 128 where causal rows of heads of `size` see `keys` keys on average.
 
-    Measured on H200s, 32/8 heads: at 64 they are equally fast for prompts of 3,000 to 4,000 tokens, at 96 and 128 for prompts
-    of 1,000 to 1,400; half as many tokens take 0.8 to 0.9 of the time, and twice as many 1.1 times as long.
+    Measured on an H200 on 56 batches drawn at random (windows, contexts and MLA's 192/128 among them): at 64 both take the same
+    time at about 2,000 keys, at 96 and more at 700 to 1,300; half as many keys take up to 0.8 of the time, twice as many 1.05.
     """
-    return keys < (1700 if size <= 64 else 600)
+    return keys < (2000 if size <= 64 else 1000)
 
 
 def fits(size: int, width: int, num_reqs: int, group: int, page: int) -> bool:
