@@ -37,7 +37,7 @@ _MOST_HEADS = 128  #: the most that models have (DeepSeek)
 
 
 @dataclass(frozen=True)
-class Rules:
+class DenseParams:
     """A call's arguments other than arrays; hashable, a key for compiled programs."""
 
     causal: bool
@@ -46,7 +46,7 @@ class Rules:
     cap: float | None
 
 
-class Extras(NamedTuple):
+class OptionalArrays(NamedTuple):
     """A call's optional arrays: slopes, sinks [H]; mask, broadcastable to [B, H, n, m]."""
 
     slopes: Any
@@ -105,7 +105,7 @@ def attention(
     batched = _check_shapes(q, k, v, layout)
     if layout == "BHSD":
         q, k, v = (x.swapaxes(-3, -2) for x in (q, k, v))
-    rules = Rules(
+    rules = DenseParams(
         causal=causal,
         scale=check_scale(scale, q.shape[-1]),
         window=window_pair(window, AttentionType.DECODER if causal else AttentionType.ENCODER_ONLY, "window"),
@@ -113,7 +113,7 @@ def attention(
     )
     check_per_head("alibi_slopes", alibi_slopes)
     check_per_head("sinks", sinks)
-    extras = Extras(alibi_slopes, sinks, mask)
+    extras = OptionalArrays(alibi_slopes, sinks, mask)
     if not batched:
         q, k, v = q[None], k[None], v[None]
     reach = _reach(q, k, rules, spans, prefix, chunk_size, span_window)
@@ -123,7 +123,7 @@ def attention(
         result = _oracle(q, k, v, *_seen(rules, extras, reach and _mask(reach, q, k)))
     else:
         xp = arrays.ops_of(framework)
-        extras = Extras(*(x if x is None else xp.asarray(x, like=q) for x in extras))
+        extras = OptionalArrays(*(x if x is None else xp.asarray(x, like=q) for x in extras))
         rules, extras = _seen(rules, extras, reach and xp.asarray(_mask(reach, q, k), like=q))
         result = xp.compiled(_dense)(xp, rules, q, k, v, extras)
     out: Any
@@ -134,7 +134,7 @@ def attention(
 
 
 def _reach(
-    q: Array, k: Array, rules: Rules, spans: Any, prefix: Any, chunk_size: int | None, span_window: bool | None
+    q: Array, k: Array, rules: DenseParams, spans: Any, prefix: Any, chunk_size: int | None, span_window: bool | None
 ) -> Visibility | None:
     """Return what rows see, with spans [B, n, 2] or None and prefixes [B] or None on the host; None if causality and the
     window say everything. Raises ValueError and `ShapeError`."""
@@ -177,7 +177,7 @@ def _mask(seen: Visibility, q: Array, k: Array) -> Any:
     return np.broadcast_to(allowed, (batch, n, m))[:, None].copy()  # torch warns of arrays that cannot be written
 
 
-def _seen(rules: Rules, extras: Extras, seen: Any) -> tuple[Rules, Extras]:
+def _seen(rules: DenseParams, extras: OptionalArrays, seen: Any) -> tuple[DenseParams, OptionalArrays]:
     """Replace causality and the window by the mask `seen`, ANDed with the call's; unchanged if it is None."""
     if seen is None:
         return rules, extras
@@ -237,7 +237,7 @@ def _words(shapes: list[tuple[int, ...]]) -> str:
     return ", ".join(str(list(s)) for s in shapes)
 
 
-def _oracle(q: Array, k: Array, v: Array, rules: Rules, extras: Extras) -> tuple[Array, Array]:
+def _oracle(q: Array, k: Array, v: Array, rules: DenseParams, extras: OptionalArrays) -> tuple[Array, Array]:
     """Compute NumPy arrays by `attn.reference.attention` in float64, one sequence at a time, rounded once at the end."""
     import numpy as np
 
@@ -265,7 +265,7 @@ def _mask_shape(shape: tuple[int, ...], q: Array, k: Array) -> tuple[int, int, i
     return full
 
 
-def _dense(xp: Any, rules: Rules, q: Array, k: Array, v: Array, extras: Extras) -> tuple[Array, Array]:
+def _dense(xp: Any, rules: DenseParams, q: Array, k: Array, v: Array, extras: OptionalArrays) -> tuple[Array, Array]:
     """Compute (out [B, n, H, Dv], lse [B, H, n]) on arrays of one framework, a slice of rows at a time."""
     batch, n, num_heads, _ = q.shape
     m = k.shape[1]
@@ -283,7 +283,7 @@ def _dense(xp: Any, rules: Rules, q: Array, k: Array, v: Array, extras: Extras) 
     return xp.cast(out, like=q), lse
 
 
-def by_group(xp: Any, q: Array, k: Array, extras: Extras) -> tuple[Array, Extras]:
+def by_group(xp: Any, q: Array, k: Array, extras: OptionalArrays) -> tuple[Array, OptionalArrays]:
     """Return q [B, n, H, D] and a call's extras by kv head, in float32: q [B, n, K, G, D]; see `attend_rows`.
 
     Raises `DTypeError` and `ShapeError` for extras.
@@ -299,10 +299,12 @@ def by_group(xp: Any, q: Array, k: Array, extras: Extras) -> tuple[Array, Extras
         if array is not None and tuple(array.shape) != (num_heads,):
             raise ShapeError(f"{name} has shape {list(array.shape)}: must be [{num_heads}], one per query head")
     slopes, sinks = (x if x is None else xp.wide(x).reshape(grouped) for x in (extras.slopes, extras.sinks))
-    return xp.wide(q.reshape(batch, n, *grouped, head_size)), Extras(slopes, sinks, mask)
+    return xp.wide(q.reshape(batch, n, *grouped, head_size)), OptionalArrays(slopes, sinks, mask)
 
 
-def attend_rows(xp: Any, rules: Rules, q: Array, k: Array, v: Array, position: Array, extras: Extras) -> tuple[Array, Array]:
+def attend_rows(
+    xp: Any, rules: DenseParams, q: Array, k: Array, v: Array, position: Array, extras: OptionalArrays
+) -> tuple[Array, Array]:
     """q: [B, r, K, G, D] at `position` [r]; k: [B, m, K, D]; v: [B, m, K, Dv] -> [B, r, K, G, Dv], lse [B, K, G, r].
 
     Slopes and sinks are [K, G], the mask is [B, K, G, r, m]. Keys that no row sees are replaced by zeros before any product,
@@ -320,7 +322,7 @@ def attend_rows(xp: Any, rules: Rules, q: Array, k: Array, v: Array, position: A
     return xp.where(none, 0.0, summed * factor), xp.where(empty, -math.inf, lse)
 
 
-def softmax(xp: Any, rules: Rules, q: Array, k: Array, position: Array, extras: Extras) -> tuple[Array, ...]:
+def softmax(xp: Any, rules: DenseParams, q: Array, k: Array, position: Array, extras: OptionalArrays) -> tuple[Array, ...]:
     """Return (weights [B, K, G, r, m] before normalisation, their factor, whether a row is empty, lse, the allowed mask).
 
     Arguments are those of `attend_rows`; factor, emptiness and lse are [B, K, G, r]. The factor includes the sink's share.
@@ -361,8 +363,8 @@ def _through_backend(
     backend: AttentionBackendEnum | str,
     framework: str,
     qkv: tuple[Array, Array, Array],
-    rules: Rules,
-    extras: Extras,
+    rules: DenseParams,
+    extras: OptionalArrays,
     reach: Visibility | None,
     return_lse: bool,
 ) -> tuple[Array, Array | None]:

@@ -243,7 +243,7 @@ def snapshot(layer: Any, arguments: Arguments) -> Snapshot:
     page = spec.block_size
     if not encoder:
         extent = resolve_obj_by_qualname(f"attn.{layer.framework}.kv_cache.extent")
-        pages = Pages(table, seq_lens, slots, page, extent(layer.backend, arguments.kv_cache)[0])
+        pages = UsedPages(table, seq_lens, slots, page, extent(layer.backend, arguments.kv_cache)[0])
         table, slots = pages.table, pages.slots
         caches = ops.pages(layer, arguments.kv_cache, pages.ids)
         for name, stored in zip(("key_cache", "value_cache")[: 1 if latent else 2], caches, strict=False):
@@ -276,7 +276,7 @@ def snapshot(layer: Any, arguments: Arguments) -> Snapshot:
     return Snapshot(case, arrays, dtypes)
 
 
-class Pages:
+class UsedPages:
     """The pages that a batch uses (`ids`), and its table and slots with these numbered 0, 1, 2, ...
 
     A live id outside the cache stays outside: -1, or the number of pages.

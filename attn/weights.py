@@ -12,7 +12,7 @@ from typing import Any
 from attn import arrays, recording
 from attn.capabilities import ENCODER_TYPES
 from attn.errors import UnsupportedError
-from attn.functional import Extras, Rules, by_group, softmax
+from attn.functional import DenseParams, OptionalArrays, by_group, softmax
 from attn.logger import init_logger
 from attn.visibility import Visibility
 
@@ -21,7 +21,7 @@ logger = init_logger(__name__)
 MAX_ELEMENTS = 1 << 26  #: 256 MiB of float32
 
 
-def dense(query: Any, key: Any, rules: Rules, extras: Extras) -> Any:
+def dense(query: Any, key: Any, rules: DenseParams, extras: OptionalArrays) -> Any:
     """Return the weights [B, H, n, m] of query [B, n, H, D] over key [B, m, K, D], arrays of torch or jax, in float32.
 
     extras: slopes, sinks [H]; mask broadcastable to [B, H, n, m]. A row without keys is 0. Raises `UnsupportedError` for more
@@ -32,7 +32,7 @@ def dense(query: Any, key: Any, rules: Rules, extras: Extras) -> Any:
     return xp.compiled(_dense)(xp, rules, query, key, extras)
 
 
-def _dense(xp: Any, rules: Rules, query: Any, key: Any, extras: Extras) -> Any:
+def _dense(xp: Any, rules: DenseParams, query: Any, key: Any, extras: OptionalArrays) -> Any:
     (batch, n, heads, _), m = query.shape, key.shape[1]
     rows, extras = by_group(xp, query, key, extras)
     weights, factor, empty, *_ = softmax(xp, rules, rows, xp.wide(key), xp.arange(0, n, query) + (m - n), extras)
@@ -70,7 +70,7 @@ def of_call(layer: Any, arguments: recording.Arguments) -> list[Any]:
             key = _keys(xp, layer, arguments.kv_cache, blocks)[:m]
         rules, mask = _seen(layer, arguments, r, rows, m)
         extras = (getattr(impl, "alibi_slopes", None), getattr(impl, "sinks", None), mask)
-        extras = Extras(*(x if x is None else xp.asarray(x, like=query) for x in extras))
+        extras = OptionalArrays(*(x if x is None else xp.asarray(x, like=query) for x in extras))
         weights.append(dense(query[None, rows], key[None], rules, extras)[0])
     return weights
 
@@ -87,7 +87,7 @@ def _keys(xp: Any, layer: Any, kv_cache: Any, blocks: Any) -> Any:
     return xp.concat([xp.einsum("ml,lhd->mhd", latent, nope), rotary], -1)
 
 
-def _seen(layer: Any, arguments: recording.Arguments, r: int, rows: slice, m: int) -> tuple[Rules, Any]:
+def _seen(layer: Any, arguments: recording.Arguments, r: int, rows: slice, m: int) -> tuple[DenseParams, Any]:
     """Return what request r's rows see: as rules, or as a mask [n, m] where rules cannot say it."""
     import numpy as np
 
@@ -96,9 +96,9 @@ def _seen(layer: Any, arguments: recording.Arguments, r: int, rows: slice, m: in
     if (chosen := recording.indices_of(layer, arguments)) is not None:
         seen, keys = np.zeros((n, m + 1), bool), bits(chosen[rows])[0]
         np.put_along_axis(seen, np.where((keys < 0) | (keys >= m), m, keys), True, 1)  # noqa: FBT003
-        return Rules(False, scale, (None, None), cap), seen[:, :m]
+        return DenseParams(False, scale, (None, None), cap), seen[:, :m]
     layer, batch = impl.visible(meta)
     mask = Visibility(layer, batch.map(lambda array: bits(array)[0])).select(r, rows)
     if mask.batch.is_plain and mask.layer.chunk_size is None:
-        return Rules(mask.layer.causal, scale, mask.layer.window, cap), None
-    return Rules(False, scale, (None, None), cap), mask.as_array(n, m)
+        return DenseParams(mask.layer.causal, scale, mask.layer.window, cap), None
+    return DenseParams(False, scale, (None, None), cap), mask.as_array(n, m)

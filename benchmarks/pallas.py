@@ -312,7 +312,7 @@ def peer(row: Row, chip: str, page: int, kernel: str, wheel: str) -> Any:
     import jax.numpy as jnp
     import numpy as np
 
-    from attn.tools.aot.libtpu import Program
+    from attn.tools.aot.libtpu import PallasProgram
 
     generation = int(chip[1])
     names = {5: "TPU v5e", 6: "TPU v6e", 7: "TPU v7"}
@@ -331,7 +331,7 @@ def peer(row: Row, chip: str, page: int, kernel: str, wheel: str) -> Any:
         return jax.ShapeDtypeStruct(extents, dtype)
 
     def program(call: Any, arrays: Sequence[Any], known: Sequence[Any] = (), donated: tuple[int, ...] = ()) -> Any:
-        return Program(call, arrays, [np.asarray(x, np.int32) for x in known], donated, 0, 0, "bfloat16")
+        return PallasProgram(call, arrays, [np.asarray(x, np.int32) for x in known], donated, 0, 0, "bfloat16")
 
     scale = size**-0.5
     if row.kind == "dense":

@@ -91,7 +91,7 @@ def estimate(row: Any, chip: str, kernel: str, dump: str) -> dict[str, Any]:
             function = getattr(function, "__wrapped__", function)
             return function(q, k, v, cache, *batch, *sinks, sm_scale=size**-0.5, sliding_window=row.window, **scales)
 
-    program = _libtpu.Program(call, arrays, [np.asarray(x, np.int32) for x in known], (3,), 0, 0, "bfloat16")
+    program = _libtpu.PallasProgram(call, arrays, [np.asarray(x, np.int32) for x in known], (3,), 0, 0, "bfloat16")
     copies = chip != "v7x" or kernel != "attn"
     parts = _libtpu.estimate_program(program, chip, dump, copies)
     us, limit = sum(part["us"] for part in parts), importlib.import_module("pallas").floors(row, chip, PAGE)

@@ -235,14 +235,14 @@ def in_a_vast_cache(name: str) -> None:
     import torch
 
     from attn.torch import kv_cache as caches
-    from attn.torch.testing import Runner
+    from attn.torch.testing import TorchRunner
 
     latent = subject_of(backend(name)).is_latent
     more: dict[str, Any] = {"k_scale": 0.05, "v_scale": 0.05, "kv_cache_dtype": "fp8" if latent else "int8", "num_blocks": 64}
     case = case_for(name, "vast", (1, 3, 1), (33, 20, 70), inputs="needle", **more)
     before = 2**31 // (case.block_size * case.num_kv_heads * case.head_size) + 1
 
-    class Vast(Runner):
+    class Vast(TorchRunner):
         def __call__(self, call: Any) -> Any:
             table, slots = call.batch.block_table, call.batch.slot_mapping
             moved = np.where(slots >= 0, slots + before * case.block_size, -1)

@@ -138,7 +138,7 @@ def test_inside_a_jitted_function():
 
 
 def test_jax_compiles_once_for_equal_rules():
-    from attn.functional import Rules
+    from attn.functional import DenseParams
     from attn.jax.ops import Ops
 
     traced = []
@@ -148,7 +148,7 @@ def test_jax_compiles_once_for_equal_rules():
         return q * rules.scale
 
     for scale in (0.5, 0.5, 0.25):
-        Ops.compiled(formula)(Ops, Rules(True, scale, (3, 0), None), jnp.zeros(2))
+        Ops.compiled(formula)(Ops, DenseParams(True, scale, (3, 0), None), jnp.zeros(2))
     assert traced == [0.5, 0.25]
 
 

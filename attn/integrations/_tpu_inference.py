@@ -85,7 +85,7 @@ _DATA = [field.name for field in dataclasses.fields(ImageMetadata) if field.name
 jax.tree_util.register_dataclass(ImageMetadata, _DATA, list(_STATIC))
 
 
-class _Rules(NamedTuple):
+class _LayerParams(NamedTuple):
     """A layer's rules, as the engine passes them. shares: whether the layer reads the cache of another. chunk_size,
     span_window: as of this library's layers."""
 
@@ -99,7 +99,7 @@ class _Rules(NamedTuple):
 
 
 def _implementation(
-    rules: _Rules, heads: tuple[int, int, int], dtype: Any, kv_cache_dtype: str, block_size: int | None, sinks: Any
+    rules: _LayerParams, heads: tuple[int, int, int], dtype: Any, kv_cache_dtype: str, block_size: int | None, sinks: Any
 ) -> PagedAttentionImpl:
     """Return the implementation of the selected backend; heads: (H, K, D). Raises `UnsupportedError` with every candidate's
     reasons."""
@@ -181,7 +181,7 @@ class AttnKernels(AttentionBackend):
             k, v = (jnp.repeat(x, shards.replicas, axis=1) for x in (k, v))
         images = md if isinstance(md, ImageMetadata) and (window is not None or md.full_layers) else None
         cuts, spans = (None, None) if images is None else (images.window_cuts, images.spans)
-        rules = _Rules(sm_scale, window, soft_cap, not update_kv_cache, use_causal_mask, self.chunk_size, cuts)
+        rules = _LayerParams(sm_scale, window, soft_cap, not update_kv_cache, use_causal_mask, self.chunk_size, cuts)
         local = functools.partial(_local, rules, (1.0 if k_scale is None else k_scale, 1.0 if v_scale is None else v_scale))
         rows, pages = (
             P(ShardingAxisName.ATTN_DATA, ShardingAxisName.ATTN_HEAD),
@@ -272,7 +272,7 @@ def _batch(
 
 
 def _local(
-    rules: _Rules,
+    rules: _LayerParams,
     scales: tuple[float, float],
     q: jax.Array,
     k: jax.Array,
@@ -312,7 +312,7 @@ class AttnImpl(PallasAttentionBackendImpl):
         if getattr(passed.get("attn_type"), "value", passed.get("attn_type", AttentionType.DECODER)) == AttentionType.DECODER:
             try:
                 shares = passed.get("kv_sharing_target_layer_name") is not None
-                rules = _Rules(passed["scale"], passed["sliding_window"], soft_cap, shares)
+                rules = _LayerParams(passed["scale"], passed["sliding_window"], soft_cap, shares)
                 heads = (passed["num_heads"], passed["num_kv_heads"], passed["head_size"])
                 sinks = None if passed.get("sinks") is None else jnp.zeros(passed["num_heads"])
                 _implementation(rules, heads, torch.get_default_dtype(), passed["kv_cache_dtype"], None, sinks)

@@ -18,7 +18,7 @@ from attn.capabilities import Feature
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.diffusion.selector import make_diffusion_request, select_diffusion
 from attn.errors import DTypeError, ShapeError, UnsupportedError
-from attn.kernels.paged_launch import Layer
+from attn.kernels.paged_launch import LayerParams
 from attn.visibility import LayerMask, Visibility, Window
 
 _LENGTHS = ("query_seq_lengths", "key_value_seq_lengths")
@@ -73,7 +73,7 @@ def dot_product_attention(
     batched = query.ndim == 4
     if not batched:
         query, key, value = query[None], key[None], value[None]
-    call = _Call(query, key, value, *scored, scale, visible, *lens).simplified()
+    call = _DenseCall(query, key, value, *scored, scale, visible, *lens).simplified()
     if implementation is None and backend is None and 0 in query.shape[-2:]:
         implementation = "xla"  # no backend is asked for no heads
     how = implementation or _chosen(call, backend)
@@ -97,7 +97,7 @@ def dot_product_attention(
     return (out, lse) if return_residual else out
 
 
-class _Call(NamedTuple):
+class _DenseCall(NamedTuple):
     """The checked arguments, with a batch dimension; query_lens, key_lens: [B] int32."""
 
     query: jax.Array
@@ -110,7 +110,7 @@ class _Call(NamedTuple):
     query_lens: jax.Array | None
     key_lens: jax.Array | None
 
-    def simplified(self) -> "_Call":
+    def simplified(self) -> "_DenseCall":
         """Return the same call with keys of -inf bias in the mask, and without the keys that causality hides from every row."""
         bias, mask, rows = self.bias, self.mask, self.query.shape[1]
         if bias is not None:
@@ -150,7 +150,7 @@ class _Call(NamedTuple):
         return jnp.swapaxes(jnp.broadcast_to(allowed.any(-1), (batch, heads, rows)), 1, 2)
 
 
-def _chosen(call: _Call, backend: DiffusionAttentionBackendEnum | str | None, *features: Feature) -> str | None:
+def _chosen(call: _DenseCall, backend: DiffusionAttentionBackendEnum | str | None, *features: Feature) -> str | None:
     """Return the backend's name, or that of jax's implementation. Raises `UnsupportedError` with every reason.
 
     features: asked for beside those that the call needs.
@@ -167,7 +167,7 @@ def _chosen(call: _Call, backend: DiffusionAttentionBackendEnum | str | None, *f
     return _OF_JAX.get(chosen.name or "", chosen.name)
 
 
-def _pallas(call: _Call) -> tuple[jax.Array, jax.Array]:
+def _pallas(call: _DenseCall) -> tuple[jax.Array, jax.Array]:
     from attn.jax.kernels.tpu.flash_attention import Extras, Rules, flash_attention
 
     rules, extras = Rules(call.visible, call.scale), Extras(kv_lens=call.key_lens)
@@ -175,19 +175,19 @@ def _pallas(call: _Call) -> tuple[jax.Array, jax.Array]:
     return out, jnp.swapaxes(lse, 1, 2)
 
 
-def _other(call: _Call) -> str:
+def _other(call: _DenseCall) -> str:
     """Return the implementation of jax that computes the call, or its gradients, where the Triton kernels do not."""
     how = _chosen(call, None, Feature.MASK)  # which those have not
     assert how in ("xla", "cudnn")
     return how
 
 
-def _triton(call: _Call) -> tuple[jax.Array, jax.Array]:
+def _triton(call: _DenseCall) -> tuple[jax.Array, jax.Array]:
     from attn.jax.kernels.gpu.dense_attention import dense_attention, differentiable
 
     (causal, (left, right), *_), size = call.visible, call.query.shape[-1]
     scale = size**-0.5 if call.scale is None else float(call.scale)
-    layer = Layer(scale, left=left, right=0 if causal else right)
+    layer = LayerParams(scale, left=left, right=0 if causal else right)
 
     def others(query: jax.Array, key: jax.Array, value: jax.Array, lens: jax.Array | None) -> Any:
         return _of_jax(call._replace(query=query, key=key, value=value, key_lens=lens), _other(call))
@@ -197,7 +197,7 @@ def _triton(call: _Call) -> tuple[jax.Array, jax.Array]:
     return out, lse
 
 
-def _of_jax(call: _Call, how: str) -> tuple[jax.Array, jax.Array]:
+def _of_jax(call: _DenseCall, how: str) -> tuple[jax.Array, jax.Array]:
     jax_attention: Any = jax.nn.dot_product_attention
     (causal, window, *_), query, scale = call.visible, call.query, call.scale
     if how == "cudnn" and scale is not None:

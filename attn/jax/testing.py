@@ -108,7 +108,7 @@ def _is_known(name: str, value: str | bool) -> bool:
     return True
 
 
-class Runner(BaseRunner):
+class JaxRunner(BaseRunner):
     __doc__ = BaseRunner.__doc__
 
     framework = "jax"

@@ -64,7 +64,7 @@ class Variant(NamedTuple):
 Map = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
-class Plan(NamedTuple):
+class PrefillPlan(NamedTuple):
     """What a launch for `Arrays` needs of them.
 
     maps: of the query, None if the engine does not copy it, and of keys and values; strides: the kernel's; sizes: query heads,
@@ -93,7 +93,7 @@ def fits(size: int, width: int, num_reqs: int, group: int, page: int) -> bool:
     return group <= ROWS and page % 16 == 0
 
 
-def plan_of(arrays: Arrays, num_reqs: int, page: int, paged: bool, params: PrefillParams, aligned: bool) -> Plan:
+def plan_of(arrays: Arrays, num_reqs: int, page: int, paged: bool, params: PrefillParams, aligned: bool) -> PrefillPlan:
     """paged: whether there is a block table; aligned: whether the query begins at a multiple of 16 bytes."""
     (tokens, heads, size), k_shape, v_shape = arrays.query, arrays.key, arrays.value
     (o_t, o_h, _), (q_t, q_h, _), k_strides, v_strides = arrays.of_output, arrays.of_query, arrays.of_key, arrays.of_value
@@ -108,13 +108,13 @@ def plan_of(arrays: Arrays, num_reqs: int, page: int, paged: bool, params: Prefi
     q_map = ((1, tokens, heads, size), (tokens * q_t, q_t, q_h, 1), (1, 64 // group, group, 64)) if copied else None
     strides = o_t, o_h, q_t, q_h, *k_strides[:3], *v_strides[:3]
     tiles = (tokens // (64 * _consumers(size) // group) + num_reqs) * kv_heads
-    return Plan(
+    return PrefillPlan(
         (q_map, (k_shape, k_strides, box), (v_shape, v_strides, box)), strides, (heads, group, size, width, page), tiles
     )
 
 
 def constants(sizes: tuple[int, ...], params: PrefillParams, variant: Variant, values_at: int = 0) -> dict[str, Any]:
-    """Constants and options of a launch. sizes: `Plan`'s; values_at: the page at which values begin in the array of keys."""
+    """Constants and options of a launch. sizes: `PrefillPlan`'s; values_at: the page at which the array of keys has values."""
     heads, group, size, width, page = sizes
     consumers = _consumers(size)
     registers, keys = _REGISTERS[consumers], _keys(size, width, params, variant.copied)

@@ -201,7 +201,7 @@ class Decode(NamedTuple):
     rope_from: RopeFrom = BESIDE
 
 
-class Launches(NamedTuple):
+class MLALaunches(NamedTuple):
     """How a batch is launched, from its extents alone.
 
     tiles: of rows, per request, or per group of a plan. split: keys per program. shares: how a batch of uneven lengths is cut
@@ -235,7 +235,7 @@ class Launches(NamedTuple):
         return rows * self.splits if self.splits > 1 else 0
 
 
-def launches_of(of: Decode) -> Launches:
+def launches_of(of: Decode) -> MLALaunches:
     """The launches of a batch."""
     rows = of.heads if of.sparse else of.heads * of.max_query_len
     rule = HOPPER
@@ -260,4 +260,4 @@ def launches_of(of: Decode) -> Launches:
     merge = {**common, "SPARSE": of.sparse, "ROWS": tiles * rule.block_m, "BLOCK_S": 8, "num_warps": 4}
     if early:
         merge["launch_pdl"] = True
-    return Launches(tiles, splits, split, shares, rule.block_m, rule.block_n, attend, merge)
+    return MLALaunches(tiles, splits, split, shares, rule.block_m, rule.block_n, attend, merge)

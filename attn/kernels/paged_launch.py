@@ -42,7 +42,7 @@ def bound(side: int | None) -> int:
     return UNBOUNDED if side is None else side
 
 
-class Layer(NamedTuple):
+class LayerParams(NamedTuple):
     """A layer's rules: see `attn.torch.kernels.paged_attention`."""
 
     scale: float
@@ -115,7 +115,7 @@ class Launches:
     the prompts, where launches may overlap.
     """
 
-    def __init__(self, kinds: Kinds, layer: Layer) -> None:
+    def __init__(self, kinds: Kinds, layer: LayerParams) -> None:
         self.layer, self.kinds = layer, kinds
         (heads, size, *cache), dtypes = kinds.shape, dict(zip(ARRAYS, kinds.dtypes, strict=True))
         query, stored, self.kv_heads, fixed = dtypes["query"], dtypes["key_cache"], cache[-2], layer.fixed_split

@@ -22,7 +22,7 @@ _SCORES_AT_ONCE = 1 << 21
 
 
 @dataclass(frozen=True)
-class _Rules:
+class _ScoreParams:
     """The rules that turn dot products into masked scores, for all H heads, n rows and m keys of a sequence."""
 
     scale: float
@@ -106,7 +106,7 @@ def attention(
     check_shape("value", v, (m, num_kv_heads, v.shape[2]))
     left, right = check_window(window)
     shape = (num_heads, n, m)
-    rules = _Rules(
+    rules = _ScoreParams(
         scale=default_scale(scale, head_size),
         cap=_soft_cap(logits_soft_cap),
         causal=bool(causal),

@@ -20,7 +20,7 @@ from attn.fields import CheckpointError, Fields, read_json
 CONFIG_FILE = "config.json"
 
 
-class Latent(NamedTuple):
+class LatentSizes(NamedTuple):
     """Sizes of a latent (MLA) layer: the cached latent, the cached rotary part, and per head the rest of a key, and a value."""
 
     kv_lora_rank: int
@@ -50,7 +50,7 @@ class LayerKind:
     sinks: bool = False
     alibi: bool = False
     position_bias: bool = False
-    latent: Latent | None = None
+    latent: LatentSizes | None = None
     topk: int | None = None
 
     @property
@@ -300,7 +300,8 @@ def _head_size(reader: _Reader, heads: int) -> int:
 
 def _latent(reader: _Reader) -> LayerKind:
     """Read a latent layer: all heads read one cached row, latent and rotary part together."""
-    sizes = Latent(*(reader.integer(name, minimum) for name, minimum in zip(Latent._fields, (1, 0, 1, 1), strict=True)))
+    names = LatentSizes._fields
+    sizes = LatentSizes(*(reader.integer(name, minimum) for name, minimum in zip(names, (1, 0, 1, 1), strict=True)))
     topk = reader.integer("index_topk") if reader.has("index_topk") else None
     heads = reader.integer("num_attention_heads")
     size = sizes.kv_lora_rank + sizes.qk_rope_head_dim

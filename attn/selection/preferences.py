@@ -35,7 +35,7 @@ MARGIN = 0.05
 _VARIABLE = "ATTN_PREFERENCES"
 
 _lock = fork_safe_lock()
-_read_files: dict[Path, tuple[tuple[int, int], "list[Entry] | str"]] = {}
+_read_files: dict[Path, tuple[tuple[int, int], "list[RequestTimes] | str"]] = {}
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Time:
 
 
 @dataclass(frozen=True)
-class Entry:
+class RequestTimes:
     """One request's measurements: {(backend, class path): {batch: time}}."""
 
     request: Request
@@ -139,12 +139,14 @@ def pairs_for(request: Request, platform: Platform) -> list[str]:
     return [] if isinstance(stored, str) else pairs_in([entry for entry in stored if entry.serves(request)])
 
 
-def pairs_in(entries: Sequence[Entry]) -> list[str]:
+def pairs_in(entries: Sequence[RequestTimes]) -> list[str]:
     """Return the names of pairs that have times."""
     return sorted({name for entry in entries for name, _ in entry.times if PAIR in name})
 
 
-def consulted(selection: Selection, entries: Sequence[Entry], file: str, candidates: Sequence[Candidate] = ()) -> Selection:
+def consulted(
+    selection: Selection, entries: Sequence[RequestTimes], file: str, candidates: Sequence[Candidate] = ()
+) -> Selection:
     """Apply measurements of its request to a selection that has a winner. The new winner's class is taken from
     `candidates`; without them the result has none."""
     first = selection.winner
@@ -174,7 +176,7 @@ def consulted(selection: Selection, entries: Sequence[Entry], file: str, candida
     return replace(selection, trace=(*selection.trace[:at], winner, *rest), backend=backend, measured=note)
 
 
-def _ratio(key: tuple[str, str], base: tuple[str, str], entries: Sequence[Entry]) -> float | None:
+def _ratio(key: tuple[str, str], base: tuple[str, str], entries: Sequence[RequestTimes]) -> float | None:
     """Geometric mean of one backend's times over another's; None unless it was measured wherever the other was."""
     logs = []
     for entry in entries:
@@ -199,7 +201,7 @@ def state(device: Device) -> tuple[Path, int, int] | None:
     return file, status.st_mtime_ns, status.st_size
 
 
-def read(file: Path, device: Device) -> list[Entry] | str:
+def read(file: Path, device: Device) -> list[RequestTimes] | str:
     """Return a file's measurements of a device, or the reason why they are ignored."""
     try:
         state = file.stat()
@@ -212,17 +214,17 @@ def read(file: Path, device: Device) -> list[Entry] | str:
         return _read_files[file][1]
 
 
-def _entry(entry: dict[str, Any]) -> Entry:
+def _entry(entry: dict[str, Any]) -> RequestTimes:
     asked = dict(entry["request"])
     request = Request(**{**asked, "features": frozenset(asked.get("features", ()))})
     times = {
         (str(name), str(of["path"])): {str(batch): Time(*numbers) for batch, numbers in of["times"].items()}
         for name, of in entry["backends"].items()
     }
-    return Entry(request, times)
+    return RequestTimes(request, times)
 
 
-def record(entries: Collection[Entry], device: Device, file: Path | None = None) -> Path:
+def record(entries: Collection[RequestTimes], device: Device, file: Path | None = None) -> Path:
     """Write entries into a device's file, each replacing an earlier one of the same request; return the file.
 
     An ignored file is replaced.
@@ -238,7 +240,7 @@ def record(entries: Collection[Entry], device: Device, file: Path | None = None)
     return file
 
 
-def _plain(entry: Entry) -> dict[str, Any]:
+def _plain(entry: RequestTimes) -> dict[str, Any]:
     backends = {
         name: {"path": path, "times": {batch: [t.ms, t.ms_p20, t.ms_p80] for batch, t in times.items()}}
         for (name, path), times in entry.times.items()

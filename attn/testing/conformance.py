@@ -47,7 +47,7 @@ _SEEN_BY_CONSTRUCTOR = (*_RULES, "kv_sharing", "kv_cache_dtype", "attn_type", "h
 _ARRAY_DTYPES = tuple(d for d in BUDGETS if d != "float64")  # jax supports float64 only in its 64-bit mode
 
 
-class Runner(Protocol):
+class BackendRunner(Protocol):
     """A framework's driver for one backend: `build` constructs the layer of a call; calling the driver runs the call."""
 
     def build(self, call: Call) -> Any: ...
@@ -55,9 +55,11 @@ class Runner(Protocol):
     def __call__(self, call: Call) -> Result: ...
 
 
-def runner_for(backend: Any, device: Device | None = None) -> Runner:
+def runner_for(backend: Any, device: Device | None = None) -> BackendRunner:
     """Return the driver of a backend class, from its framework's package."""
-    return resolve_obj_by_qualname(f"attn.{_framework(backend)}.testing.Runner")(backend, device or device_for(backend))
+    framework = _framework(backend)
+    runner = resolve_obj_by_qualname(f"attn.{framework}.testing.{framework.capitalize()}Runner")
+    return runner(backend, device or device_for(backend))
 
 
 def _framework(backend: Any) -> str:
@@ -107,7 +109,7 @@ def check_conformance(backend: Any, case: Case, device: Device | None = None) ->
         raise AssertionError("\n".join(map(str, violations)))
 
 
-def _refusal(backend: Any, case: Case, device: Device, runner: Runner) -> list[Violation]:
+def _refusal(backend: Any, case: Case, device: Device, runner: BackendRunner) -> list[Violation]:
     """Check that selection rejects an undeclared feature by name, and so do the constructor and the call if they receive it."""
     what = case.check.partition("=")[2]
     name, _, value = what.partition("=")

@@ -12,7 +12,7 @@ from attn.testing.draw import Call, layer_arguments
 
 
 class BaseRunner:
-    """Runs calls on a backend class: `Runner(backend, device)(call)`.
+    """Runs calls on a backend class: `TorchRunner(backend, device)(call)`.
 
     `build` constructs the layer's implementation, `layer` the layer as a user does, and `open` a layer with a cache for several
     calls, each over a batch of its own or over that of `metadata`.

@@ -259,7 +259,7 @@ def _without_spare_pages(call: RecordedCall) -> RecordedCall:
     if call.key_cache is None or call.value_cache is None:
         return call
     batch, caches = call.batch, (call.key_cache, call.value_cache)
-    pages = recording.Pages(batch.block_table, batch.seq_lens, batch.slot_mapping, call.case.block_size, len(caches[0]))
+    pages = recording.UsedPages(batch.block_table, batch.seq_lens, batch.slot_mapping, call.case.block_size, len(caches[0]))
     keys, values = (cache[pages.ids] for cache in caches)
     used = max(1, -(-max(call.case.seq_lens, default=0) // call.case.block_size))
     new = batch.replace(block_table=pages.table[:, :used], slot_mapping=pages.slots)

@@ -29,7 +29,7 @@ _INTEGERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 _MARGIN = 2  #: rows before and after the output that must not be written
 
 
-class Runner(BaseRunner):
+class TorchRunner(BaseRunner):
     __doc__ = BaseRunner.__doc__
 
     framework = "torch"

@@ -36,7 +36,7 @@ def launch(kind: str, chip: str, blocks: int) -> Any:
     from jax.experimental.pallas import tpu as pltpu
 
     from attn.jax.kernels.tpu._refs import dot
-    from attn.tools.aot.libtpu import Program
+    from attn.tools.aot.libtpu import PallasProgram
 
     float8 = jnp.float8_e4m3fn if chip == "v7x" else jnp.float8_e4m3b11fnuz  # what the matrix unit takes
     paired = kind in ("widened", "fp4", "codes")
@@ -94,7 +94,7 @@ def launch(kind: str, chip: str, blocks: int) -> Any:
     arrays = [jax.ShapeDtypeStruct((HEADS, ROWS, SIZE), jnp.bfloat16), *of_cache, scales]
     bits = {"bfloat16": 16, "float8": 8, "int8": 8}.get(kind, 4)
     moved = BLOCKS * KEYS * HEADS * 2 * (SIZE * bits // 8 + (0 if kind == "bfloat16" else 4))
-    return Program(call, arrays, [], (), 0, moved, "bfloat16")
+    return PallasProgram(call, arrays, [], (), 0, moved, "bfloat16")
 
 
 def measure(kind: str, chip: str, dump: str) -> str:

@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from attn.jax.backends.pallas import PallasAttentionBackend
-from attn.jax.testing import Runner
+from attn.jax.testing import JaxRunner
 from attn.testing import Case, cases_for, draw, run_case
 from attn.testing.suite import program_of
 from tests.levels import sampled, some
@@ -58,7 +58,7 @@ def test_conformance(cases: list[Case]) -> None:
 def test_both_ways_of_dmas_are_met() -> None:
     """By every kind of cache, and by decoders with and without each rule; the mode changes with each feature more or less."""
     modes: dict[str, set[str]] = {}
-    runner = Runner(PallasAttentionBackend)
+    runner = JaxRunner(PallasAttentionBackend)
     for case in cases_for(PallasAttentionBackend):
         if not case.check.startswith("refusal"):
             for word in (case.dtype, case.element, *case.request().features):

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from attn.jax.backends.xla_attn import XLAAttentionBackend, XLAAttentionImpl
-from attn.jax.testing import DMA_MODES, KernelRace, Runner, compiling_fast, watched
+from attn.jax.testing import DMA_MODES, JaxRunner, KernelRace, compiling_fast, watched
 from attn.testing import Case, bits, draw, run_case
 from attn.testing.expected import specified_cache
 
@@ -21,7 +21,7 @@ CASE = Case("mixed", (1, 6, 18), (33, 9, 18), padding=2, lse=True, num_blocks=16
 def test_the_cache_goes_in_and_out_byte_for_byte() -> None:
     for kv_cache_dtype in ("auto", "bfloat16", "fp8", "int8"):
         call = draw(CASE.replace(kv_cache_dtype=kv_cache_dtype))
-        result = Runner(XLAAttentionBackend)(call)
+        result = JaxRunner(XLAAttentionBackend)(call)
         assert result.key_cache is not None and result.value_cache is not None
         for stored, want in zip((result.key_cache, result.value_cache), specified_cache(call), strict=True):
             assert np.array_equal(bits.as_bytes(stored), bits.as_bytes(want))
@@ -39,7 +39,7 @@ def test_a_layout_with_holes_is_filled_through_its_logical_view() -> None:
         def logical_kv_cache(kv_cache: Any) -> tuple[Any, Any]:
             return kv_cache[..., 0, :-8], kv_cache[..., 1, :-8]
 
-    call, runner = draw(CASE), Runner(Padded)
+    call, runner = draw(CASE), JaxRunner(Padded)
     kv_cache = runner._cache(call)
     keys, values = Padded.logical_kv_cache(kv_cache)
     assert call.key_cache is not None and call.value_cache is not None

@@ -11,7 +11,7 @@ import pytest
 from attn.capabilities import LAYER_KINDS, layer_kind
 from attn.fields import CheckpointError
 from attn.reports import model_config
-from attn.reports.model_config import Latent, LayerKind, read_layers
+from attn.reports.model_config import LatentSizes, LayerKind, read_layers
 
 LLAMA = {  # meta-llama/Llama-3.1-8B
     "architectures": ["LlamaForCausalLM"],
@@ -283,7 +283,7 @@ FULL = LayerKind("full", 32, 32, 8, 128)
 
 def latent(count: int, heads: int, mscale: float) -> LayerKind:
     scale = (0.1 * mscale * math.log(40) + 1) ** 2 / math.sqrt(192)
-    return LayerKind("mla", count, heads, 1, 576, scale=scale, latent=Latent(512, 64, 128, 128))
+    return LayerKind("mla", count, heads, 1, 576, scale=scale, latent=LatentSizes(512, 64, 128, 128))
 
 
 @pytest.mark.parametrize(

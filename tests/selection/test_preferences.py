@@ -16,7 +16,7 @@ from attn.backends.registry import AttentionBackendEnum, register_backend
 from attn.capabilities import Device, Request
 from attn.cli import main
 from attn.selection import preferences
-from attn.selection.preferences import Entry, Time
+from attn.selection.preferences import RequestTimes, Time
 
 DEVICE = Device("torch", "cpu", "test CPU", "x86_64")
 REQUEST = selector.make_request(64, "float32", None, 16, num_heads=8, num_kv_heads=2)
@@ -43,7 +43,7 @@ def measured(backends: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     def write(request: Request = REQUEST, **of: dict[str, Time]) -> None:
         found = {(f"MEASURED_{n}", AttentionBackendEnum[f"MEASURED_{n}"].get_path()): t for n, t in of.items()}
-        preferences.record([Entry(request, found)], DEVICE)
+        preferences.record([RequestTimes(request, found)], DEVICE)
         monkeypatch.setenv("ATTN_PREFERENCES", "1")
 
     return write
@@ -365,11 +365,11 @@ def test_writing_is_one_step(backends: Any, tmp_path: Path) -> None:
     file = tmp_path / "deep" / "times.json"
     for ms in (1.0, 2.0):
         key = ("MEASURED_A", AttentionBackendEnum["MEASURED_A"].get_path())
-        preferences.record([Entry(REQUEST, {key: times(ms)})], DEVICE, file)
+        preferences.record([RequestTimes(REQUEST, {key: times(ms)})], DEVICE, file)
         time.sleep(0.01)
     assert list(file.parent.iterdir()) == [file]
     [entry] = preferences.read(file, DEVICE)
-    assert isinstance(entry, Entry) and entry.times[key]["q0"].ms == 2.0
+    assert isinstance(entry, RequestTimes) and entry.times[key]["q0"].ms == 2.0
 
 
 # pairs
@@ -417,7 +417,7 @@ def test_a_measured_pair_competes_with_the_list(tmp_path: Path, monkeypatch: pyt
 
     def write(*ms: tuple[float, float]) -> None:
         found = {(name, AttentionBackendEnum[name].get_path()): times(*of) for name, of in zip(names, ms, strict=True)}
-        preferences.record([Entry(REQUEST, found)], device)
+        preferences.record([RequestTimes(REQUEST, found)], device)
 
     monkeypatch.setenv("ATTN_PREFERENCES", "1")
     write((2.0, 2.0), (1.0, 4.0), (1.0, 1.0))

@@ -10,7 +10,7 @@ from attn.testing import Case, bits, draw, run_case
 from attn.testing.expected import specified_cache
 from attn.torch.backends.cpu_attn import CPUAttentionBackend
 from attn.torch.backends.sdpa import TorchSDPABackend, TorchSDPAImpl
-from attn.torch.testing import Runner
+from attn.torch.testing import TorchRunner
 
 CASE = Case("mixed", (1, 6, 18), (33, 9, 18), padding=2, lse=True)
 
@@ -68,7 +68,7 @@ def test_a_backend_without_an_output_buffer_makes_its_own() -> None:
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "bfloat16", "fp8", "fp8_e5m2", "int8"])
 def test_the_cache_goes_in_and_out_byte_for_byte(backend: Any, kv_cache_dtype: str) -> None:
     call = draw(CASE.replace(kv_cache_dtype=kv_cache_dtype, num_blocks=16))
-    result = Runner(backend)(call)
+    result = TorchRunner(backend)(call)
     assert call.key_cache is not None and result.key_cache is not None and result.value_cache is not None
     for stored, want in zip((result.key_cache, result.value_cache), specified_cache(call), strict=True):
         assert np.array_equal(bits.as_bytes(stored), bits.as_bytes(want))

@@ -20,7 +20,7 @@ from attn.capabilities import AttentionType, Feature
 from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum as Dense
 from attn.errors import UnsupportedError
-from attn.functional import Extras, Rules
+from attn.functional import DenseParams, OptionalArrays
 from attn.integrations.transformers.call import NAME, Call, asked, dropout_name, in_graph, rows_first, visible, widened
 from attn.integrations.transformers.masks import as_bool, as_drawn, drawn, once, read
 from attn.integrations.transformers.packing import layer_of, pack
@@ -318,8 +318,8 @@ def weights(call: Call) -> torch.Tensor:
     keys = call.key.shape[2]
     call = drawn(call)
     query, key, _ = rows_first(call)
-    rules = Rules(causal=False, scale=call.scale, window=(None, None), cap=call.soft_cap)
-    probabilities = dense(query, key, rules, Extras(None, call.sinks, call.mask))
+    rules = DenseParams(causal=False, scale=call.scale, window=(None, None), cap=call.soft_cap)
+    probabilities = dense(query, key, rules, OptionalArrays(None, call.sinks, call.mask))
     return F.pad(probabilities, (0, keys - probabilities.shape[-1])).to(call.query.dtype)
 
 

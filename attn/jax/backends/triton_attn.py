@@ -17,7 +17,7 @@ from attn.jax import records
 from attn.jax.backends._paged import FEATURES, PagedAttentionBackend, PagedAttentionImpl
 from attn.jax.kernels.gpu.launch import reasons
 from attn.kernels.launch import FIXED_SPLIT
-from attn.kernels.paged_launch import Layer
+from attn.kernels.paged_launch import LayerParams
 
 
 class TritonAttentionBackend(PagedAttentionBackend):
@@ -57,9 +57,9 @@ class TritonAttentionImpl(PagedAttentionImpl, backend=TritonAttentionBackend):
     def _launch(
         self, call: PagedCall, keys: dict[str, Any], max_seq_len: int, **more: Any
     ) -> tuple[jax.Array, jax.Array | None]:
-        from attn.jax.kernels.gpu.paged_attention import Extents, Keys, PerHead, paged_attention
+        from attn.jax.kernels.gpu.paged_attention import BatchBounds, KVInputs, PerHead, paged_attention
 
-        layer = Layer(
+        layer = LayerParams(
             scale=self.scale,
             soft_cap=self.logits_soft_cap or 0.0,
             left=call.window[0],
@@ -70,9 +70,9 @@ class TritonAttentionImpl(PagedAttentionImpl, backend=TritonAttentionBackend):
             fixed_split=FIXED_SPLIT if self.batch_invariant else 0,
             sparse=None,
         )
-        extents, per_head = Extents(call.meta.max_query_len, max_seq_len), PerHead(self.alibi_slopes, self.sinks)
+        extents, per_head = BatchBounds(call.meta.max_query_len, max_seq_len), PerHead(self.alibi_slopes, self.sinks)
         more |= {"per_head": per_head, "return_lse": self.need_to_return_lse_for_decode}
-        return paged_attention(call.query, call.meta.query_start_loc, Keys(**keys), layer, extents, **more)
+        return paged_attention(call.query, call.meta.query_start_loc, KVInputs(**keys), layer, extents, **more)
 
 
 def _scales(kv_cache: jax.Array, *scales: Any) -> tuple[Any, ...]:

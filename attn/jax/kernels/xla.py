@@ -56,7 +56,7 @@ class Requests(NamedTuple):
 def paged_attention(query: jax.Array, kv_cache: jax.Array, requests: Requests, **rules: Any) -> tuple[jax.Array, jax.Array]:
     """Compute (out [T, H, D] in query's dtype, lse [H, T] float32) of a ragged batch over a paged cache.
 
-    query: [T, H, D]; kv_cache: [2, N, P, K, D], keys then values, of any dtype. `rules` are `Rules`. Rows of no request are
+    query: [T, H, D]; kv_cache: [2, N, P, K, D], keys then values, of any dtype. `rules` are `XLAParams`. Rows of no request are
     0 and -inf.
     """
     num_blocks = kv_cache.shape[1]
@@ -133,7 +133,7 @@ def chunk_pages(page: int, columns: int, scored_rows: int) -> int:
     return max(1, min(columns, keys // page))
 
 
-class Rules(NamedTuple):
+class XLAParams(NamedTuple):
     """What the result is computed of, beside queries, keys and values.
 
     max_query_len: static, at least the longest query; window: (left, right), inclusive, None for unbounded; alibi_slopes,
@@ -236,7 +236,7 @@ def _dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32, precision=lax.Precision.HIGHEST)
 
 
-def _mask(rules: Rules, tiles: _Tiles, num_keys: int) -> tuple[Visibility, jax.Array, jax.Array]:
+def _mask(rules: XLAParams, tiles: _Tiles, num_keys: int) -> tuple[Visibility, jax.Array, jax.Array]:
     """(what the tiles' rows see, [low, stop): the keys that a tile can see, [X, 1] each)."""
     batch, reach, prefixed = rules.batch, None, None
     if batch.spans is not None:
@@ -260,7 +260,7 @@ def _seen(mask: Visibility, tiles: _Tiles, key: jax.Array) -> jax.Array:
     return tiles.real[..., None] & (j < length) & allowed
 
 
-def _scores(rules: Rules, heads: _Heads, tiles: _Tiles, q: jax.Array, k: jax.Array, key: jax.Array) -> jax.Array:
+def _scores(rules: XLAParams, heads: _Heads, tiles: _Tiles, q: jax.Array, k: jax.Array, key: jax.Array) -> jax.Array:
     """[X, K, M, C], not masked, of the keys k [X, K, C, D] at positions [X, C]."""
     score_scale = rules.scale * heads.by_kv_head(rules.k_scale)
     if q.shape[2] <= 32:  # few rows: transpose the scores, since by default XLA transposes the keys, which are many more
@@ -278,8 +278,8 @@ def _scores(rules: Rules, heads: _Heads, tiles: _Tiles, q: jax.Array, k: jax.Arr
 def _attend(
     query: jax.Array, fetch: Fetch, extent: tuple[int, ...], requests: Requests, **terms: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Run the loop over the keys, of ABREAST tiles at a time. `extent` is (N, P, K); `terms` are `Rules`."""
-    rules, (query_start_loc, seq_lens, block_table) = Rules(**terms), requests
+    """Run the loop over the keys, of ABREAST tiles at a time. `extent` is (N, P, K); `terms` are `XLAParams`."""
+    rules, (query_start_loc, seq_lens, block_table) = XLAParams(**terms), requests
     num_rows, num_heads, _ = query.shape
     (num_requests, columns), (num_blocks, page, num_kv_heads) = block_table.shape, extent
     if 0 in (num_rows, num_requests, columns, num_blocks):
@@ -308,7 +308,13 @@ def _attend(
 
 
 def _over_keys(
-    rules: Rules, heads: _Heads, query: jax.Array, fetch: Fetch, extent: tuple[int, ...], block_table: jax.Array, tiles: _Tiles
+    rules: XLAParams,
+    heads: _Heads,
+    query: jax.Array,
+    fetch: Fetch,
+    extent: tuple[int, ...],
+    block_table: jax.Array,
+    tiles: _Tiles,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (out [X, K, M, D] float32, lse [X, K, M]) of some tiles: a loop over the keys of the longest of them."""
     columns, (num_blocks, page, num_kv_heads), head_size = block_table.shape[1], extent, query.shape[2]

@@ -42,7 +42,7 @@ def latent_attention(
     """Compute (out [T, H, L] in query's dtype, lse [H, T] float32, natural) of a ragged batch over a paged latent cache.
 
     query: [T, H, W], absorbed; kv_cache: [N, P, W] of any dtype, whose codes have scale `k_scale`, or [N, P, 656] uint8
-    (`fp8_ds_mla`). `rules` are scale, max_query_len and causal of `xla.Rules`. Rows of no request, or without keys, are 0
+    (`fp8_ds_mla`). `rules` are scale, max_query_len and causal of `xla.XLAParams`. Rows of no request, or without keys, are 0
     and -inf.
     """
     fetch, extent = _fetch(kv_cache, query.dtype), (*kv_cache.shape[:2], 1)
@@ -176,7 +176,7 @@ def expanded_attention(
     """Compute (out [T, H, Dv], lse [H, T]) of expanded heads, in which a request attends to its own keys.
 
     query: [T, H, D]; key: [m, H, D]; value: [m, H, Dv]; requests: `xla.Requests.of_packed_keys`. `rules` are scale,
-    max_query_len and causal of `xla.Rules`.
+    max_query_len and causal of `xla.XLAParams`.
     """
     value_width, width = value.shape[2], max(value.shape[2], key.shape[2])
     # the loop has one width: zeros change no score, and what they add to the values is cut off

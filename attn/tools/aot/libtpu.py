@@ -30,7 +30,7 @@ from attn.reports.machines import CEILINGS
 from attn.tools.aot.command import numbered
 
 
-class Chip(NamedTuple):
+class Generation(NamedTuple):
     """A generation: its names in libtpu, the TensorCores' clock and number, and the peaks of one TensorCore."""
 
     topology: str
@@ -41,9 +41,9 @@ class Chip(NamedTuple):
     hbm: float  #: GB/s
 
 
-def _chip(name: str, topology: str, accelerator: str, ghz: float, cores: int) -> Chip:
+def _chip(name: str, topology: str, accelerator: str, ghz: float, cores: int) -> Generation:
     peaks = CEILINGS[f"TPU {name}"]
-    return Chip(topology, accelerator, ghz, cores, peaks.gemm_tflop_per_s / cores, peaks.copy_gb_per_s / cores)
+    return Generation(topology, accelerator, ghz, cores, peaks.gemm_tflop_per_s / cores, peaks.copy_gb_per_s / cores)
 
 
 CHIPS = {
@@ -60,7 +60,7 @@ class CompileError(RuntimeError):
     """libtpu rejected a program."""
 
 
-class Program(NamedTuple):
+class PallasProgram(NamedTuple):
     """`call(*arrays, *batch)`: arrays are shapes, the batch consists of small integer arrays with values.
 
     Its minimal work is `flops` of products in `dtype`, and `bytes` to and from HBM.
@@ -135,7 +135,7 @@ def _compile(chip: str, call: Callable[..., Any], arrays: Sequence[Any], donated
             raise CompileError(message[0] if message else str(error).partition("\n")[0]) from error
 
 
-def compile_program(program: Program, chip: str, dump: str) -> list[dict[str, Any]]:
+def compile_program(program: PallasProgram, chip: str, dump: str) -> list[dict[str, Any]]:
     """Compile the whole program. Returns the static figures of each of its kernels."""
     text, _ = _compile(chip, program.call, [*program.arrays, *program.batch], program.donated)
     names = list(dict.fromkeys(re.findall(r'kernel_name = "([^"]+)"', text)))
@@ -143,7 +143,7 @@ def compile_program(program: Program, chip: str, dump: str) -> list[dict[str, An
     return numbered([{"name": name, **static_figures(files)} for op, files in dumped for name in names if _is(op, name)])
 
 
-def estimate_program(program: Program, chip: str, dump: str, copies: bool = True) -> list[dict[str, Any]]:
+def estimate_program(program: PallasProgram, chip: str, dump: str, copies: bool = True) -> list[dict[str, Any]]:
     """Compile and simulate each kernel alone, for the program's batch: `cycles` and `us`, beside the static figures.
 
     Without `copies` no data is moved or waited for: the time to compute, for simulators that do not support copies.
@@ -152,7 +152,7 @@ def estimate_program(program: Program, chip: str, dump: str, copies: bool = True
         return _estimates(program, chip, dump)
 
 
-def _estimates(program: Program, chip: str, dump: str) -> list[dict[str, Any]]:
+def _estimates(program: PallasProgram, chip: str, dump: str) -> list[dict[str, Any]]:
     parts = []
     for launch in launches(program.call, program.arrays, program.batch):
         _compile(chip, launch.call, launch.operands, launch.donated)
@@ -172,7 +172,7 @@ def _is(op: str, name: str) -> bool:
 # --- tracing --------------------------------------------------------------------------------------------------------
 
 
-class Launch(NamedTuple):
+class PallasCall(NamedTuple):
     """One `pallas_call` as a function of its array operands, with the values of its scalars built in."""
 
     name: str
@@ -181,12 +181,12 @@ class Launch(NamedTuple):
     donated: tuple[int, ...]
 
 
-def launches(call: Callable[..., Any], arrays: Sequence[Any], batch: Sequence[np.ndarray]) -> list[Launch]:
+def launches(call: Callable[..., Any], arrays: Sequence[Any], batch: Sequence[np.ndarray]) -> list[PallasCall]:
     """Every `pallas_call` of `call(*arrays, *batch)`, in order, except those with an empty grid.
 
     It must call pallas as `pl.pallas_call`.
     """
-    recorded: list[Launch] = []
+    recorded: list[PallasCall] = []
 
     def traced(*shapes: Any) -> Any:
         with jax.ensure_compile_time_eval():
@@ -198,7 +198,7 @@ def launches(call: Callable[..., Any], arrays: Sequence[Any], batch: Sequence[np
 
 
 @contextlib.contextmanager
-def _recorded(launches: list[Launch]) -> Iterator[None]:
+def _recorded(launches: list[PallasCall]) -> Iterator[None]:
     """Within the context, `pl.pallas_call` records its arguments and returns arrays of the right shapes."""
     from jax.experimental import pallas as pl
 
@@ -284,7 +284,7 @@ def _without_copies() -> Iterator[None]:
         pltpu.make_async_copy = real
 
 
-def _record(real: Callable[..., Any], bound: dict[str, Any], operands: Sequence[Any], launches: list[Launch]) -> Any:
+def _record(real: Callable[..., Any], bound: dict[str, Any], operands: Sequence[Any], launches: list[PallasCall]) -> Any:
     flat, tree = jax.tree.flatten(operands)
     kernel, grid_spec = bound["kernel"], bound.get("grid_spec")
     scalars = getattr(grid_spec, "num_scalar_prefetch", 0)
@@ -321,7 +321,7 @@ def _record(real: Callable[..., Any], bound: dict[str, Any], operands: Sequence[
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat]
     donated = tuple(sorted(bound.get("input_output_aliases") or {}))
     if math.prod(grid):
-        launches.append(Launch(name, alone, shapes, donated))
+        launches.append(PallasCall(name, alone, shapes, donated))
     some = next(x for x in flat if isinstance(x, jax.core.Tracer)).ravel()[0]  # so that results are tracers as well
     return jax.tree.map(lambda out: jnp.broadcast_to(some.astype(out.dtype), out.shape), bound["out_shape"])
 

@@ -18,7 +18,7 @@ from attn.jax.backends.pallas import PallasAttentionBackend
 from attn.tables import Column
 from attn.tools.aot import libtpu as _libtpu
 from attn.tools.aot.command import Choice, CompileCase, Kernel, grids, request_of, switches
-from attn.tools.aot.libtpu import Program
+from attn.tools.aot.libtpu import PallasProgram
 from attn.visibility import CAUSAL, PLAIN, BatchMask, LayerMask, Visibility, Window
 
 STEPS = ("compile", "estimate")
@@ -134,7 +134,7 @@ def _refuse_ragged(choice: Choice, arch: str) -> str:
     return "; ".join(PallasAttentionBackend.why_not(request_of(choice), Device("jax", "tpu", arch=arch)))
 
 
-def _ragged_program(choice: Choice, chip: str) -> Program:
+def _ragged_program(choice: Choice, chip: str) -> PallasProgram:
     mask, same = choice["mask"], ("heads", "head_size", "block_size", "dtype", "alibi", "sinks", "lse", "per_head_scales")
     call = Ragged(
         *BATCHES[choice["batch"]],
@@ -197,7 +197,7 @@ class Ragged(NamedTuple):
     per_head_scales: bool = False
 
 
-def ragged(chip: str, shape: Ragged) -> Program:
+def ragged(chip: str, shape: Ragged) -> PallasProgram:
     """`ragged_paged_attention` on a batch."""
     from attn.jax.kernels.tpu import ragged_paged_attention as kernel
 
@@ -244,7 +244,7 @@ def ragged(chip: str, shape: Ragged) -> Program:
     flops, traffic = cost(shape.query_lens, shape.seq_lens, num_heads, head_size, mask=shape.mask, seen=shape.seen)
     traffic = traffic * kv_heads * 2 * head_size * jnp.dtype(stored).itemsize
     traffic += num_tokens * num_heads * 2 * head_size * jnp.dtype(dtype).itemsize
-    return Program(call, arrays, [*batch, *known.values()], (1,), flops, traffic, dtype)
+    return PallasProgram(call, arrays, [*batch, *known.values()], (1,), flops, traffic, dtype)
 
 
 def cost(
@@ -283,7 +283,7 @@ def _refuse_latent(choice: Choice, arch: str) -> str:
     return "; ".join(PallasMLABackend.why_not(request, Device("jax", "tpu", arch=arch)))
 
 
-def _latent_program(choice: Choice, chip: str) -> Program:
+def _latent_program(choice: Choice, chip: str) -> PallasProgram:
     same = {name: choice[name] for name in ("num_heads", "block_size", "dtype", "lse")}
     columns, write = 1024 // choice["block_size"], not choice["kv_sharing"]
     return latent(chip, Latent(*BATCHES[choice["batch"]], **same, columns=columns, stored=_stored(choice), write=write))
@@ -303,7 +303,7 @@ class Latent(NamedTuple):
     write: bool = True
 
 
-def latent(chip: str, shape: Latent) -> Program:
+def latent(chip: str, shape: Latent) -> PallasProgram:
     """`mla_attention` on a batch, absorbed: rows of 512 + 64 are keys, and their first 512 elements are values."""
     from attn.jax.kernels.tpu import mla_attention as kernel
     from attn.jax.kernels.tpu._plan import Batch
@@ -330,7 +330,7 @@ def latent(chip: str, shape: Latent) -> Program:
     flops, rows = cost(shape.query_lens, shape.seq_lens, num_heads, RANK + ROPE, value_size=RANK)
     traffic = rows * (RANK + ROPE) * jnp.dtype(stored).itemsize
     traffic += num_tokens * num_heads * (2 * RANK + ROPE) * jnp.dtype(dtype).itemsize
-    return Program(call, arrays, batch, (2,), flops, traffic, dtype)
+    return PallasProgram(call, arrays, batch, (2,), flops, traffic, dtype)
 
 
 # --- the same over selected keys ------------------------------------------------------------------------------------
@@ -352,11 +352,11 @@ class Sparse(NamedTuple):
     block_size: int = 64
 
 
-def _sparse_program(choice: Choice, chip: str) -> Program:
+def _sparse_program(choice: Choice, chip: str) -> PallasProgram:
     return sparse(chip, Sparse(*BATCHES[choice["batch"]], **{name: choice[name] for name in ("num_heads", "topk")}))
 
 
-def sparse(chip: str, shape: Sparse) -> Program:
+def sparse(chip: str, shape: Sparse) -> PallasProgram:
     """`mla_sparse_attention` on a batch, absorbed, over rows of 512 + 64."""
     from attn.jax.kernels.tpu import mla_sparse_attention as kernel
     from attn.jax.kernels.xla import Requests
@@ -378,7 +378,7 @@ def sparse(chip: str, shape: Sparse) -> Program:
     keys = float((indices >= 0).sum())
     traffic = 2 * (keys * (RANK + ROPE) + len(slots) * shape.num_heads * (2 * RANK + ROPE))
     flops = 2.0 * shape.num_heads * (2 * RANK + ROPE) * keys
-    return Program(call, [query, cache], [indices, starts, lens, table], (), flops, traffic, "bfloat16")
+    return PallasProgram(call, [query, cache], [indices, starts, lens, table], (), flops, traffic, "bfloat16")
 
 
 # --- dense attention ------------------------------------------------------------------------------------------------
@@ -393,7 +393,7 @@ DENSE: dict[str, Sequence[Any]] = {
 }
 
 
-def _dense_program(choice: Choice, chip: str) -> Program:
+def _dense_program(choice: Choice, chip: str) -> PallasProgram:
     mask = MASKS[choice["mask"]]
     same = {name: value for name, value in choice.items() if name not in ("mask", "soft_cap")}
     soft_cap = 30.0 if choice["soft_cap"] else None
@@ -418,7 +418,7 @@ class Dense(NamedTuple):
     backward: bool = False
 
 
-def dense(chip: str, shape: Dense) -> Program:
+def dense(chip: str, shape: Dense) -> PallasProgram:
     """`flash_attention` of one sequence; with `backward` also its gradient with respect to q, k, v (and sinks)."""
     from attn.jax.kernels.tpu.flash_attention import Extras, Rules, flash_attention
 
@@ -458,7 +458,7 @@ def dense(chip: str, shape: Dense) -> Program:
     if shape.backward:  # scores again, and four products; all inputs and the output's gradient are read, the gradients written
         flops += flops + 2.0 * flops * size / (size + value_size) + flops * value_size / (size + value_size)
         traffic += 2 * traffic + rows * num_heads * value_size
-    return Program(call, arrays, list(known.values()), (), flops, traffic * jnp.dtype(dtype).itemsize, dtype)
+    return PallasProgram(call, arrays, list(known.values()), (), flops, traffic * jnp.dtype(dtype).itemsize, dtype)
 
 
 KERNELS = {

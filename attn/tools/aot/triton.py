@@ -525,7 +525,7 @@ INT8: dict[str, Sequence[Any]] = {
 
 
 def _launch_int8(choice: Choice) -> None:
-    from attn.torch.kernels.int8_attention import Keys, int8_attention
+    from attn.torch.kernels.int8_attention import DenseKeys, int8_attention
 
     (rows, keys), (heads, kv_heads), size = choice["lengths"], choice["heads"], choice["head_size"]
     dtype, wide = getattr(torch, choice["dtype"]), 2**31 // keys // size if choice["large"] else kv_heads
@@ -535,7 +535,9 @@ def _launch_int8(choice: Choice) -> None:
         torch.empty_like(query),
         torch.empty(2, heads, rows) if choice["lse"] else None,
         query,
-        Keys(key, key, torch.full((2,), keys, dtype=torch.int32), torch.zeros(2, kv_heads, size) if choice["smooth"] else None),
+        DenseKeys(
+            key, key, torch.full((2,), keys, dtype=torch.int32), torch.zeros(2, kv_heads, size) if choice["smooth"] else None
+        ),
         scale=size**-0.5,
         causal=choice["causal"],
     )

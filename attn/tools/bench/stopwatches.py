@@ -17,7 +17,7 @@ from attn.backends.abstract import KVCacheSpec
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.registry import AttentionBackendEnum
 from attn.errors import UnsupportedError
-from attn.functional import Extras, Rules, attend_rows
+from attn.functional import DenseParams, OptionalArrays, attend_rows
 from attn.tools.bench.case import NOPE, ROPE, VALUE, BenchCase, Timing, parse
 
 CODE_SCALE = 0.03  #: for an int8 cache, with codes up to about +-90; other caches contain values of about 1
@@ -101,7 +101,7 @@ class BaseWorkload:
         Latent attention is absorbed, whichever form the layer used.
         """
         xp, window = ops_of(self.framework), self.case.window
-        rules = Rules(True, self.softmax_scale, (None if window is None else window - 1, None), None)
+        rules = DenseParams(True, self.softmax_scale, (None if window is None else window - 1, None), None)
         formula, own = (_exact_latent, self.weights) if self.case.mla else (_exact, self.sinks)
         return xp.compiled(formula)(xp, rules, query, *stored, own, first)
 
@@ -138,17 +138,17 @@ class BaseWorkload:
         return float((wrong / total) ** 0.5)
 
 
-def _exact(xp: Any, rules: Rules, query: Any, key: Any, value: Any, sinks: Any, first: Any) -> Any:
+def _exact(xp: Any, rules: DenseParams, query: Any, key: Any, value: Any, sinks: Any, first: Any) -> Any:
     """Compute [t, H, Dv] of query [t, H, D] from position `first` on over key [S, K, D] and value [S, K, Dv]."""
     (rows, heads, size), kv_heads = query.shape, key.shape[1]
     grouped = (kv_heads, heads // kv_heads)
-    extras = Extras(None, sinks if sinks is None else xp.wide(sinks).reshape(grouped), None)
+    extras = OptionalArrays(None, sinks if sinks is None else xp.wide(sinks).reshape(grouped), None)
     query, position = xp.wide(query).reshape(1, rows, *grouped, size), xp.arange(0, rows, key) + first
     out, _ = attend_rows(xp, rules, query, key[None], value[None], position, extras)
     return out.reshape(rows, heads, -1)
 
 
-def _exact_latent(xp: Any, rules: Rules, query: Any, latents: Any, weights: Any, first: Any) -> Any:
+def _exact_latent(xp: Any, rules: DenseParams, query: Any, latents: Any, weights: Any, first: Any) -> Any:
     """Compute [t, H, Dv] of query [t, H, Dn + Dr] from position `first` on over latent rows [S, L + Dr]."""
     query, weights = xp.wide(query), xp.wide(weights)
     absorbed = xp.einsum("thd,lhd->thl", query[..., :NOPE], weights[..., :NOPE])

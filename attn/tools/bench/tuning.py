@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.right else 1
 
 
-def _judged(entry: preferences.Entry, framework: str) -> Selection:
+def _judged(entry: preferences.RequestTimes, framework: str) -> Selection:
     """Return the choice by the platform's list, with verdicts on the measured pairs too."""
     platform = platform_for(framework)
     names = (*platform.priorities(entry.request, platform.device()), *preferences.pairs_in([entry]))
@@ -113,7 +113,7 @@ def fastest(times: dict[str, dict[str, float]], batches: Sequence[str]) -> str |
     return min(complete, key=lambda name: sum(math.log(complete[name][batch]) for batch in batches), default=None)
 
 
-def kept_of(rows: Sequence[BenchRow | Refusal]) -> list[preferences.Entry]:
+def kept_of(rows: Sequence[BenchRow | Refusal]) -> list[preferences.RequestTimes]:
     """Return the rows' times, an entry per layer; a backend that is wrong in a batch is left out of its layer."""
     wrong = {(layer(row.case), row.backend) for row in rows if not row.right}
     by_layer: dict[Request, dict[tuple[str, str], dict[str, preferences.Time]]] = {}
@@ -122,7 +122,7 @@ def kept_of(rows: Sequence[BenchRow | Refusal]) -> list[preferences.Entry]:
             t, path = row.timing, AttentionBackendEnum[row.backend].get_path()
             times = by_layer.setdefault(row.case.request(), {}).setdefault((row.backend, path), {})
             times[row.case.batch] = preferences.Time(t.ms, t.ms_p20, t.ms_p80)
-    return [preferences.Entry(request, times) for request, times in by_layer.items()]
+    return [preferences.RequestTimes(request, times) for request, times in by_layer.items()]
 
 
 def layer(case: BenchCase) -> BenchCase:

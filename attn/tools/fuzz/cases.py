@@ -40,7 +40,7 @@ _BLOCKS = 256  #: pages of a cache that all programs share
 Lens = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-class Extents(NamedTuple):
+class ProgramExtents(NamedTuple):
     """Extents that all batches of a program share: requests, rows, the longest query and the longest sequence."""
 
     requests: int
@@ -175,7 +175,7 @@ def _scales(subject: Subject, rng: random.Random, case: Case) -> dict[str, Any]:
     return {"k_scale": scale(), "v_scale": scale()}
 
 
-def _variant(subject: Subject, rng: random.Random, frame: Case, shape: Extents | None) -> Case:
+def _variant(subject: Subject, rng: random.Random, frame: Case, shape: ProgramExtents | None) -> Case:
     """Return a case of a program: its lengths, numbers, and how they are passed."""
     q, m = _lens(rng, frame) if shape is None else _lens_of(rng, frame, shape)
     layouts = ["heads", "heads", "flat", *(["fused", "heads_first"] if subject.capabilities.framework == "torch" else [])]
@@ -231,14 +231,14 @@ def _check(subject: Subject, rng: random.Random, case: Case, steps: float) -> st
     return "oracle"
 
 
-def _shape(rng: random.Random, frame: Case) -> Extents:
+def _shape(rng: random.Random, frame: Case) -> ProgramExtents:
     rows = rng.choice((8, 16, 32, 64, 128))
     query = rng.choice((1, rng.randrange(1, rows + 1), rows))
     keys = query if frame.is_encoder else query + rng.randrange(min(3 * frame.block_size, 200))
-    return Extents(rng.choice((1, 2, 4, 8)), rows, query, keys, rng.choice((0, 0, 1, 100)))
+    return ProgramExtents(rng.choice((1, 2, 4, 8)), rows, query, keys, rng.choice((0, 0, 1, 100)))
 
 
-def _lens_of(rng: random.Random, frame: Case, shape: Extents) -> Lens:
+def _lens_of(rng: random.Random, frame: Case, shape: ProgramExtents) -> Lens:
     """Return random lengths within a shape's extents; one request has the longest query and sequence."""
     q, m = [shape.longest_query], [shape.longest]
     count = rng.randrange(shape.requests // 2 + 1, shape.requests + 1)

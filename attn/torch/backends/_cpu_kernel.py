@@ -10,7 +10,7 @@ import math
 import torch
 
 from attn.torch.backends import _ragged
-from attn.torch.backends._ragged import Rules, Work
+from attn.torch.backends._ragged import RequestParams, Work
 
 
 def attend(
@@ -47,7 +47,7 @@ def all_exact(log: torch.Tensor) -> bool:
     return math.isfinite((log + log.reciprocal()).sum().item())
 
 
-def correct(work: Work, rules: Rules, log: torch.Tensor) -> None:
+def correct(work: Work, rules: RequestParams, log: torch.Tensor) -> None:
     """Recompute by definition the rows with an lse of 0 (log [H, n]); `work` must be filled with the kernel's result."""
     rows = (log == 0).any(0).nonzero()
     if rows.numel():

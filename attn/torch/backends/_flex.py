@@ -1,7 +1,7 @@
 """FlexAttention over a paged cache without a gather: which pages each block of rows visits, and the mods that mask them.
 
 The batch is one sequence of query rows, in which every request starts a new block of `block` rows. The cache is one long
-sequence of keys, page after page. A block's list of pages (`Plan`) comes directly from the block table, so only a request's
+sequence of keys, page after page. A block's list of pages (`FlexPlan`) comes directly from the block table, so only a request's
 own pages are read; pages that every row of the block sees completely are listed separately and not masked. A mod receives a
 key's index in the cache, not its position: `places`, one row per request, maps a page's number to its index in that request.
 So requests may share a page, even at different positions. A page that a block table lists more than once is at the last of
@@ -24,7 +24,7 @@ from attn.torch.metadata import PagedAttentionMetadata
 from attn.visibility import LayerMask, Visibility
 
 
-class Masks(NamedTuple):
+class MaskKey(NamedTuple):
     """The rules that decide which keys are seen; layers with equal masks share a plan.
 
     layer: the constants. tree, mixed, ranges: whether the batch has a tree, requests of both causalities, and spans or
@@ -37,7 +37,7 @@ class Masks(NamedTuple):
     ranges: bool = False
 
     @classmethod
-    def of(cls, mask: Visibility) -> "Masks":
+    def of(cls, mask: Visibility) -> "MaskKey":
         batch, layer = mask.batch, mask.layer
         ranges = batch.has_ranges
         return cls(
@@ -54,7 +54,7 @@ class FlexRules(NamedTuple):
     alibi: whether scores have -slope * |p - j| added.
     """
 
-    masks: Masks
+    masks: MaskKey
     scale: float
     soft_cap: float | None
     alibi: bool
@@ -63,7 +63,7 @@ class FlexRules(NamedTuple):
     page: int
 
 
-class Shape(NamedTuple):
+class ProgramShape(NamedTuple):
     """The shapes that a program is compiled for.
 
     device: the device type. flash: whether FlashAttention's kernel is requested.
@@ -78,13 +78,13 @@ class Shape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class FlexPlan:
     """A batch laid out in blocks of rows. Tensors are int64 unless stated otherwise, since they are used as indices.
 
     source: [blocks * block], the token of each row; back: [T], the row of each token.
     rows: [blocks, block, 5 to 9], per row: the start of its request in `places`, its position, its request's length, the
-    position of the first new token, the start of its row of a tree mask in `places` (-1: none); with `Masks.mixed` or
-    `Masks.ranges` also whether its request is causal, its span (from, to; to < from: none), and its prefix.
+    position of the first new token, the start of its row of a tree mask in `places` (-1: none); with `MaskKey.mixed` or
+    `MaskKey.ranges` also whether its request is causal, its span (from, to; to < from: none), and its prefix.
     lists: int32; how many pages a block visits [blocks] and which [blocks, columns]: first the masked pages, then those that
     all of its rows see completely.
     places: [R * N + 1] int32; element r * N + n is the index of page n within request r, or -1 if the page is not in it. The
@@ -120,8 +120,8 @@ def extent(tokens: int, requests: int, block: int) -> int:
 
 
 def lay_out(
-    meta: PagedAttentionMetadata, table: torch.Tensor, lens: torch.Tensor, num_pages: int, page: int, block: int, masks: Masks
-) -> Plan:
+    meta: PagedAttentionMetadata, table: torch.Tensor, lens: torch.Tensor, num_pages: int, page: int, block: int, masks: MaskKey
+) -> FlexPlan:
     """Return the plan of a batch over a cache of `num_pages` pages. table: [R, B], the pages of each request; lens: [R]."""
     device, starts = table.device, meta.query_start_loc
     new = starts[1:] - starts[:-1]
@@ -183,12 +183,12 @@ def lay_out(
     columns = _columns(table, num_pages)
     some = _named(table, owner, whole - low + high - until, low, whole - low, until, columns)
     full = _named(table, owner, until - whole, whole, until - whole, until, columns)
-    return Plan(source, back, rows, (*some, *full), places, unseeing)
+    return FlexPlan(source, back, rows, (*some, *full), places, unseeing)
 
 
 def _ranges(
     meta: PagedAttentionMetadata,
-    masks: Masks,
+    masks: MaskKey,
     owner: torch.Tensor,
     token: torch.Tensor,
     position: torch.Tensor,
@@ -234,7 +234,7 @@ def _named(
 
 
 def _places(table: torch.Tensor, lens: torch.Tensor, num_pages: int, page: int) -> torch.Tensor:
-    """Return the first part of `Plan.places`. For a page listed twice, the last place is kept."""
+    """Return the first part of `FlexPlan.places`. For a page listed twice, the last place is kept."""
     requests, columns = table.shape
     index = torch.arange(columns, device=table.device, dtype=torch.int32).expand(requests, columns)
     used = index < -(-lens[:, None] // page)
@@ -295,7 +295,7 @@ def _mods(
 
 
 @functools.cache
-def program(rules: FlexRules, shape: Shape, backend: str) -> Callable[..., Any]:
+def program(rules: FlexRules, shape: ProgramShape, backend: str) -> Callable[..., Any]:
     """Return the function for one set of rules and shape, which `backend` compiles at its first call."""
     options = kernel_options(rules, shape)
 
@@ -308,7 +308,7 @@ def program(rules: FlexRules, shape: Shape, backend: str) -> Callable[..., Any]:
         places: torch.Tensor,
         slopes: torch.Tensor,
     ) -> Any:
-        """Attend. query: [blocks, block, H, D]; key, value: [N, P, K, D]; slopes: [H] float32; the rest as in `Plan`."""
+        """Attend. query: [blocks, block, H, D]; key, value: [N, P, K, D]; slopes: [H] float32; the rest as in `FlexPlan`."""
         from torch.nn.attention import flex_attention as flex
 
         for x in (query, *lists):  # keep the number of symbolic sizes small: CPU kernels confuse the eleventh with another
@@ -353,7 +353,7 @@ def vary(dim: int, *tensors: torch.Tensor) -> None:
         torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
-def kernel_options(rules: FlexRules, shape: Shape) -> dict[str, Any] | None:
+def kernel_options(rules: FlexRules, shape: ProgramShape) -> dict[str, Any] | None:
     """Return the compiler's kernel options: which kernel to use, and its tiles."""
     if shape.device == "cpu":
         return None

@@ -119,7 +119,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Rules:
+class RequestParams:
     """How one request's dot products become weights, and its weights an output.
 
     mask: what the request's rows see, the tree on the device, other arrays on the host; its rows are at positions from
@@ -198,7 +198,7 @@ class Rules:
         return work.cut(empty, n, work.first_key, work.end)
 
 
-def attend(work: Work, rules: Rules) -> None:
+def attend(work: Work, rules: RequestParams) -> None:
     """Compute one request's attention by definition (docs/semantics.md §1), a slice of its rows at a time.
 
     Masked scores are replaced by -inf, never multiplied, so NaN in masked keys has no effect. A row that sees no key is 0,
@@ -226,7 +226,7 @@ def attend(work: Work, rules: Rules) -> None:
         part.fill(weigh(rules, unfold(result.flatten(1, 2), n), log), log)
 
 
-def _scores(work: Work, rules: Rules, exact: torch.dtype) -> torch.Tensor:
+def _scores(work: Work, rules: RequestParams, exact: torch.dtype) -> torch.Tensor:
     """Return the scores [K, G, n, m] in dtype `exact`, unmasked."""
     n, num_kv_heads = work.query.shape[0], work.key.shape[0]
     scores = torch.bmm(fold(work.query, num_kv_heads).to(exact), work.key.transpose(1, 2)).unflatten(1, (-1, n)) * rules.scale
@@ -258,7 +258,7 @@ def _weighted_sum(weights: torch.Tensor, value: torch.Tensor, seen: torch.Tensor
     return summed
 
 
-def weigh(rules: Rules, result: torch.Tensor, log: torch.Tensor | None) -> torch.Tensor:
+def weigh(rules: RequestParams, result: torch.Tensor, log: torch.Tensor | None) -> torch.Tensor:
     """Apply v_scale and sinks to a result [n, H, D]; `log`, its lse [H, n], is needed for sinks only."""
     if isinstance(rules.v_scale, torch.Tensor):
         result = result * rules.v_scale.repeat_interleave(result.shape[1] // rules.v_scale.shape[0], 0)
@@ -281,7 +281,7 @@ class RaggedAttentionImpl(PagedAttentionImpl):
         rules = self._scaled(self._rules(call.mask), call.layer, call.kv_cache)
         self._attend_each(range(call.meta.num_reqs), call, rules)
 
-    def _attend_each(self, requests: Iterable[int], call: PagedCall, rules: Rules) -> None:
+    def _attend_each(self, requests: Iterable[int], call: PagedCall, rules: RequestParams) -> None:
         """Attend the given requests of a call."""
         key_cache, value_cache, scales = self._parts(call.kv_cache)
         block_size = key_cache.shape[1]
@@ -353,7 +353,7 @@ class RaggedAttentionImpl(PagedAttentionImpl):
         """Return a request's rows: a view, or a copy if they must not depend on their place in the batch."""
         return tensor[rows].clone(memory_format=torch.contiguous_format) if self.batch_invariant else tensor[rows]
 
-    def _attend_one(self, work: Work, rules: Rules) -> None:
+    def _attend_one(self, work: Work, rules: RequestParams) -> None:
         """Compute the same result as `attend`."""
         attend(work, rules)
 
@@ -363,8 +363,8 @@ class RaggedAttentionImpl(PagedAttentionImpl):
         """Return keys and values of some blocks, like `caches.gather`; the next call may overwrite them."""
         return caches.gather(key_cache, blocks), caches.gather(value_cache, blocks)
 
-    def _rules(self, mask: Visibility) -> Rules:
-        return Rules(
+    def _rules(self, mask: Visibility) -> RequestParams:
+        return RequestParams(
             scale=self.scale,
             mask=mask,
             soft_cap=self.logits_soft_cap,
@@ -372,7 +372,7 @@ class RaggedAttentionImpl(PagedAttentionImpl):
             sinks=None if self.sinks is None else self.sinks.detach(),
         )
 
-    def _scaled(self, rules: Rules, layer: AttentionLayer, kv_cache: torch.Tensor) -> Rules:
+    def _scaled(self, rules: RequestParams, layer: AttentionLayer, kv_cache: torch.Tensor) -> RequestParams:
         """Add the scales of a quantised cache: a scalar k_scale on the host folds exactly into the softmax scale."""
         if not caches.is_quantised(kv_cache.dtype) or self.kv_cache_dtype in PER_TOKEN_HEAD:
             return rules
@@ -389,7 +389,7 @@ class RaggedAttentionImpl(PagedAttentionImpl):
         return caches.per_head(scale, device).expand(self.num_kv_heads, 1)
 
 
-def _of_request(rules: Rules, mask: Visibility, request: int, rows: slice, position: int) -> Rules:
+def _of_request(rules: RequestParams, mask: Visibility, request: int, rows: slice, position: int) -> RequestParams:
     """Return the rules of one request of a batch, whose first row is at `position`."""
     request_mask = mask.select(request, rows)
     if request_mask.batch.tree is not None and position < 0:

@@ -33,7 +33,7 @@ from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBu
 
 if TYPE_CHECKING:  # loaded with Triton
     from attn.backends.metadata import IntArray
-    from attn.torch.kernels.kept import Kept
+    from attn.torch.kernels.kept import KeptLaunches
 
 FEATURES = PAGED_FEATURES | {Feature.PER_HEAD_SCALES, Feature.OUTPUT_SCALE, Feature.NAN_SAFE, Feature.BATCH_INVARIANT}
 KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", *sorted(PER_TOKEN_HEAD))
@@ -97,7 +97,7 @@ class TritonPagedBackend(PagedAttentionBackend):
         return super().why_not(request, device) + ([reason] if reason else [])
 
 
-class _Plan(NamedTuple):
+class _BatchPlan(NamedTuple):
     """The launches of a batch: multiprocessors reserved for the prefill while it overlaps decodes (0: all), whether its rows
     see few keys (None: unknown), whether decodes skip split-KV, and whether prompts are in the decodes' launch."""
 
@@ -107,7 +107,7 @@ class _Plan(NamedTuple):
     together: bool = False
 
 
-_UNKNOWN = _Plan()
+_UNKNOWN = _BatchPlan()
 
 
 class TritonPagedImpl(PagedAttentionImpl):
@@ -139,7 +139,7 @@ class TritonPagedImpl(PagedAttentionImpl):
     def _stages(self, call: PagedCall) -> None:
         """All launches are kept."""
 
-    def _run_first(self, call: PagedCall, given: Given) -> "Kept | None":
+    def _run_first(self, call: PagedCall, given: Given) -> "KeptLaunches | None":
         from attn.torch.kernels.kept import Keeper
 
         tensors = self._launched(call.layer, call.output, call.lse, *given, call.kv_cache)
@@ -182,7 +182,7 @@ class TritonPagedImpl(PagedAttentionImpl):
         """Return the keys per split if a request's bits must not depend on the rest of the batch, else 0."""
         return self.fixed_split_size or (FIXED_SPLIT if self.batch_invariant else 0)
 
-    def _plan(self, attn_metadata: PagedAttentionMetadata, key_cache: torch.Tensor) -> "_Plan":
+    def _plan(self, attn_metadata: PagedAttentionMetadata, key_cache: torch.Tensor) -> "_BatchPlan":
         """Return what the host's lengths say about a batch's launches; computed once per batch and shape."""
         start, seq_lens = attn_metadata.query_start_loc_cpu, attn_metadata.seq_lens_cpu
         # a graph serves any batch of its shapes, and fixed splits any
@@ -199,7 +199,7 @@ class TritonPagedImpl(PagedAttentionImpl):
 
     def _planned(
         self, q_lens: "IntArray", seq_lens: "IntArray", most: int, itemsize: int, arch: str, processors: int
-    ) -> "_Plan":
+    ) -> "_BatchPlan":
         """Return `_plan` of requests of these lengths. most: the bound of `q_lens`; itemsize: of the cache."""
         from attn.kernels.launch import TOGETHER, are_whole, packs_rows, prefill_programs, run_together
 
@@ -210,7 +210,7 @@ class TritonPagedImpl(PagedAttentionImpl):
         if has_prompts and packs and most <= TOGETHER:
             blocks = -(-q_lens * group // TOGETHER)
             if run_together(q_lens, keys, blocks, self.num_kv_heads, processors):
-                return _Plan(0, None, are_whole(np.repeat(keys, blocks), self.num_kv_heads, processors), True)
+                return _BatchPlan(0, None, are_whole(np.repeat(keys, blocks), self.num_kv_heads, processors), True)
         decodes = keys[(q_lens > 0) & (q_lens <= (most if most <= 16 else 1))]
         programs, few_keys, whole = 0, None, are_whole(decodes, self.num_kv_heads, processors)
         if has_prompts:
@@ -220,7 +220,7 @@ class TritonPagedImpl(PagedAttentionImpl):
             nbytes = 2 * self.num_kv_heads * self.head_size * itemsize * int(keys[q_lens == 1].sum())
             programs = prefill_programs(4 * self.num_heads * self.head_size * pairs, nbytes, processors)
             few_keys = has_few_keys(pairs / max(1.0, float(rows.sum())), self.head_size)
-        return _Plan(programs, few_keys, whole)
+        return _BatchPlan(programs, few_keys, whole)
 
     def _attend_ragged(self, call: PagedCall) -> None:
         from attn.torch.kernels.paged_attention import paged_attention

@@ -18,7 +18,7 @@ from attn.capabilities import ATTN_TYPES, Capabilities
 from attn.torch import kv_cache as caches
 from attn.torch.backends import _cpu_kernel, _ragged
 from attn.torch.backends._paged import HeadsFirstBackend
-from attn.torch.backends._ragged import RaggedAttentionImpl, Rules, Work
+from attn.torch.backends._ragged import RaggedAttentionImpl, RequestParams, Work
 
 _HOT = 4 << 20  #: bytes of keys and values that a thread gathers before attending: a few times its private cache
 _KEEP = 64 << 20  #: largest buffer, in bytes, that a thread keeps; a longer context allocates one for the call
@@ -43,7 +43,7 @@ class CPUAttentionBackend(HeadsFirstBackend):
 
 
 class CPUAttentionImpl(RaggedAttentionImpl, backend=CPUAttentionBackend):
-    def _attend_each(self, requests: Iterable[int], call: PagedCall, rules: Rules) -> None:
+    def _attend_each(self, requests: Iterable[int], call: PagedCall, rules: RequestParams) -> None:
         meta = call.meta
         if rules.plain() and meta.mask.is_plain and _in_runs(call.kv_cache[0]) and _in_runs(call.kv_cache[1]):
             requests = _decode(call, rules, one_by_one=self.batch_invariant)
@@ -61,7 +61,7 @@ class CPUAttentionImpl(RaggedAttentionImpl, backend=CPUAttentionBackend):
         runs = _runs(blocks, num_kv_heads).flatten()
         return _Store(keys, 0).take(runs, num_kv_heads)[0], _Store(values, 1).take(runs, num_kv_heads)[0]
 
-    def _attend_one(self, work: Work, rules: Rules) -> None:
+    def _attend_one(self, work: Work, rules: RequestParams) -> None:
         work = rules.drop_empty_rows(work)
         if work.query.shape[0] and not (rules.plain() and _prefill(work, rules)):
             _ragged.attend(work, rules)
@@ -118,7 +118,7 @@ def _buffer(which: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Ten
     return buffer[:length].view(dtype).view(shape)
 
 
-def _decode(call: PagedCall, rules: Rules, one_by_one: bool) -> list[int]:
+def _decode(call: PagedCall, rules: RequestParams, one_by_one: bool) -> list[int]:
     """Attend the requests of one query row, which sees every key in its window. Returns the other requests.
 
     Everything that does not depend on a request's length is done for all requests together, unless `one_by_one`: torch
@@ -135,7 +135,7 @@ def _decode(call: PagedCall, rules: Rules, one_by_one: bool) -> list[int]:
 
 
 def _decode_some(
-    call: PagedCall, rules: Rules, decodes: list[int], starts: list[int], lengths: list[int], runs: torch.Tensor
+    call: PagedCall, rules: RequestParams, decodes: list[int], starts: list[int], lengths: list[int], runs: torch.Tensor
 ) -> list[int]:
     """Attend these decodes together. runs: `_runs` of all requests. Returns the requests whose result would not be exact.
 
@@ -177,7 +177,7 @@ def _decode_some(
     return inexact
 
 
-def _prefill(work: Work, rules: Rules) -> bool:
+def _prefill(work: Work, rules: RequestParams) -> bool:
     """Attend several rows, or keys that came with the call. Returns False if the result would not be exact.
 
     The kernel adds the mask to scores and multiplies masked values by 0, so that a NaN or an infinity in masked keys or
@@ -196,7 +196,7 @@ def _prefill(work: Work, rules: Rules) -> bool:
     return _rows(work, rules, None)
 
 
-def _rows(work: Work, rules: Rules, mask: torch.Tensor | None) -> bool:
+def _rows(work: Work, rules: RequestParams, mask: torch.Tensor | None) -> bool:
     """Attend rows under a mask [n, m] of 0 and -inf. With mask None, rows see every key, or form a causal square.
 
     Returns False if a score was +inf or NaN.
@@ -220,7 +220,7 @@ def _rows(work: Work, rules: Rules, mask: torch.Tensor | None) -> bool:
     return True
 
 
-def _additive(work: Work, rules: Rules, causal: bool) -> torch.Tensor | None:
+def _additive(work: Work, rules: RequestParams, causal: bool) -> torch.Tensor | None:
     """Return the mask [n, m] of 0 and -inf, or None if rows see every key. A causal mask is a triangle at its right end."""
     n, m = work.query.shape[0], work.key.shape[1]
     if causal:

@@ -31,7 +31,7 @@ from attn.errors import UnsupportedError
 from attn.imports import installed
 from attn.torch import records
 from attn.torch.backends import _flex, _flex_flash
-from attn.torch.backends._flex import FlexRules, Masks, Plan, Shape
+from attn.torch.backends._flex import FlexPlan, FlexRules, MaskKey, ProgramShape
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
 from attn.torch.backends._vendor import fill
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
@@ -43,9 +43,9 @@ _SCORES_AT_ONCE = 1 << 24  #: elements of a score matrix in memory (uncompiled),
 class FlexAttentionMetadata(PagedAttentionMetadata):
     """The batch and its plans so far: one per cache size and set of masks."""
 
-    plans: dict[tuple[Any, ...], Plan] = field(default_factory=dict)
+    plans: dict[tuple[Any, ...], FlexPlan] = field(default_factory=dict)
 
-    def planned(self, num_pages: int, page: int, block: int, masks: Masks) -> Plan:
+    def planned(self, num_pages: int, page: int, block: int, masks: MaskKey) -> FlexPlan:
         """Return the plan for a cache of `num_pages` pages, made at the first call; page 0: for the call's own keys."""
         key = (num_pages, page, block, masks)
         if key not in self.plans:
@@ -128,7 +128,7 @@ class FlexAttentionImpl(PagedAttentionImpl, backend=FlexAttentionBackend):
 
     def _compute(self, call: PagedCall, key: torch.Tensor, value: torch.Tensor) -> None:
         """Attend keys and values [N, P, K, D], or the call's own [T, K, D]."""
-        query, meta, masks = call.query, call.meta, Masks.of(call.mask)
+        query, meta, masks = call.query, call.meta, MaskKey.of(call.mask)
         assert isinstance(meta, FlexAttentionMetadata)
         tokens, ragged = meta.num_actual_tokens, self.attn_type in ENCODER_TYPES
         if tokens == 0:
@@ -149,7 +149,7 @@ class FlexAttentionImpl(PagedAttentionImpl, backend=FlexAttentionBackend):
         flash = query.is_cuda and not _flex_flash.reasons(query.dtype, block, key.shape[1], query.device)
         flash = flash and plan.lists[1].shape[1] <= key.shape[0]  # its page lists cannot be longer than the cache
         flash = flash and not (masks.ranges or masks.mixed or masks.layer.chunk_size)  # not compared with the oracle there
-        shape = Shape(query.dtype, self.num_heads, self.num_kv_heads, self.head_size, query.device.type, flash)
+        shape = ProgramShape(query.dtype, self.num_heads, self.num_kv_heads, self.head_size, query.device.type, flash)
         slopes = query.new_zeros(self.num_heads, dtype=torch.float32) if self.alibi_slopes is None else self.alibi_slopes
         laid = query[plan.source].unflatten(0, (-1, block))
         scores = self.num_heads * block * key.shape[0] * key.shape[1]
@@ -169,7 +169,7 @@ class FlexAttentionImpl(PagedAttentionImpl, backend=FlexAttentionBackend):
         fill(out[0].transpose(0, 1)[plan.back], log, self.sinks, call.output, call.lse)
 
 
-def _run(rules: FlexRules, shape: Shape, uncompiled: bool, arrays: tuple[Any, ...]) -> Any:
+def _run(rules: FlexRules, shape: ProgramShape, uncompiled: bool, arrays: tuple[Any, ...]) -> Any:
     """Run the program of these rules; with the Triton kernel if FlashAttention's fails to compile."""
     try:
         return _flex.program(rules, shape, "eager" if uncompiled else "inductor")(*arrays)

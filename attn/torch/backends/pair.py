@@ -34,7 +34,7 @@ from attn.torch.metadata import PagedAttentionMetadata
 _PHASES = ("decodes", "prompts")
 
 
-class Part(NamedTuple):
+class MemberBatch(NamedTuple):
     """Some requests of a batch: which backend of the pair serves them, their rows, and their metadata, which is its own."""
 
     which: int
@@ -109,14 +109,14 @@ class PairedMetadataBuilder(AttentionMetadataBuilder[Any]):
         `CommonAttentionMetadata.validate`)."""
         batch = common_attn_metadata
         whole: PagedAttentionMetadata = self._builders[0].build(common_prefix_len, batch, fast_build)
-        ends, parts = (0, decodes_of(batch), batch.num_reqs), list[Part]()
+        ends, parts = (0, decodes_of(batch), batch.num_reqs), list[MemberBatch]()
         if ends[1] == batch.num_reqs:
             return whole
         for which, (first, last) in enumerate(((0, ends[1]), (ends[1], batch.num_reqs))):
             if first < last:
                 meta = self._builders[which].part(whole, batch, first, last, fast_build)
                 start = 0 if first == 0 else parts[-1].rows.stop
-                parts.append(Part(which, slice(start, start + meta.num_actual_tokens), meta))
+                parts.append(MemberBatch(which, slice(start, start + meta.num_actual_tokens), meta))
         whole.parts = tuple(parts)
         return whole
 

@@ -13,7 +13,7 @@ from attn.torch import kv_cache as caches
 from attn.torch import records
 from attn.torch.backends import _ragged
 from attn.torch.backends._paged import PagedAttentionBackend
-from attn.torch.backends._ragged import RaggedAttentionImpl, Rules, Work
+from attn.torch.backends._ragged import RaggedAttentionImpl, RequestParams, Work
 
 _MASK_AT_ONCE = 1 << 24  #: rows x keys x heads of a masked call: bounds torch's allocation if it has no fused kernel
 
@@ -28,7 +28,7 @@ class TorchSDPABackend(PagedAttentionBackend):
 
 
 class TorchSDPAImpl(RaggedAttentionImpl, backend=TorchSDPABackend):
-    def _attend_one(self, work: Work, rules: Rules) -> None:
+    def _attend_one(self, work: Work, rules: RequestParams) -> None:
         work = rules.drop_empty_rows(work)
         dtype = work.query.dtype
         if not caches.is_quantised(work.key.dtype):  # codes are exact in every dtype of a query
@@ -40,7 +40,7 @@ class TorchSDPAImpl(RaggedAttentionImpl, backend=TorchSDPABackend):
             _ragged.attend(work, rules)
 
 
-def _sdpa(work: Work, rules: Rules) -> None:
+def _sdpa(work: Work, rules: RequestParams) -> None:
     """Compute plain attention by torch; every row must see a key.
 
     Heads of a group are folded into rows, since `enable_gqa` repeats the keys (13 times slower for one query row in

@@ -50,7 +50,7 @@ class Rule(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class OperatorCall:
     """The requests of one kernel call: their rows, row counts, key slots (None: all), mask and operator."""
 
     rows: torch.Tensor | slice
@@ -64,15 +64,15 @@ class Part:
 class XFormersMetadata(PagedAttentionMetadata):
     """The batch and its plans so far."""
 
-    plans: dict[Rule, list[Part]] = field(default_factory=dict)
+    plans: dict[Rule, list[OperatorCall]] = field(default_factory=dict)
 
-    def planned(self, rule: Rule) -> list[Part]:
+    def planned(self, rule: Rule) -> list[OperatorCall]:
         """Return the parts of the batch under a rule, planned if the rule is new. No part has a row without a key."""
         if rule not in self.plans:
             self.plans[rule] = list(self._plan(rule))
         return self.plans[rule]
 
-    def _plan(self, rule: Rule) -> Iterator[Part]:
+    def _plan(self, rule: Rule) -> Iterator[OperatorCall]:
         fmha = _fmha()
         starts, lens = self.host_lens()
         counts = np.diff(starts)
@@ -92,7 +92,7 @@ class XFormersMetadata(PagedAttentionMetadata):
                 bias_cls = fmha.attn_bias.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
                 table = self.block_table[torch.from_numpy(requests).to(device)]
                 mask = bias_cls.from_seqlens(n.tolist(), end.tolist(), table, self.block_size, device=device)
-                yield Part(at, n.tolist(), None, mask, fmha.triton_splitk.FwOp)
+                yield OperatorCall(at, n.tolist(), None, mask, fmha.triton_splitk.FwOp)
                 continue
             begin = np.zeros_like(end) if rule.left is None else np.maximum(end - n - rule.left, 0)
             mask = fmha.attn_bias.BlockDiagonalMask.from_seqlens(n.tolist(), (end - begin).tolist(), device=device)
@@ -101,10 +101,10 @@ class XFormersMetadata(PagedAttentionMetadata):
             elif rule.causal:
                 mask = mask.make_causal_from_bottomright()
             if rule.ragged:
-                yield Part(at, n.tolist(), None, mask)
+                yield OperatorCall(at, n.tolist(), None, mask)
             else:
                 assert self.block_size is not None
-                yield Part(at, n.tolist(), token_slots(self.block_table, self.block_size, requests, begin, end), mask)
+                yield OperatorCall(at, n.tolist(), token_slots(self.block_table, self.block_size, requests, begin, end), mask)
 
 
 class XFormersMetadataBuilder(PagedAttentionMetadataBuilder):

@@ -9,7 +9,7 @@ from attn.kernels import hopper
 from attn.kernels.gluon import descriptor
 from attn.kernels.hopper_mla import attend as _attend
 from attn.kernels.hopper_mla import constants, map_of
-from attn.kernels.mla_launch import Launches, fits_hopper
+from attn.kernels.mla_launch import MLALaunches, fits_hopper
 from attn.torch.kernels.direct import Kind, Prepared, kind_of
 
 _SERVED = ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16))
@@ -23,7 +23,7 @@ def serves(query: torch.Tensor, cache: torch.Tensor, rank: int, split: int, spar
     return fits_hopper(query.shape[1:], cache.shape[1:], (block, slot), rank, split, sparse)
 
 
-def attend(arrays: tuple[Any, ...], factors: tuple[float, float], plan: Launches, requests: int) -> None:
+def attend(arrays: tuple[Any, ...], factors: tuple[float, float], plan: MLALaunches, requests: int) -> None:
     """Compute what `mla_decode`'s own kernel does for the same arguments: results, or states for rows with several splits.
 
     arrays: the kernel's pointers; factors: of scores, into base 2, and of values.

@@ -46,7 +46,7 @@ def prefill(
     _planned(arrays, page, params, ragged)(arrays, factors, programs)
 
 
-class _Plan(NamedTuple):
+class _PlannedLaunch(NamedTuple):
     """A launch for arrays of certain shapes, strides and dtypes.
 
     maps, strides, tiles: those of `plan_of`; numbers: requests, pages, and strides of the log-sum-exp and the block table.
@@ -81,7 +81,7 @@ class _Plan(NamedTuple):
         return min(self.tiles, programs), (*arrays, counters), numbers
 
 
-def _planned(arrays: Sequence[Any], page: int, params: PrefillParams, ragged: bool = False) -> _Plan:
+def _planned(arrays: Sequence[Any], page: int, params: PrefillParams, ragged: bool = False) -> _PlannedLaunch:
     """arrays: of the kernel, without the counters."""
     output, lse, query, key, value, starts, _, table, *_ = arrays
     shapes, of = (x.shape for x in (query, key, value)), (x.stride() for x in (query, key, value, output))
@@ -89,17 +89,17 @@ def _planned(arrays: Sequence[Any], page: int, params: PrefillParams, ragged: bo
     plan = plan_of(Arrays(*shapes, *of), num_reqs, page, table is not None, params, not query.data_ptr() % 16)
     kernel = _prepared(kind_of((*arrays, None), plan.strides), plan.sizes, params, plan.maps[0] is not None, ragged)
     numbers = num_reqs, key.shape[0], 0 if lse is None else lse.stride(0), 0 if table is None else table.stride(0)
-    return _Plan(kernel, plan.maps, numbers, plan.strides, plan.tiles)
+    return _PlannedLaunch(kernel, plan.maps, numbers, plan.strides, plan.tiles)
 
 
-class Prompts:
+class EqualPrompts:
     """Prompts of equal lengths whose keys are read where they are, for repeated calls: shapes are examined when they change."""
 
     def __init__(self, scale: float, causal: bool) -> None:
         self._factors = abs(scale) * LOG2E, 1.0
         self._params = PrefillParams(negate=scale < 0, right=0 if causal else UNBOUNDED)
         #: shapes, strides and dtypes of the last call; its plan, the lists of its requests, and whether queries are copied
-        self._last: tuple[Any, tuple[_Plan, Any, bool] | None] = None, None
+        self._last: tuple[Any, tuple[_PlannedLaunch, Any, bool] | None] = None, None
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
         """Return [B, S, H, D] of query [B, H, S, D] and key, value [B, K, S, D]; None if the kernel does not support their
@@ -134,7 +134,7 @@ class Prompts:
         shape, held = (batch, rows, heads, size), (lists, arrays[-1])
         return plan.kernel.again(general, query.device, shape, (programs, 1), (*addresses, *numbers), changing, held)
 
-    def _planned(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[_Plan, Any, bool] | None:
+    def _planned(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[_PlannedLaunch, Any, bool] | None:
         batch, heads, rows, _ = query.shape
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         dense = query.stride(-1) == key.stride(-1) == value.stride(-1) == 1

@@ -164,7 +164,7 @@ def _attend(  # type: ignore[no-untyped-def]
         tl.store(lse + b.to(tl.int64) * lse_b + head.to(tl.int64) * lse_h + row, log * 0.6931471805599453, mask=live)
 
 
-class Keys(NamedTuple):
+class DenseKeys(NamedTuple):
     """The keys and values of a batch."""
 
     key: torch.Tensor  # [B, M, K, D], float16 or bfloat16, any strides with a dense last dimension
@@ -177,7 +177,7 @@ class Keys(NamedTuple):
 
 @on_device
 def int8_attention(
-    output: torch.Tensor, lse: torch.Tensor | None, query: torch.Tensor, keys: Keys, scale: float, causal: bool = False
+    output: torch.Tensor, lse: torch.Tensor | None, query: torch.Tensor, keys: DenseKeys, scale: float, causal: bool = False
 ) -> None:
     """Compute output [B, S, H, D] and, unless None, lse [B, H, S] float32 (natural log). Without keys they are 0 and -inf.
 
@@ -210,7 +210,7 @@ def int8_attention(
 
 
 def _quantised(
-    x: torch.Tensor, keys: Keys, block: int, scale: float, is_query: bool = False, has_shift: bool = False
+    x: torch.Tensor, keys: DenseKeys, block: int, scale: float, is_query: bool = False, has_shift: bool = False
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor | None]:
     """Return ((codes, scales), shift) of the queries or keys x [B, rows, heads, D], in tiles of `block` rows."""
     batch, rows, heads, size = x.shape

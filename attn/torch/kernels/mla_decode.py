@@ -8,13 +8,13 @@ import torch
 
 from attn.kernels.launch import LOG2E, can_launch_early
 from attn.kernels.mla_decode import attend, merge
-from attn.kernels.mla_launch import Decode, Launches, launches_of, prefers_hopper
+from attn.kernels.mla_launch import Decode, MLALaunches, launches_of, prefers_hopper
 from attn.torch.kernels.direct import Kind, Prepared, arch, kind_of, multiprocessors, operator, temporary
 from attn.torch.kernels.plan import shares
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(of: Decode) -> tuple[Launches, Callable[..., Prepared], Callable[..., Prepared]]:
+def _plan(of: Decode) -> tuple[MLALaunches, Callable[..., Prepared], Callable[..., Prepared]]:
     """The launches and both stages: equal for every layer of a model, so made once per batch."""
     made = launches_of(of)
     return made, _stage(attend, (*made.attend.items(),)), _stage(merge, (*made.merge.items(),))
@@ -120,7 +120,7 @@ def mla_decode(
 
 
 def _attend_generally(
-    stage: Callable[..., Prepared], arrays: tuple[Any, ...], factors: tuple[float, float], plan: Launches, requests: int
+    stage: Callable[..., Prepared], arrays: tuple[Any, ...], factors: tuple[float, float], plan: MLALaunches, requests: int
 ) -> None:
     """Launch the first stage, but for `hopper_mla`. arrays: its pointers; factors: of scores, into base 2, and of values."""
     out, lse, _, _, query, _, cache, *_, block_table, indices, _, k_scale = arrays

@@ -8,7 +8,7 @@ import torch
 from attn.kernels import hopper
 from attn.kernels.launch import TOGETHER, TUNED, Launch, can_launch_early, converts_e4m3, packs_rows
 from attn.kernels.paged_attention import attention, merge
-from attn.kernels.paged_launch import OF_MERGE, Kinds, Launches, Layer, strides_of
+from attn.kernels.paged_launch import OF_MERGE, Kinds, Launches, LayerParams, strides_of
 from attn.torch.kernels.direct import Kind, Prepared, arch, kind_of, multiprocessors, operator, temporary
 
 Arrays = tuple[torch.Tensor | None, ...]
@@ -31,7 +31,7 @@ def _hopper_prefill() -> Any:
 class _Launches:
     """The launches of `Launches` for tensors of one kind."""
 
-    def __init__(self, kinds: Kinds, layer: Layer) -> None:
+    def __init__(self, kinds: Kinds, layer: LayerParams) -> None:
         self._rules = rules = Launches(kinds, layer)
         self._of_prompts = functools.cache(functools.partial(layer.of_prompts, rules.tokens))
         self._prefill = None if rules.prefill is None else Prepared(attention, **rules.prefill)
@@ -79,11 +79,11 @@ class _Launches:
 def _launches(
     name: str, kind: Kind, shape: Strides, scales: Any, rules: Any, queries: int, flags: Flags, tuned: Tuned
 ) -> _Launches:
-    """The launches of calls that agree in these. scales: two tuples or None; rules: of `Layer`; flags: `Kinds.same`, `wide`,
-    `hopper` and `together`."""
+    """The launches of calls that agree in these. scales: two tuples or None; rules: of `LayerParams`; flags: `Kinds.same`,
+    `wide`, `hopper` and `together`."""
     dtypes = tuple(None if dtype is None else str(dtype).removeprefix("torch.") for dtype in kind[1])
     device = name, multiprocessors(kind[0]), can_launch_early(name)
-    return _Launches(Kinds(*device, dtypes, shape, scales, queries, *flags, tuned), Layer(*rules))
+    return _Launches(Kinds(*device, dtypes, shape, scales, queries, *flags, tuned), LayerParams(*rules))
 
 
 @operator("triton_paged_attention", "output", "lse")

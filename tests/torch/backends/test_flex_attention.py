@@ -16,7 +16,7 @@ from attn.reference import visible_mask
 from attn.testing import Case, cases_for, check_conformance
 from attn.torch import Attention
 from attn.torch.backends import _flex, flex_attention
-from attn.torch.backends._flex import Masks
+from attn.torch.backends._flex import MaskKey
 from attn.torch.backends.flex_attention import FlexAttentionBackend, check_span
 from attn.visibility import LayerMask
 from tests.levels import sampled
@@ -119,7 +119,7 @@ def test_a_block_of_rows_visits_what_its_rows_see(left: int | None, right: int |
     """Nothing else of its request, nothing of another's, and what is listed as whole is seen by all of its rows."""
     q, m = [1, 0, 70, 33, 5, 1], [100, 40, 170, 33, 0 if not causal else 5, 1]
     meta = _metadata(q, m, causal=causal)
-    masks = Masks(LayerMask(causal, (left, right)))
+    masks = MaskKey(LayerMask(causal, (left, right)))
     plan = _flex.lay_out(meta, meta.block_table, meta.seq_lens, 64, P, block, masks)
     starts, first = meta.query_start_loc.tolist(), 0
     for r, (n, total) in enumerate(zip(q, m, strict=True)):
@@ -148,15 +148,15 @@ def test_a_block_of_rows_visits_what_its_rows_see(left: int | None, right: int |
 @pytest.mark.parametrize(
     "masks",
     [
-        Masks(LayerMask(True, (None, 0)), ranges=True),
-        Masks(LayerMask(True, (20, 0)), ranges=True),
-        Masks(LayerMask(True, (20, 0), span_window=True), ranges=True),
-        Masks(LayerMask(False, chunk_size=24), ranges=True),
-        Masks(LayerMask(False, (9, 0), 40), mixed=True, ranges=True),
-        Masks(LayerMask(False), mixed=True),
+        MaskKey(LayerMask(True, (None, 0)), ranges=True),
+        MaskKey(LayerMask(True, (20, 0)), ranges=True),
+        MaskKey(LayerMask(True, (20, 0), span_window=True), ranges=True),
+        MaskKey(LayerMask(False, chunk_size=24), ranges=True),
+        MaskKey(LayerMask(False, (9, 0), 40), mixed=True, ranges=True),
+        MaskKey(LayerMask(False), mixed=True),
     ],
 )
-def test_pages_of_spans_prefixes_chunks_and_mixed_causality(masks: Masks, block: int) -> None:
+def test_pages_of_spans_prefixes_chunks_and_mixed_causality(masks: MaskKey, block: int) -> None:
     """Each block visits every page of which a row sees a key, and calls whole only those that all of its rows see."""
     q, m = [1, 0, 70, 33, 5, 1], [100, 40, 170, 33, 5, 1]
     rng = np.random.default_rng(block)
@@ -208,7 +208,7 @@ def test_spans_compiled() -> None:
 def test_pages_that_trees_decide_on_are_never_whole() -> None:
     tree = np.tri(20, dtype=np.bool_)[None].repeat(2, 0)
     meta = _metadata([20, 30], [60, 70], tree=tree)
-    plan = _flex.lay_out(meta, meta.block_table, meta.seq_lens, 64, P, 16, Masks(LayerMask(), tree=True))
+    plan = _flex.lay_out(meta, meta.block_table, meta.seq_lens, 64, P, 16, MaskKey(LayerMask(), tree=True))
     assert plan.lists[2].tolist()[:4] == [2, 2, 2, 3]  # whole pages before token 40, and before tokens 41 and 57
     begin = plan.rows[0, 0, 4]
     assert begin == 2 * 64 + 1 and plan.places[begin:].view(2, 20, 20).tolist() == tree.astype(int).tolist()
@@ -260,7 +260,7 @@ def test_incident_6_indices_are_64_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_flex, "_columns", lambda *args: 2)
     meta = _metadata([1, 1, 1], [5, 6, 7])
     pages = 2**31 - 5
-    plan = _flex.lay_out(meta, meta.block_table, meta.seq_lens, pages, P, 16, Masks(LayerMask()))
+    plan = _flex.lay_out(meta, meta.block_table, meta.seq_lens, pages, P, 16, MaskKey(LayerMask()))
     assert plan.rows.dtype == torch.int64
     assert plan.rows[:3, 0, 0].tolist() == [0, pages, 2 * pages]
 
@@ -303,7 +303,7 @@ def test_what_it_does_not_serve(asked: dict[str, Any], why: str) -> None:
 @pytest.mark.parametrize(("head_size", "dtype", "page"), [(64, 2, 16), (128, 2, 64), (256, 2, 128), (128, 4, 48), (256, 4, 16)])
 def test_tiles_divide_a_block_and_a_page_and_fit(head_size: int, dtype: int, page: int) -> None:
     for block in (16, 64):
-        rules = _flex.FlexRules(Masks(LayerMask()), 1.0, None, False, True, block, page)
+        rules = _flex.FlexRules(MaskKey(LayerMask()), 1.0, None, False, True, block, page)
         tiles = _flex.tiles(rules, head_size * dtype)
         assert block % tiles["BLOCK_M"] == 0 and page % tiles["BLOCK_N"] == 0
         assert tiles["BLOCK_M"] * head_size * dtype + 4 * tiles["BLOCK_N"] * head_size * dtype <= 96 << 10

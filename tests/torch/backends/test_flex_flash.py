@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from attn.torch.backends import _flex, _flex_flash
-from attn.torch.backends._flex import FlexRules, Masks, Shape
+from attn.torch.backends._flex import FlexRules, MaskKey, ProgramShape
 from attn.visibility import LayerMask
 
 CUDA = torch.device("cuda")
-RULES = FlexRules(Masks(LayerMask()), 1.0, None, False, True, 64, 16)
+RULES = FlexRules(MaskKey(LayerMask()), 1.0, None, False, True, 64, 16)
 
 
 @pytest.fixture(autouse=True)
@@ -32,10 +32,10 @@ def test_it_is_asked_for_where_it_serves() -> None:
     from torch.nn.attention import flex_attention as flex
 
     assert _flex_flash.reasons(torch.bfloat16, 64, 16, CUDA) == []
-    options = _flex.kernel_options(RULES, Shape(torch.bfloat16, 4, 2, 64, "cuda", True))
+    options = _flex.kernel_options(RULES, ProgramShape(torch.bfloat16, 4, 2, 64, "cuda", True))
     x = torch.zeros(1, 1, 1, 64)
     assert flex._apply_kernel_options(x, x, x, False, options)["BACKEND"] == "FLASH"  # PyTorch knows the word
-    options = _flex.kernel_options(RULES, Shape(torch.bfloat16, 4, 2, 64, "cuda"))
+    options = _flex.kernel_options(RULES, ProgramShape(torch.bfloat16, 4, 2, 64, "cuda"))
     assert options is not None and "BACKEND" not in options and options["BLOCK_N"] == 16
 
 

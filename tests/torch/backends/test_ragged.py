@@ -19,7 +19,7 @@ from attn.torch import Attention
 from attn.torch.backends import _ragged, cpu_attn
 from attn.torch.backends.cpu_attn import CPUAttentionBackend
 from attn.torch.backends.sdpa import TorchSDPABackend
-from attn.torch.testing import Runner, _layer
+from attn.torch.testing import TorchRunner, _layer
 from attn.visibility import BatchMask
 
 BACKENDS = (TorchSDPABackend, CPUAttentionBackend)
@@ -49,7 +49,7 @@ def test_scales_that_moved_with_their_layer_have_one_entry_a_kv_head(scales: Any
     """The suite's driver keeps scales on the layer's device; there a number stays a tensor, for every head the same."""
     k_scale, v_scale = scales
     case = base_case(subject_of(TorchSDPABackend), "", kv_cache_dtype="int8", k_scale=k_scale, v_scale=v_scale)
-    impl = Runner(TorchSDPABackend).build(draw(case))
+    impl = TorchRunner(TorchSDPABackend).build(draw(case))
     moved = impl._scaled(
         impl._rules((None, 0)), _layer(draw(case), torch.device("meta")), torch.empty(0, device="meta").to(torch.int8)
     )

@@ -205,7 +205,7 @@ def test_prompts_of_expanded_heads_conform(case: Any, interpreted: None) -> None
 
 def test_requests_of_equal_length_stay_whole_and_others_are_cut(interpreted: None) -> None:
     """By one of two launches of one program, which the lengths choose."""
-    from attn.jax.kernels.gpu.paged_attention import Extents, Keys, paged_attention
+    from attn.jax.kernels.gpu.paged_attention import BatchBounds, KVInputs, paged_attention
     from attn.kernels.paged_launch import Layer
 
     requests, page, columns = 8, 16, 13
@@ -218,8 +218,8 @@ def test_requests_of_equal_length_stay_whole_and_others_are_cut(interpreted: Non
         seq_lens = np.asarray(lens, np.int32)
         batch = {"query_start_loc": starts, "seq_lens": seq_lens, "block_table": table}
         want, want_lse = reference.paged_attention(query, *cache, **batch)
-        keys = Keys(jnp.asarray(cache), seq_lens, table)
-        out, lse = paged_attention(jnp.asarray(query), starts, keys, layer, Extents(1, 208))
+        keys = KVInputs(jnp.asarray(cache), seq_lens, table)
+        out, lse = paged_attention(jnp.asarray(query), starts, keys, layer, BatchBounds(1, 208))
         np.testing.assert_allclose(out, want, atol=2e-5)
         np.testing.assert_allclose(lse, want_lse, atol=2e-5)
 

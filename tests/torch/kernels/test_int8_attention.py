@@ -10,7 +10,7 @@ from attn import reference
 from attn.kernels import launch
 from attn.torch.interpreter import correct_bfloat16
 from attn.torch.kernels import direct
-from attn.torch.kernels.int8_attention import Keys, int8_attention
+from attn.torch.kernels.int8_attention import DenseKeys, int8_attention
 from tests.testing.approximate import inputs, int8_scores, relative
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,7 +37,7 @@ def run(q, k, v, *, smooth=True, causal=False, lens=None, lse=False):
     logs = torch.full((1, q.shape[1], q.shape[0]), torch.nan, device=DEVICE) if lse else None
     mean = key[:, :length].float().mean(1) if smooth else None
     counts = torch.tensor([length], dtype=torch.int32, device=DEVICE)
-    int8_attention(out, logs, query, Keys(key, value, counts, mean), q.shape[2] ** -0.5, causal)
+    int8_attention(out, logs, query, DenseKeys(key, value, counts, mean), q.shape[2] ** -0.5, causal)
     return out[0].double().cpu().numpy(), None if logs is None else logs[0].double().cpu().numpy()
 
 

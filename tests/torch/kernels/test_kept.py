@@ -15,7 +15,7 @@ from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.registry import AttentionBackendEnum
 from attn.errors import DTypeError, UnsupportedError
 from attn.torch import kv_cache as caches
-from attn.torch.backends._triton import _Plan
+from attn.torch.backends._triton import _BatchPlan
 from attn.torch.kernels import kept
 from attn.torch.metadata import of_kind
 
@@ -73,7 +73,7 @@ class Layer:
         self.impl = self.cls.get_impl_cls()(H, D, 0.1, K, kv_cache_dtype=cache, **extras, **options)
         self.impl.need_to_return_lse_for_decode = lse
         if together:
-            self.impl._plan = lambda *_: _Plan(together=True)
+            self.impl._plan = lambda *_: _BatchPlan(together=True)
         self.scales = SimpleNamespace(_k_scale=torch.ones(K), _v_scale=torch.ones(K))
         self.spec = KVCacheSpec(P, K, D, "bfloat16", cache, 512)
         self.batch, tokens = batch_of(lens, **batch), sum(lens[0])

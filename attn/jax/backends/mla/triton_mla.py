@@ -42,10 +42,10 @@ class TritonMLAImpl(MLACommonImpl, backend=TritonMLABackend):
         return write_latents(*call.new, call.kv_cache, self._slots(call.meta), _scale(call))
 
     def _write_and_decode(self, call: DecodeCall) -> tuple[jax.Array, jax.Array, jax.Array]:
-        from attn.jax.kernels.gpu.mla_attention import Latents, New, Rules, mla_decode
+        from attn.jax.kernels.gpu.mla_attention import DecodeParams, Latents, New, mla_decode
 
         meta, new = call.meta, None if call.new is None else New(*call.new, self._slots(call.meta))
-        rules = Rules(self.qk_rope_head_dim, self.scale, meta.causal, meta.max_query_len, meta.max_seq_len)
+        rules = DecodeParams(self.qk_rope_head_dim, self.scale, meta.causal, meta.max_query_len, meta.max_seq_len)
         starts, lens, table = meta.requests
         latents = Latents(call.kv_cache, lens, table, _scale(call))
         return mla_decode(call.q_nope, call.q, starts, latents, rules, new)

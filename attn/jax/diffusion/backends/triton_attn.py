@@ -19,7 +19,7 @@ from attn.jax import records
 from attn.jax.diffusion.backends._dense import DenseImpl
 from attn.jax.kernels.gpu.dense_attention import dense_attention, differentiable
 from attn.jax.kernels.gpu.launch import reasons, target
-from attn.kernels.paged_launch import Layer
+from attn.kernels.paged_launch import LayerParams
 
 
 class TritonAttentionBackend(DiffusionAttentionBackend):
@@ -43,7 +43,7 @@ class TritonAttentionImpl(DenseImpl, backend=TritonAttentionBackend):
 
     def _computed(self, call: DenseCall, by: Callable[[DenseImpl, DenseCall], Any], return_lse: bool = False) -> Any:
         """Return (output, log-sum-exp [B, H, S] or None). by: computes them of another implementation."""
-        layer = Layer(self.scale, right=0 if self.causal else None)
+        layer = LayerParams(self.scale, right=0 if self.causal else None)
 
         def ours(query: jax.Array, key: jax.Array, value: jax.Array, present: jax.Array | None) -> Any:
             lens = None

@@ -15,13 +15,13 @@ from jax.custom_batching import custom_vmap
 
 from attn.jax.kernels.gpu.launch import target
 from attn.kernels import hopper
-from attn.kernels.paged_launch import Layer
+from attn.kernels.paged_launch import LayerParams
 
 _FEW = 16  #: rows of a decode
 
 
 def dense_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, lens: jax.Array | None, layer: Layer, return_lse: bool = True
+    query: jax.Array, key: jax.Array, value: jax.Array, lens: jax.Array | None, layer: LayerParams, return_lse: bool = True
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return (output [B, S, H, D], lse [B, S, H] float32, natural log, or None unless `return_lse`).
 
@@ -50,7 +50,7 @@ def differentiable(attend: Callable[..., Any], other: Callable[..., Any]) -> Cal
 
 
 @functools.lru_cache(maxsize=256)
-def _batched(layer: Layer, return_lse: bool) -> Callable[..., Any]:
+def _batched(layer: LayerParams, return_lse: bool) -> Callable[..., Any]:
     """Return `_attend` for these rules, with its rule for `vmap`."""
     attend = custom_vmap(functools.partial(_attend, layer=layer, return_lse=return_lse))
 
@@ -69,9 +69,9 @@ def _batched(layer: Layer, return_lse: bool) -> Callable[..., Any]:
 
 @functools.partial(jax.jit, static_argnames=("layer", "return_lse"))
 def _attend(
-    query: jax.Array, key: jax.Array, value: jax.Array, lens: jax.Array | None, *, layer: Layer, return_lse: bool
+    query: jax.Array, key: jax.Array, value: jax.Array, lens: jax.Array | None, *, layer: LayerParams, return_lse: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    from attn.jax.kernels.gpu.paged_attention import Extents, Keys, paged_attention  # Triton, once a call is traced
+    from attn.jax.kernels.gpu.paged_attention import BatchBounds, KVInputs, paged_attention  # Triton, once a call is traced
 
     (batch, rows, heads, _), (length, kv_heads, size) = query.shape, key.shape[1:]
     if 0 in query.shape or length == 0:
@@ -83,16 +83,16 @@ def _attend(
     if rows > _FEW and target()[0] == "sm_90" and hopper.is_on("hopper_prefill"):
         made = _on_hopper(flat, starts, key, value, whole, layer, return_lse)
     if made is None:
-        keys = Keys(keys=key.reshape(-1, kv_heads, size), values=value.reshape(-1, kv_heads, size))
+        keys = KVInputs(keys=key.reshape(-1, kv_heads, size), values=value.reshape(-1, kv_heads, size))
         if lens is not None or rows != length:
             keys = keys._replace(lens=whole, table=np.arange(0, batch * length, length, dtype=np.int32)[:, None])
-        made = paged_attention(flat, starts, keys, layer, Extents(rows, length), return_lse=return_lse)
+        made = paged_attention(flat, starts, keys, layer, BatchBounds(rows, length), return_lse=return_lse)
     out, lse = made
     return out.reshape(query.shape), None if lse is None else jnp.moveaxis(lse.reshape(heads, batch, rows), 0, -1)
 
 
 def _on_hopper(
-    query: jax.Array, starts: Any, key: jax.Array, value: jax.Array, lens: Any, layer: Layer, return_lse: bool
+    query: jax.Array, starts: Any, key: jax.Array, value: jax.Array, lens: Any, layer: LayerParams, return_lse: bool
 ) -> tuple[jax.Array, jax.Array | None] | None:
     """Return what the Hopper kernel computes; None if it does not support these arrays, or the installed Triton it."""
     from attn.jax.kernels.gpu.hopper_prefill import Out, Prompts, prefill, serves

@@ -15,7 +15,7 @@ from attn.jax.kernels.gpu.launch import Boxed, dense_strides, launch, target
 from attn.kernels import fill, hopper, latent_write, mla_prepare
 from attn.kernels.launch import FIELDS, LOG2E, block_of
 from attn.kernels.mla_decode import attend, merge
-from attn.kernels.mla_launch import Decode, Launches, RopeFrom, fits_hopper, launches_of, prefers_hopper
+from attn.kernels.mla_launch import Decode, MLALaunches, RopeFrom, fits_hopper, launches_of, prefers_hopper
 
 
 class Latents(NamedTuple):
@@ -28,7 +28,7 @@ class Latents(NamedTuple):
     k_scale: jax.Array | None = None
 
 
-class Rules(NamedTuple):
+class DecodeParams(NamedTuple):
     """What a program is made for, beside shapes: Dr, the factor of scores, whether a row sees no later key, and bounds of the
     batch: the most new tokens of a request, and the most keys."""
 
@@ -53,7 +53,7 @@ def mla_decode(
     query: jax.Array,
     starts: jax.Array,
     latents: Latents,
-    rules: Rules,
+    rules: DecodeParams,
     new: New | None = None,
     *,
     return_lse: bool = True,
@@ -96,13 +96,13 @@ _RESULTS = ("out", "lse")
 _STATES = (*_RESULTS, "partial", "partial_lse")
 
 
-def _attend(of: Decode, made: Launches, args: dict[str, Any]) -> dict[str, jax.Array]:
+def _attend(of: Decode, made: MLALaunches, args: dict[str, Any]) -> dict[str, jax.Array]:
     """The first stage."""
     codes = {"cache": "uint8"} if args["cache"].dtype == jnp.float8_e4m3fn and made.attend["BYTES"] else {}
     return _run(attend, of.arch, (made.programs(of.requests), made.splits), args | made.attend, _STATES, **codes)
 
 
-def _attend_on_hopper(of: Decode, made: Launches, args: dict[str, Any]) -> dict[str, jax.Array]:
+def _attend_on_hopper(of: Decode, made: MLALaunches, args: dict[str, Any]) -> dict[str, jax.Array]:
     """The same by the Hopper kernel. Raises `hopper.CannotCompile` if the installed Triton does not compile it, for which the
     kernel is off from then on."""
     from attn.kernels import hopper_mla
@@ -123,7 +123,7 @@ def _attend_on_hopper(of: Decode, made: Launches, args: dict[str, Any]) -> dict[
         raise
 
 
-def _decode(args: dict[str, Any], rules: Rules) -> Decode:
+def _decode(args: dict[str, Any], rules: DecodeParams) -> Decode:
     (_, heads, rank), (_, page, _), (num_reqs, columns) = (args[x].shape for x in ("query", "cache", "block_table"))
     (arch, processors), (_, _, width), cache, dtype = target(), args["rope"].shape, args["cache"], args["query"].dtype
     plain = cache.dtype == dtype and dtype.itemsize == 2
@@ -150,7 +150,7 @@ def _decode(args: dict[str, Any], rules: Rules) -> Decode:
     )
 
 
-def _numbers(of: Decode, made: Launches, args: dict[str, Any]) -> dict[str, Any]:
+def _numbers(of: Decode, made: MLALaunches, args: dict[str, Any]) -> dict[str, Any]:
     """The arguments of both stages that are neither arrays nor the rule's."""
     (_, page, row), tokens, rank = args["cache"].shape, args["query"].shape[0], of.rank
     return {
@@ -167,7 +167,7 @@ def _numbers(of: Decode, made: Launches, args: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def _prepared(of: Decode, made: Launches, args: dict[str, Any], new: New | None) -> dict[str, jax.Array]:
+def _prepared(of: Decode, made: MLALaunches, args: dict[str, Any], new: New | None) -> dict[str, jax.Array]:
     """Fill the table of shares, store new latents, and write the rows of no request; return what it wrote by name."""
     (tokens, _, rank), cache = args["out"].shape, args["cache"]
     groups, _, items = made.shares or (0, 0, 0)

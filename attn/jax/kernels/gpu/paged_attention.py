@@ -16,14 +16,14 @@ from attn.kernels import fill as rest
 from attn.kernels import hopper, kv_write
 from attn.kernels.launch import SplitKV, converts_e4m3
 from attn.kernels.paged_attention import attention, merge
-from attn.kernels.paged_launch import ARRAYS, OF_MERGE, Kinds, Launches, Layer, bound, strides_of
+from attn.kernels.paged_launch import ARRAYS, OF_MERGE, Kinds, Launches, LayerParams, bound, strides_of
 from attn.visibility import PLAIN, BatchMask
 
 #: Tokens of a request, beyond which all are alike to the launch rules.
 _FEW = 16
 
 
-class Keys(NamedTuple):
+class KVInputs(NamedTuple):
     """Where a call's keys are.
 
     cache: [2, N, P, K, D], keys, then values; lens: [R], table: [R, B], int32. Or keys, values: [T, K, D], where each request
@@ -47,7 +47,7 @@ class PerHead(NamedTuple):
     sinks: Any = None
 
 
-class Extents(NamedTuple):
+class BatchBounds(NamedTuple):
     """Bounds of a batch: the most new tokens of a request, and the most keys."""
 
     max_query_len: int
@@ -61,9 +61,9 @@ _NO_HEADS = PerHead()
 def paged_attention(
     query: jax.Array,
     starts: Any,
-    keys: Keys,
-    layer: Layer,
-    extents: Extents,
+    keys: KVInputs,
+    layer: LayerParams,
+    extents: BatchBounds,
     mask: BatchMask = PLAIN,
     per_head: PerHead = _NO_HEADS,
     return_lse: bool = True,
@@ -112,7 +112,7 @@ def paged_attention(
         hopper=arch == "sm_90" and extents.max_query_len > 1 and _serves(arrays),
     )
     rules = Launches(kinds, layer)
-    call = _Call(rules, arch, arrays, read, strides, blocks if keys.cache is not None else 0)
+    call = _LaunchSequence(rules, arch, arrays, read, strides, blocks if keys.cache is not None else 0)
     try:
         return call.run(num_reqs, extents.max_seq_len)
     except hopper.CannotCompile:
@@ -145,7 +145,7 @@ def _serves(arrays: dict[str, Any]) -> bool:
 _STRIDES = ("o_t", "o_h", "q_t", "q_h", "k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head")
 
 
-class _Call:
+class _LaunchSequence:
     """The launches of one call, one after the other: each writes what the ones before left."""
 
     def __init__(

@@ -14,7 +14,7 @@ import torch
 from attn.capabilities import LATENT_CACHE_DTYPES, Feature
 from attn.torch import records
 from attn.torch.backends import _ragged
-from attn.torch.backends._ragged import Rules, Work
+from attn.torch.backends._ragged import RequestParams, Work
 from attn.torch.backends.mla import _rows
 from attn.torch.backends.mla._mla import DecodeCall, MLACommonBackend, MLACommonImpl
 
@@ -55,7 +55,7 @@ class TorchMLAImpl(MLACommonImpl, backend=TorchMLABackend):
 
     def _attend(self, work: Work, limits: list[int] | None) -> None:
         """Attend one request's rows: causal, or each over its number of keys in `limits`."""
-        rules = Rules(self.scale)
+        rules = RequestParams(self.scale)
         if limits is None:
             _ragged.attend(work, rules)
             return

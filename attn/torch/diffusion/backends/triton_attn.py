@@ -52,7 +52,7 @@ class TritonAttentionImpl(TritonImpl, backend=TritonAttentionBackend):
             return general
         from attn.torch.kernels import hopper_prefill
 
-        prompts = hopper_prefill.Prompts(self.signed_scale, self.causal)
+        prompts = hopper_prefill.EqualPrompts(self.signed_scale, self.causal)
 
         @on_device
         def launch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -23,10 +23,10 @@ class TritonInt8AttentionBackend(TritonBackend):
 
 class TritonInt8AttentionImpl(TritonImpl, backend=TritonInt8AttentionBackend):
     def _launch(self, call: DenseCall, lse: torch.Tensor | None) -> torch.Tensor:
-        from attn.torch.kernels.int8_attention import Keys, int8_attention
+        from attn.torch.kernels.int8_attention import DenseKeys, int8_attention
 
         out = torch.empty_like(call.query, memory_format=torch.contiguous_format)
-        int8_attention(out, lse, call.query, Keys(*present_first(call), _mean(call)), self.scale, self.causal)
+        int8_attention(out, lse, call.query, DenseKeys(*present_first(call), _mean(call)), self.scale, self.causal)
         return out
 
 

@@ -98,7 +98,7 @@ def both(lens, tokens, dtype="bfloat16", stored=None, heads=16, rank=512, rope=6
         limits=limits, uneven=True)
     latents = ours.Latents(jnp.zeros((9, page, width), stored), lengths, table, jnp.ones(()) if coded else None)
     query = jnp.zeros((T, heads, nope + rope), dtype)
-    rules = ours.Rules(rope, 0.3, causal, max(tokens), max(lens))
+    rules = ours.DecodeParams(rope, 0.3, causal, max(tokens), max(lens))
     out, log, _ = ours.mla_decode(jnp.zeros((T, heads, rank), dtype), query, starts, latents, rules, return_lse=lse)
     assert (log is None) == (not lse) and out.shape == (T, heads, rank)
     for name, _, given in found["jax"]:
@@ -136,7 +136,7 @@ for given, stored, scaled in (("bfloat16", "bfloat16", False), ("float32", "bflo
     # beside a decode
     torch_write.write_latents(kv_c, k_pe, cache, slots, torch.ones(()) if scaled else None)
     starts, lens, table = np.arange(4, dtype=np.int32), np.full(3, 9, np.int32), np.zeros((3, 1), np.int32)
-    latents, rules = ours.Latents(cached, lens, table, scale), ours.Rules(64, 0.3, True, 1, 16)
+    latents, rules = ours.Latents(cached, lens, table, scale), ours.DecodeParams(64, 0.3, True, 1, 16)
     absorbed, query = jnp.zeros((3, 16, 512), given), jnp.zeros((3, 16, 192), given)
     ours.mla_decode(absorbed, query, starts, latents, rules, ours.New(*like, jnp.zeros(3, jnp.int32)))
     assert found["jax"].pop()[0] == "attend" and found["jax"][0][2]["cache"] is cached
@@ -150,7 +150,7 @@ import jax, jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 from attn.jax.kernels.gpu.launch import why_not
-from attn.jax.kernels.gpu.mla_attention import Latents, New, Rules, mla_decode
+from attn.jax.kernels.gpu.mla_attention import Latents, New, DecodeParams, mla_decode
 from attn.jax.platforms import compiling_for
 from attn.kernels import hopper
 from tests.compilers import H100
@@ -163,7 +163,7 @@ S = lambda shape, dtype=jnp.int32: jax.ShapeDtypeStruct(shape, dtype, sharding=h
 def step(absorbed, query, kv_c, k_pe, cache, starts, lens, table, slots):
     def one(carry, _):
         absorbed, cache = carry
-        new, rules = New(kv_c, k_pe, slots), Rules(64, 0.1, True, 1, 4096)
+        new, rules = New(kv_c, k_pe, slots), DecodeParams(64, 0.1, True, 1, 4096)
         absorbed, _, cache = mla_decode(absorbed, query, starts, Latents(cache, lens, table, scale), rules, new)
         return (absorbed, cache), None
     return jax.lax.scan(one, (absorbed, cache), None, length=3)[0]

@@ -12,7 +12,7 @@ import importlib
 import jax, jax.numpy as jnp, numpy as np, torch, triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attn.kernels import paged_attention as device_code
-from attn.kernels.paged_launch import Layer
+from attn.kernels.paged_launch import LayerParams
 from attn.kernels.memory import SHARED_MEMORY
 from attn.tools.aot import triton as aot
 from attn.kernels import hopper
@@ -108,11 +108,11 @@ def both(lens, tokens, dtype="bfloat16", stored=None, heads=(8, 2), size=64, pag
             slopes=t(flat) if slopes else None, sinks=t(flat) if sinks else None, chunk_size=chunk,
             k_scale=torch.ones(()) if scales else None, v_scale=t(by_head) if scales else None,
             whole=whole, fixed_split=fixed, **{name: t(value) for name, value in mask.items()})
-    keys = ours.Keys(jnp.zeros(cache.shape, stored), lengths, table, k_scale=jnp.ones(()) if scales else None,
+    keys = ours.KVInputs(jnp.zeros(cache.shape, stored), lengths, table, k_scale=jnp.ones(()) if scales else None,
                      v_scale=by_head if scales else None)
-    layer = Layer(scale, cap, left, right, right, chunk, False, fixed, None)
+    layer = LayerParams(scale, cap, left, right, right, chunk, False, fixed, None)
     out, log = ours.paged_attention(
-        jnp.zeros(query.shape, dtype), starts, keys, layer, ours.Extents(max(tokens), max(lens)), BatchMask(**mask),
+        jnp.zeros(query.shape, dtype), starts, keys, layer, ours.BatchBounds(max(tokens), max(lens)), BatchMask(**mask),
         ours.PerHead(flat if slopes else None, flat if sinks else None), return_lse=lse)
     assert (log is None) == (not lse) and out.shape == query.shape
     return compare()
@@ -155,9 +155,9 @@ for dtype, right, on_hopper in ways:
     at = torch.from_numpy(starts)
     of_torch.paged_attention(
         torch.empty_like(query), torch.empty(8, 23), query, keys, keys, at, None, None, 20, 20, 0.3, right=right)
-    like, layer = jnp.zeros(keys.shape, dtype), Layer(0.3, 0.0, None, right, None, None, False, 0, None)
-    keys = ours.Keys(keys=like, values=like)
-    ours.paged_attention(jnp.zeros(query.shape, dtype), starts, keys, layer, ours.Extents(20, 20))
+    like, layer = jnp.zeros(keys.shape, dtype), LayerParams(0.3, 0.0, None, right, None, None, False, 0, None)
+    keys = ours.KVInputs(keys=like, values=like)
+    ours.paged_attention(jnp.zeros(query.shape, dtype), starts, keys, layer, ours.BatchBounds(20, 20))
     assert compare() == ["prefill" if on_hopper and dtype != "float32" else "attention"]
 
 # writes
@@ -187,16 +187,16 @@ class NoTorch:
 sys.meta_path.insert(0, NoTorch())
 import jax, jax.numpy as jnp
 from attn.jax.platforms import compiling_for
-from attn.jax.kernels.gpu.paged_attention import Extents, Keys, paged_attention, write_kv
-from attn.kernels.paged_launch import Layer
+from attn.jax.kernels.gpu.paged_attention import BatchBounds, KVInputs, paged_attention, write_kv
+from attn.kernels.paged_launch import LayerParams
 from tests.compilers import without_barriers
 
 S, R = jax.ShapeDtypeStruct, 4
 
 def step(query, key, value, cache, starts, lens, table, slots):
     cache = write_kv.__wrapped__(key, value, cache, slots)  # in one function, which is read below
-    layer = Layer(0.1, 0.0, None, 0, 0, None, False, 0, None)
-    return *paged_attention.__wrapped__(query, starts, Keys(cache, lens, table), layer, Extents(1, 4096)), cache
+    layer = LayerParams(0.1, 0.0, None, 0, 0, None, False, 0, None)
+    return *paged_attention.__wrapped__(query, starts, KVInputs(cache, lens, table), layer, BatchBounds(1, 4096)), cache
 
 new = S((R, 2, 64), jnp.bfloat16)
 shapes = (S((R, 8, 64), jnp.bfloat16), new, new, S((2, 64, 16, 2, 64), jnp.bfloat16), S((R + 1,), jnp.int32),
@@ -221,19 +221,19 @@ import jax, jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 from attn.jax.kernels.gpu.launch import why_not
-from attn.jax.kernels.gpu.paged_attention import Extents, Keys, paged_attention, write_kv
+from attn.jax.kernels.gpu.paged_attention import BatchBounds, KVInputs, paged_attention, write_kv
 from attn.jax.platforms import compiling_for
-from attn.kernels.paged_launch import Layer
+from attn.kernels.paged_launch import LayerParams
 from tests.compilers import H100
 
 device = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1").devices[0]
-R, layer = 4, Layer(0.1, 0.0, None, 0, 0, None, False, 0, None)
+R, layer = 4, LayerParams(0.1, 0.0, None, 0, 0, None, False, 0, None)
 
 def step(query, key, value, cache, starts, lens, table, slots):
     def one(carry, _):
         query, cache = carry
         cache = write_kv(key, value, cache, slots)
-        return (paged_attention(query, starts, Keys(cache, lens, table), layer, Extents(1, 4096))[0], cache), None
+        return (paged_attention(query, starts, KVInputs(cache, lens, table), layer, BatchBounds(1, 4096))[0], cache), None
     return jax.lax.scan(one, (query, cache), None, length=3)[0]
 
 here = SingleDeviceSharding(device)
@@ -250,11 +250,11 @@ def stacked(query, key, value, caches, starts, lens, table, slots):
     # layers' caches taken apart by the scan
     def one(query, cache):
         cache = write_kv(key, value, cache, slots)
-        return paged_attention(query, starts, Keys(cache, lens, table), layer, Extents(1, 4096))[0], cache
+        return paged_attention(query, starts, KVInputs(cache, lens, table), layer, BatchBounds(1, 4096))[0], cache
     return jax.lax.scan(one, query, caches)
 
 def prompts(query, cache, starts, lens, table):
-    return paged_attention(query, starts, Keys(cache, lens, table), layer, Extents(2048, 2048), return_lse=False)[0]
+    return paged_attention(query, starts, KVInputs(cache, lens, table), layer, BatchBounds(2048, 2048), return_lse=False)[0]
 
 of_prompts = S((R * 2048, 8, 64), jnp.bfloat16), *shapes[3:7]
 with compiling_for("sm_90"):

@@ -21,8 +21,8 @@ def test_a_prompt_is_the_formula(
 ) -> None:
     from attn.torch.kernels import hopper_prefill
 
-    outputs, prompts = list[torch.Tensor | None](), hopper_prefill.Prompts.__call__
-    monkeypatch.setattr(hopper_prefill.Prompts, "__call__", lambda *args: outputs.append(prompts(*args)) or outputs[-1])
+    outputs, prompts = list[torch.Tensor | None](), hopper_prefill.EqualPrompts.__call__
+    monkeypatch.setattr(hopper_prefill.EqualPrompts, "__call__", lambda *args: outputs.append(prompts(*args)) or outputs[-1])
     torch.manual_seed(0)
 
     def array(heads: int) -> torch.Tensor:

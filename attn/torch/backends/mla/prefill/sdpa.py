@@ -11,7 +11,7 @@ from attn.backends.mla.prefill.abstract import MLAPrefillBackend, PrefillCall
 from attn.capabilities import Feature
 from attn.torch import records
 from attn.torch.backends import _cpu_kernel, _ragged
-from attn.torch.backends._ragged import Rules, Work
+from attn.torch.backends._ragged import RequestParams, Work
 from attn.visibility import LayerMask, Visibility
 
 
@@ -22,7 +22,7 @@ class TorchSDPAPrefillBackend(MLAPrefillBackend):
     def _attend(self, call: PrefillCall) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = call.q, call.k, call.v
         queries, keys = call.meta.query_start_loc_cpu.tolist(), call.key_start_loc_cpu.tolist()
-        rules = Rules(self.scale, Visibility(LayerMask(call.causal)))
+        rules = RequestParams(self.scale, Visibility(LayerMask(call.causal)))
         out = q.new_empty(*q.shape[:2], v.shape[-1])
         lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32))
         for r in range(len(queries) - 1):
@@ -33,7 +33,7 @@ class TorchSDPAPrefillBackend(MLAPrefillBackend):
         return out, lse
 
 
-def _by_kernel(work: Work, rules: Rules, causal: bool) -> bool:
+def _by_kernel(work: Work, rules: RequestParams, causal: bool) -> bool:
     """Run the CPU kernel on one request. Returns False if the result would not be exact."""
     wide = work.key.shape[2]
     if work.key.shape[1] == 0 or work.value.shape[2] > wide or (causal and not work.finite()):
