@@ -90,17 +90,17 @@ def _not_here(path: str) -> str:
     return "" if present else f"not built yet: {module}"
 
 
-def unknown_name(kind: str, name: object, known: Collection[str]) -> str:
+def unknown_name(label: str, name: object, known: Collection[str]) -> str:
     """Return the error message for an unknown name: the closest of `known`, ignoring case, then all of them."""
     meant = closest(str(name), known)
     hint = f" Did you mean {meant}?" if meant else ""
-    return f"Unknown {kind}: '{name}'.{hint} Valid options are: {', '.join(dict.fromkeys(known))}"
+    return f"Unknown {label}: '{name}'.{hint} Valid options are: {', '.join(dict.fromkeys(known))}"
 
 
 class BackendEnumMeta(enum.EnumMeta):
     """Metaclass whose `Enum[name]` also finds custom backends, ignores case, and lists the valid names in its error."""
 
-    kind: str
+    label: str
     unset: str
     methods: tuple[str, ...]
     variables: tuple[str, ...]
@@ -113,7 +113,7 @@ class BackendEnumMeta(enum.EnumMeta):
     def __getitem__(cls, name: str) -> Any:
         member = cls._find(name)
         if member is None:
-            raise ValueError(unknown_name(cls.kind, name, cls.names())) from None  # as of vLLM's registries
+            raise ValueError(unknown_name(cls.label, name, cls.names())) from None  # as of vLLM's registries
         return member
 
     def __contains__(cls, item: object) -> bool:
@@ -148,20 +148,20 @@ class BackendEnumMeta(enum.EnumMeta):
     def complaint(cls, backend: type) -> str:
         """Return what a class lacks for this registry, or "". Such a class may be registered but never serves."""
         missing = [words for method in cls.methods if (words := _missing(backend, method))]
-        return f"{backend.__name__} lacks what every {cls.kind} has: {', '.join(missing)}" if missing else ""
+        return f"{backend.__name__} lacks what every {cls.label} has: {', '.join(missing)}" if missing else ""
 
 
 class BackendEnum(enum.Enum, metaclass=BackendEnumMeta):
     """Base of the three registries.
 
-    Class keywords: `kind` ("attention backend", for messages), `unset` (message for a path read before registration, with
+    Class keywords: `label` ("attention backend", for messages), `unset` (message for a path read before registration, with
     `{name}`), `methods` (those that every backend of the registry must have), `variables` (environment variables that
     name a backend; the first that is set applies), `pairs` (the module that has the class of a pair; none: no pairs).
     """
 
-    def __init_subclass__(cls, *, kind: str, unset: str, **kwargs: Any) -> None:
+    def __init_subclass__(cls, *, label: str, unset: str, **kwargs: Any) -> None:
         facts: dict[str, Any] = {"variables": (), "methods": (), "pairs": ""}
-        facts |= {name: kwargs.pop(name) for name in list(kwargs) if name in facts} | {"kind": kind, "unset": unset}
+        facts |= {name: kwargs.pop(name) for name in list(kwargs) if name in facts} | {"label": label, "unset": unset}
         super().__init_subclass__(**kwargs)
         # set through type, since Enum makes members of plain assignments in the body
         tables = {"overrides": _Overrides(), "customs": {}, "objects": {}, "joined": {}}
@@ -204,8 +204,8 @@ class BackendEnum(enum.Enum, metaclass=BackendEnumMeta):
 
     def under(self, framework: str) -> Self:
         """Return the backend with this one's kernels for a framework: `NAME_JAX` under jax, if there is one, else this one."""
-        own = type(self).__members__.get(f"{self.name}_{framework.upper()}")
-        return self if own is None or self.is_overridden() else own  # type: ignore[return-value]
+        member = type(self).__members__.get(f"{self.name}_{framework.upper()}")
+        return self if member is None or self.is_overridden() else member  # type: ignore[return-value]
 
     def candidate(self) -> Candidate:
         """Load this backend if possible; a failure becomes the candidate's `problem`, not an exception."""
@@ -307,7 +307,7 @@ def _member(registry: type[BackendEnum], backend: Any, override: bool) -> Any:
     if backend in registry.__members__:
         if not override:
             raise ValueError(
-                f"{backend} is a built-in {registry.kind}: pass {registry.__name__}.{backend}, or override=True, to replace it"
+                f"{backend} is a built-in {registry.label}: pass {registry.__name__}.{backend}, or override=True, to replace it"
             )
         return registry[backend]
     customs = registry.customs

@@ -17,9 +17,9 @@ logger = init_logger(__name__)
 T = TypeVar("T")
 
 
-def path(kind: str, device: str) -> Path:
-    """Return the path, in the cache directory, of the file with measurements of a kind on a device."""
-    return envs.cache_dir() / f"{kind}-{re.sub(r'[^A-Za-z0-9]+', '-', device).strip('-')}.json"
+def path(prefix: str, device: str) -> Path:
+    """Return the path, in the cache directory, of the file `<prefix>-<device>.json` of measurements."""
+    return envs.cache_dir() / f"{prefix}-{re.sub(r'[^A-Za-z0-9]+', '-', device).strip('-')}.json"
 
 
 def read(file: Path, owner: Mapping[str, Any], parse: Callable[[Any], T]) -> list[T] | str:

@@ -217,7 +217,7 @@ def layer_kind(attn_type: str, features: Collection[str]) -> str:
         Feature.CHUNK_SIZE: "chunked",
         Feature.SLIDING_WINDOW: "sliding",
     }
-    return next((kind for feature, kind in kinds.items() if feature in features), "full")
+    return next((name for feature, name in kinds.items() if feature in features), "full")
 
 
 def feature_name(feature: str) -> str:
@@ -300,7 +300,7 @@ class Capabilities:
             if getattr(request, name) not in allowed:
                 why.append(f"{name}={getattr(request, name)} (supports {_listed(allowed)})")
         why += [self.not_supported(f) for f in sorted(request.features - (self.features if features is None else features))]
-        why += [f"serves {kind} only" for kind in KINDS if kind in self.features and kind not in request.features]
+        why += [f"serves {feature} only" for feature in KINDS if feature in self.features and feature not in request.features]
         return why
 
     def not_supported(self, feature: str) -> str:

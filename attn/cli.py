@@ -361,8 +361,8 @@ def _json_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _show(thing: Any, as_json: bool) -> int:
-    """Print a report object as text, or its `to_dict()` (or `thing` itself, if a dict) as JSON."""
-    data = thing if isinstance(thing, dict) else None
-    print(json.dumps(data or thing.to_dict(), indent=2) if as_json else folded(thing))
+def _show(result: Any, as_json: bool) -> int:
+    """Print a report object as text, or its `to_dict()` (or `result` itself, if a dict) as JSON."""
+    data = result if isinstance(result, dict) else None
+    print(json.dumps(data or result.to_dict(), indent=2) if as_json else folded(result))
     return 0

@@ -132,15 +132,15 @@ def cache_dir() -> Path:
 DEBUG = ("device",)
 
 
-def debug(what: str) -> bool:
-    """Whether ATTN_DEBUG lists `what`, one of `DEBUG`. Raises ValueError if the variable lists anything else."""
+def debug(check: str) -> bool:
+    """Whether ATTN_DEBUG lists `check`, one of `DEBUG`. Raises ValueError if the variable lists anything else."""
     named = read_list("ATTN_DEBUG")
     if named is None:
         return False
     for name in named:
         if name not in DEBUG:
             raise ValueError(f"ATTN_DEBUG={name!r} is unknown; known: {', '.join(DEBUG)}")
-    return what in named
+    return check in named
 
 
 def unknown() -> dict[str, str]:

@@ -15,13 +15,13 @@ class CheckpointError(AttnError):
 class Fields:
     """A JSON object whose fields are read by type; `place` is its name in errors."""
 
-    def __init__(self, values: Mapping[str, Any], place: str) -> None:
-        self.values, self.place = values, place
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self.values, self.source = values, source
 
     def wrong(self, name: str, allowed: str) -> CheckpointError:
         if name not in self.values:
-            return CheckpointError(f"{self.place}: {name} is missing: must be {allowed}")
-        return CheckpointError(f"{self.place}: {name} = {_shown(self.values[name])}: must be {allowed}")
+            return CheckpointError(f"{self.source}: {name} is missing: must be {allowed}")
+        return CheckpointError(f"{self.source}: {name} = {_shown(self.values[name])}: must be {allowed}")
 
     def has(self, name: str) -> bool:
         return self.values.get(name) is not None
@@ -63,7 +63,7 @@ class Fields:
         value = self.values.get(name)
         if not isinstance(value, dict):
             raise self.wrong(name, "an object")
-        return Fields(value, f"{self.place}: {name}")
+        return Fields(value, f"{self.source}: {name}")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -220,9 +220,9 @@ def _check_layout(sq: tuple[int, ...], sk: tuple[int, ...], words: str) -> None:
     other layout; or more heads than models have. A decode, one row of many heads, shows neither.
     """
     (n, heads), (m, kv_heads) = sq[-3:-1], sk[-3:-1]
-    there = 'pass layout="BHSD" for [B, heads, S, head_size]'
+    advice = 'pass layout="BHSD" for [B, heads, S, head_size]'
     if kv_heads and heads % kv_heads and m and n % m == 0:
-        raise ValueError(f"num_heads={heads} is not a multiple of num_kv_heads={kv_heads} (shapes {words}: {there})")
+        raise ValueError(f"num_heads={heads} is not a multiple of num_kv_heads={kv_heads} (shapes {words}: {advice})")
     if not 1 < n < heads == kv_heads:
         return
     if (n > m > 0 and n % m == 0) or (n == m and heads > _MOST_HEADS):
@@ -276,8 +276,8 @@ def _dense(xp: Any, rules: DenseParams, q: Array, k: Array, v: Array, extras: Op
     for start in range(0, max(n, 1), step):
         rows = slice(start, min(start + step, n))
         position = xp.arange(rows.start, rows.stop, q) + (m - n)
-        some = extras._replace(mask=None if mask is None else mask[..., rows, :])
-        parts.append(attend_rows(xp, rules, query[:, rows], key, value, position, some))
+        of_rows = extras._replace(mask=None if mask is None else mask[..., rows, :])
+        parts.append(attend_rows(xp, rules, query[:, rows], key, value, position, of_rows))
     out = xp.concat([part[0] for part in parts], 1).reshape(batch, n, num_heads, v.shape[-1])
     lse = xp.concat([part[1] for part in parts], 3).reshape(batch, num_heads, n)
     return xp.cast(out, like=q), lse

@@ -21,7 +21,7 @@ from attn.errors import BackendLoadError
 
 _DOTTED = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)"  # a name and its next part, to be repeated
 _QUALNAME = re.compile(rf"{_DOTTED}*:{_DOTTED}*|{_DOTTED}+")
-_found: set[str] = set()
+_known: set[str] = set()
 #: (modules assumed to be installed, whether those installed on this machine count too), or None: check this machine only.
 _assumption = contextvars.ContextVar[tuple[frozenset[str], bool] | None]("assumption", default=None)
 _FRAMEWORKS = ("torch", "jax")  # never assumed: their platforms and backends run in this process
@@ -54,14 +54,14 @@ def resolve_obj_by_qualname(qualname: str) -> Any:
 
 
 @contextlib.contextmanager
-def loading(what: str) -> Iterator[None]:
-    """Convert any exception but KeyboardInterrupt raised by an import in the block to a `BackendLoadError` on `what`."""
+def loading(name: str) -> Iterator[None]:
+    """Convert any exception but KeyboardInterrupt raised by an import in the block to a `BackendLoadError` about `name`."""
     try:
         yield
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # a plugin or a vendor's package may raise anything at import, even SystemExit
-        raise BackendLoadError(f"{what} cannot be imported: {type(error).__name__}: {error}") from error
+        raise BackendLoadError(f"{name} cannot be imported: {type(error).__name__}: {error}") from error
 
 
 def installed(module: str) -> bool:
@@ -74,20 +74,20 @@ def installed(module: str) -> bool:
         return assumed(module)
     if module in sys.modules:
         return sys.modules[module] is not None
-    if module in _found:
+    if module in _known:
         return True
-    top, *rest = module.split(".")
+    top, *submodules = module.split(".")
     try:
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):
         return False
     present, places = spec is not None, list(spec.submodule_search_locations or []) if spec is not None else []
-    for part in rest:  # by file name: import machinery would import the package first
+    for part in submodules:  # by file name: import machinery would import the package first
         paths = [Path(folder) / part for folder in places]
         places = [str(path) for path in paths if path.is_dir()]
         present = bool(places) or any(path.with_name(part + end).is_file() for path in paths for end in all_suffixes())
     if present:
-        _found.add(module)
+        _known.add(module)
     return present
 
 

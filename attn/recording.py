@@ -184,12 +184,12 @@ def rows_of(x: Any, total: int, shape: tuple[int, ...]) -> Any:
     return x.reshape(-1, *shape) if math.prod(x.shape[1:]) == math.prod(shape) else x
 
 
-def check_readable(layer: Any, meta: Any, what: str) -> None:
+def check_readable(layer: Any, meta: Any, user: str) -> None:
     """Raise `UnsupportedError` for a batch of decode context parallelism and for metadata of another library."""
     missing = [name for name in ("query_start_loc", "seq_lens", "block_table", "slot_mapping") if not hasattr(meta, name)]
     if layer.impl.dcp_world_size > 1 or missing:
         batch = f"{type(meta).__name__} without {', '.join(missing)}" if missing else "decode context parallelism"
-        raise UnsupportedError(f"{batch} not supported by {what}")
+        raise UnsupportedError(f"{batch} not supported by {user}")
 
 
 def bounds(layer: Any, meta: Any) -> "tuple[npt.NDArray[Any], npt.NDArray[Any]]":

@@ -89,9 +89,9 @@ def folded(text: object) -> str:
     return "\n".join(itertools.chain(*broken))
 
 
-def counted(count: int, what: str) -> str:
+def counted(count: int, noun: str) -> str:
     """Return a number of things: `1 case`, `2,000 cases`."""
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def markdown(cells: Iterable[str]) -> str:
@@ -111,7 +111,7 @@ def html(head: Sequence[str], rows: Iterable[Sequence[Any]], styles: Iterable[st
 
 
 def _html_row(tag: str, cells: Iterable[tuple[str, str]], style: str = "") -> str:
-    inner = "".join(f"<{tag}{_styled(own)}>{cell}</{tag}>" for cell, own in cells)
+    inner = "".join(f"<{tag}{_styled(cell_style)}>{cell}</{tag}>" for cell, cell_style in cells)
     return f"<tr{_styled(style)}>{inner}</tr>"
 
 

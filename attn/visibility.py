@@ -148,9 +148,9 @@ class Visibility(NamedTuple):
             seen = past | ~is_causal[request]
         elif self.layer.causal and tree is not None:
             width = tree.shape[-1]
-            node, own = key - context, position - context
-            inside = (node >= 0) & (node < width) & (own >= 0) & (own < width)
-            edge = tree[request, own * inside, node * inside]
+            node, row_node = key - context, position - context
+            inside = (node >= 0) & (node < width) & (row_node >= 0) & (row_node < width)
+            edge = tree[request, row_node * inside, node * inside]
             seen = ((new <= width) & ((node < 0) | (inside & edge))) | ((new > width) & past)
         if left is not None:
             seen = seen & (key >= position - left)
@@ -183,9 +183,9 @@ class Visibility(NamedTuple):
         high = end if right is None else xp.minimum(end, last + right + 1)
         high = xp.where(self.layer.causal if ordered is None else ordered, xp.minimum(high, last + 1), high)
         if spans is not None:
-            there = spans[0] <= spans[1]
-            low = xp.where(there, xp.minimum(low, spans[0]), low)
-            high = xp.where(there, xp.maximum(high, spans[1] + 1), high)
+            has_span = spans[0] <= spans[1]
+            low = xp.where(has_span, xp.minimum(low, spans[0]), low)
+            high = xp.where(has_span, xp.maximum(high, spans[1] + 1), high)
         if prefix is not None:
             low, high = xp.where(prefix > 0, 0 * low, low), xp.maximum(high, prefix)
         if self.layer.chunk_size is not None:

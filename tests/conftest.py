@@ -52,7 +52,7 @@ def fresh_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     selector.backend_per_kind(None)
     selector._cache.clear()
     distributed.set_dcp_group(None)
-    imports._found.clear()
+    imports._known.clear()
     logger.forget_notices()
     envs.forget_warnings()
 
@@ -238,7 +238,7 @@ def standins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         for root in (".", *roots):
             monkeypatch.syspath_prepend(str((STANDINS / root).resolve()))
         importlib.invalidate_caches()
-        imports._found.clear()
+        imports._known.clear()
 
     yield install
     for name in set(sys.modules) - before:

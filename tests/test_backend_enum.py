@@ -510,7 +510,7 @@ def test_a_forked_child_registers_though_a_thread_held_the_lock():
 
 
 def test_the_base_states_what_a_registry_is():
-    class Small(BackendEnum, kind="toy", unset="{name} is unset"):
+    class Small(BackendEnum, label="toy", unset="{name} is unset"):
         ONE = "a.b.One"
         CUSTOM = None
 

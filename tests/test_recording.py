@@ -93,9 +93,9 @@ def test_what_rows_see_is_recorded(more, matter, folder):
     [path] = folder.iterdir()
     call, _ = read(path)
     run = runner_for(TorchSDPABackend)
-    assert outcome_of(call, run).kind == ""
+    assert outcome_of(call, run).failure == ""
     np.testing.assert_array_equal(run(call).output, out.numpy())
-    assert outcome_of(call_of(snapshot_of(call)), run).kind == ""
+    assert outcome_of(call_of(snapshot_of(call)), run).failure == ""
     off = {"spans": None, "prefix": None, "causal": True}
     for name in matter:
         changed = (

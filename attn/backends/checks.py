@@ -31,15 +31,15 @@ def check_built(backend: type[AttentionBackend], attn_metadata: Any, metadata_cl
         )
 
 
-def check_array(backend: type[AttentionBackend], what: str, array: Any, framework: str) -> None:
+def check_array(backend: type[AttentionBackend], name: str, array: Any, framework: str) -> None:
     """Raise TypeError unless `array` belongs to the framework; jax also accepts NumPy arrays."""
     try:
         actual = framework_of(array)
     except TypeError:
-        raise TypeError(f"{backend.get_name()}: {what} is a {type(array).__name__}: must be an array of {framework}") from None
+        raise TypeError(f"{backend.get_name()}: {name} is a {type(array).__name__}: must be an array of {framework}") from None
     if actual != framework and (actual, framework) != ("numpy", "jax"):
         raise TypeError(
-            f"{backend.get_name()}: {what} is an array of {actual}: must be of {framework}, the layer's framework "
+            f"{backend.get_name()}: {name} is an array of {actual}: must be of {framework}, the layer's framework "
             "(attn.arrays.to_framework converts it; layer.impl(layer, ...) accepts arrays of any framework)"
         )
 
@@ -70,30 +70,30 @@ def check_num_blocks(name: str, num_blocks: int, checked: int | None) -> None:
         )
 
 
-def dtype_error(impl: Any, what: str, array: Any) -> DTypeError:
+def dtype_error(impl: Any, name: str, array: Any) -> DTypeError:
     """Return the error for an array, such as the query, of a dtype that the backend does not support."""
     dtype, supported = str(array.dtype).removeprefix("torch."), ", ".join(impl.backend.capabilities.dtypes)
-    return DTypeError(f"{impl.backend.get_name()}: {what} has dtype {dtype} (supports {supported})")
+    return DTypeError(f"{impl.backend.get_name()}: {name} has dtype {dtype} (supports {supported})")
 
 
-def check_like(impl: Any, what: str, array: Any, query: Any, of: str = "query") -> None:
+def check_like(impl: Any, name: str, array: Any, query: Any, of: str = "query") -> None:
     """Raise unless an array has the query's dtype and, under torch, its device. `of`: what the caller knows the query as."""
     if array.dtype != query.dtype:
-        raise DTypeError(f"{impl.backend.get_name()}: {what} has dtype {array.dtype}, {of} {query.dtype}: must be equal")
+        raise DTypeError(f"{impl.backend.get_name()}: {name} has dtype {array.dtype}, {of} {query.dtype}: must be equal")
     if impl.framework == "torch":
-        check_placed(impl, what, array, query)
+        check_placed(impl, name, array, query)
 
 
-def check_placed(impl: Any, what: str, tensor: Any, query: Any) -> None:
+def check_placed(impl: Any, name: str, tensor: Any, query: Any) -> None:
     """Raise `DeviceError` unless a tensor is on the query's device."""
     if tensor.device != query.device:
-        raise DeviceError(f"{impl.backend.get_name()}: {what} is on {tensor.device}, query on {query.device}")
+        raise DeviceError(f"{impl.backend.get_name()}: {name} is on {tensor.device}, query on {query.device}")
 
 
-def check_rows(impl: Any, what: str, array: Any, least: int) -> None:
+def check_rows(impl: Any, name: str, array: Any, least: int) -> None:
     """Raise `ShapeError` if an array has fewer rows than the batch has tokens."""
     if array.shape[0] < least:
-        rows = f"{what} has {array.shape[0]} rows"
+        rows = f"{name} has {array.shape[0]} rows"
         raise ShapeError(f"{impl.backend.get_name()}: {rows}: must be at least num_actual_tokens={least}")
 
 
@@ -108,11 +108,11 @@ def check_pair(impl: Any, **pair: Any) -> None:
 
 def check_no_gradient(impl: Any, **tensors: Any) -> None:
     """Raise `UnsupportedError` if a tensor requires a gradient, which the backend does not compute."""
-    for what, tensor in tensors.items():
+    for name, tensor in tensors.items():
         if tensor is not None and tensor.requires_grad:
             hint = " (call under torch.no_grad(), or detach)"
             raise UnsupportedError(
-                f"{impl.backend.get_name()}: {what} requires grad: {Feature.BACKWARD.value} not supported{hint}"
+                f"{impl.backend.get_name()}: {name} requires grad: {Feature.BACKWARD.value} not supported{hint}"
             )
 
 

@@ -23,7 +23,7 @@ _AttentionBackendEnumMeta = BackendEnumMeta
 
 class AttentionBackendEnum(
     BackendEnum,
-    kind="attention backend",
+    label="attention backend",
     unset=("Backend {name} must be registered before use. Use register_backend(Backend.{name}, 'your.module.YourClass')"),
     variables=("ATTN_BACKEND", "VLLM_ATTENTION_BACKEND"),
     methods=("get_name", "get_impl_cls"),

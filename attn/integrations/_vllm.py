@@ -200,8 +200,8 @@ class AttnMetadataBuilder(vllm_backend.AttentionMetadataBuilder):
                 self._refuse(f"a chunk of request {r} {cut}")
         return torch.from_numpy(spans).to(self.device, non_blocking=True) if (spans >= 0).any() else None
 
-    def _refuse(self, what: str) -> NoReturn:
-        raise UnsupportedError(f"{', '.join(self.layer_names)}: {what} not supported: {_ELSEWHERE}")
+    def _refuse(self, feature: str) -> NoReturn:
+        raise UnsupportedError(f"{', '.join(self.layer_names)}: {feature} not supported: {_ELSEWHERE}")
 
 
 class _Unscaled(Attention):
@@ -304,8 +304,8 @@ class AttnImpl(vllm_backend.AttentionImpl):
                     "%s: kv_cache_dtype=%r without %s: %s", self.name, self.kv_cache_dtype, " and ".join(names), UNSCALED
                 )
         if self.attn_type not in ENCODER_TYPES:
-            own = self._layer(kv_cache.shape[2])
-            own.impl.do_kv_cache_update(layer, key, value, self._cache(own, kv_cache), slot_mapping)
+            wrapped = self._layer(kv_cache.shape[2])
+            wrapped.impl.do_kv_cache_update(layer, key, value, self._cache(wrapped, kv_cache), slot_mapping)
 
     def forward(
         self,
@@ -324,17 +324,17 @@ class AttnImpl(vllm_backend.AttentionImpl):
             return output.fill_(0)
         cache = None
         if self.attn_type in ENCODER_TYPES:
-            own = self._layer(_BLOCK_SIZE)
+            wrapped = self._layer(_BLOCK_SIZE)
         else:
-            own, key, value = self._layer(kv_cache.shape[2]), None, None  # type: ignore[assignment]
-            cache = self._cache(own, kv_cache)
+            wrapped, key, value = self._layer(kv_cache.shape[2]), None, None  # type: ignore[assignment]
+            cache = self._cache(wrapped, kv_cache)
         if self.sinks is not None:
-            own.impl.sinks = self.sinks.detach().float()  # the model's, which may have been loaded since
+            wrapped.impl.sinks = self.sinks.detach().float()  # the model's, which may have been loaded since
         clamps = getattr(layer, "mm_prefix_clamp_sliding_window", False)  # vLLM passes it to the call only
-        own.impl.mask = own.impl.mask._replace(span_window=clamps)
+        wrapped.impl.mask = wrapped.impl.mask._replace(span_window=clamps)
         try:
-            metadata, scales = attn_metadata.of(own), (output_scale, output_block_scale)
-            own.impl.forward(layer, query, key, value, cache, metadata, output, *scales)
+            metadata, scales = attn_metadata.of(wrapped), (output_scale, output_block_scale)
+            wrapped.impl.forward(layer, query, key, value, cache, metadata, output, *scales)
         except UnsupportedError as error:
             raise UnsupportedError(f"{self.name}: {error}\n{_able(self._request())}", error.reasons) from None
         return output

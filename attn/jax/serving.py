@@ -75,16 +75,16 @@ class ServingStep:
             _call.seconds = outer
         if seconds and self._known:
             self.compilations += len(seconds)
-            what = f"compiled for {sum(seconds):.1f} s after warmup(): {self._difference(_described(args, kwargs))}"
-            warnings.warn(what, CompilationWarning, stacklevel=2)
+            message = f"compiled for {sum(seconds):.1f} s after warmup(): {self._difference(_described(args, kwargs))}"
+            warnings.warn(message, CompilationWarning, stacklevel=2)
         return out
 
-    def _difference(self, own: dict[str, str]) -> str:
+    def _difference(self, call: dict[str, str]) -> str:
         """Return what distinguishes arguments from the most similar ones of `warmup`."""
-        least = min(([name for name in own | known if own.get(name) != known.get(name)] for known in self._known), key=len)
+        least = min(([name for name in call | known if call.get(name) != known.get(name)] for known in self._known), key=len)
         if not least:
             return "shapes and dtypes as in warmup(), on other devices or with another sharding"
-        return "no arguments of warmup() had " + ", ".join(f"{name}: {own.get(name, 'nothing')}" for name in least[:3])
+        return "no arguments of warmup() had " + ", ".join(f"{name}: {call.get(name, 'nothing')}" for name in least[:3])
 
 
 def _described(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, str]:

@@ -169,8 +169,8 @@ class JaxRunner(BaseRunner):
         if call.case.through == "layer":
             layer = self.layer(call)
             if call.key_cache is not None:
-                own = layer.new_kv_cache(call.key_cache.shape[0])
-                assert (own.shape, str(own.dtype)) == (self._shape(call), call.case.element)
+                new_cache = layer.new_kv_cache(call.key_cache.shape[0])
+                assert (new_cache.shape, str(new_cache.dtype)) == (self._shape(call), call.case.element)
 
             def attend(*arrays: Any, k_scale: Any, v_scale: Any, indices: Any) -> Any:
                 return layer(*arrays, indices) if call.case.mla else layer(*arrays)

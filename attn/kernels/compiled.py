@@ -96,9 +96,9 @@ def specialise(kernel: Any, arguments: Mapping[str, Any]) -> Specialised:
             # the map, then what it is made of
             passed += [value, *(("i32", n) for n in value.shape), *(("i64", n) for n in value.strides)]
         elif type(value) in (int, float):
-            kind = "fp32" if isinstance(value, float) else "i32" if -(2**31) <= value < 2**31 else "i64"
-            made.signature[name] = kind
-            passed.append((kind, value))
+            type_name = "fp32" if isinstance(value, float) else "i32" if -(2**31) <= value < 2**31 else "i64"
+            made.signature[name] = type_name
+            passed.append((type_name, value))
         else:
             raise TypeError(f"{kernel.__name__}: {name}={value!r}: must be an array, an int, a float or None")
         if isinstance(value, Pointer) or (special and isinstance(value, int) and value % 16 == 0):

@@ -50,8 +50,8 @@ _BATCH = ("row_tiles", "splits", "split", "topk", "num_pages", "lse_h", "table_r
 def _items_of(batch, row_tiles, PLANNED: gl.constexpr):  # type: ignore[no-untyped-def]
     """(first item of the program, the one after its last); without a plan the program itself is its only item."""
     if PLANNED:
-        own = batch[3] + 2 * (gl.program_id(0) // row_tiles)
-        first, last = gl.load(own), gl.load(own + 1)
+        entry = batch[3] + 2 * (gl.program_id(0) // row_tiles)
+        first, last = gl.load(entry), gl.load(entry + 1)
     else:
         first, last = 0, 1
     return first, last
@@ -68,14 +68,14 @@ def _part(  # type: ignore[no-untyped-def]
     query_start_loc, seq_lens, limits, items = batch
     group = gl.program_id(0) // row_tiles
     tile = gl.program_id(0) % row_tiles
-    own = items
+    entry = items
     if PLANNED:
-        own = items + gl.num_programs(0) // row_tiles * 2 + item * 8  # launch.FIELDS
-        r = gl.load(own)
-        begin = gl.load(own + 1)
-        q_len = gl.load(own + 2)
-        seq_len = gl.load(own + 3)
-        first_row = (gl.load(own + 4) * row_tiles + tile) * 64
+        entry = items + gl.num_programs(0) // row_tiles * 2 + item * 8  # launch.FIELDS
+        r = gl.load(entry)
+        begin = gl.load(entry + 1)
+        q_len = gl.load(entry + 2)
+        seq_len = gl.load(entry + 3)
+        first_row = (gl.load(entry + 4) * row_tiles + tile) * 64
     else:
         r = group
         begin = gl.load(query_start_loc + r)
@@ -97,10 +97,10 @@ def _part(  # type: ignore[no-untyped-def]
     if SPARSE:
         high = topk
     if PLANNED:
-        begins = gl.load(own + 5)
-        stop = gl.load(own + 6)
-        place = (2 * group + gl.where(begins == 0, 1, 0)) * row_tiles + tile
-        state = gl.where(gl.load(own + 7) > 1, place, -1)
+        begins = gl.load(entry + 5)
+        stop = gl.load(entry + 6)
+        slot = (2 * group + gl.where(begins == 0, 1, 0)) * row_tiles + tile
+        state = gl.where(gl.load(entry + 7) > 1, slot, -1)
     else:
         begins = gl.program_id(1) * split
         stop = begins + split
@@ -122,8 +122,8 @@ def _rows(begin, q_len, first_row, H: gl.constexpr, LAYOUT: gl.constexpr):  # ty
 @gluon.jit
 def _state(state, at, head, splits, H: gl.constexpr, PLANNED: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
     """Where a row's state is among all states: by the item of the plan, or by the row and the number of the split."""
-    place = state.to(gl.int64) * 64 + gl.arange(0, 64, layout=LAYOUT)
-    return place if PLANNED else (at * H + head) * splits + state
+    slot = state.to(gl.int64) * 64 + gl.arange(0, 64, layout=LAYOUT)
+    return slot if PLANNED else (at * H + head) * splits + state
 
 
 @gluon.jit
@@ -213,48 +213,48 @@ def _produce(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _scores(  # type: ignore[no-untyped-def]
-    q_tile, q_rope, k_ring, r_ring, k_full, r_full, k, SPARSE: gl.constexpr, S_LAYOUT: gl.constexpr, WHICH: gl.constexpr
+    q_tile, q_rope, k_ring, r_ring, k_full, r_full, k, SPARSE: gl.constexpr, S_LAYOUT: gl.constexpr, CONSUMER: gl.constexpr
 ):
     """Start the products of this consumer's tile, each piece as it arrives; they are still running on return."""
     # always 0, but unknown to the compiler, which would otherwise keep the addresses of all operands in scarce registers
     far = gl.inline_asm_elementwise("shr.u32 $0, $1, 31;", "=r,r", [k], gl.int32, is_pure=True, pack=1)
-    mbarrier.wait(r_full.index(WHICH), k & 1)
+    mbarrier.wait(r_full.index(CONSUMER), k & 1)
     if SPARSE:  # makes rows that threads copied visible to the tensor cores
         fence_async_shared()
     nothing = gl.zeros([64, 64], gl.float32, S_LAYOUT)
-    s = warpgroup_mma(q_rope, r_ring.index(WHICH + far).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    s = warpgroup_mma(q_rope, r_ring.index(CONSUMER + far).permute((1, 0)), nothing, use_acc=False, is_async=True)
     for h in gl.static_range(2):
-        mbarrier.wait(k_full.index(WHICH * 2 + h), k & 1)
+        mbarrier.wait(k_full.index(CONSUMER * 2 + h), k & 1)
         if SPARSE:
             fence_async_shared()
-        s = warpgroup_mma(q_tile.index(far + h), k_ring.index(WHICH * 2 + h + far).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(q_tile.index(far + h), k_ring.index(CONSUMER * 2 + h + far).permute((1, 0)), s, is_async=True)
     return s
 
 
 @gluon.jit
-def _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, phase, WHICH: gl.constexpr):  # type: ignore[no-untyped-def]
+def _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, phase, CONSUMER: gl.constexpr):  # type: ignore[no-untyped-def]
     """Add the other consumer's tile. Returns (acc with its values, maximum, norm rescaled to that maximum)."""
-    OTHER: gl.constexpr = 1 - WHICH
+    OTHER: gl.constexpr = 1 - CONSUMER
     mbarrier.wait(t_full.index(OTHER), phase)
     above = tops.index(OTHER).load(top.type.layout)
     shrink = gl.exp2(top - gl.where(above == float("-inf"), 0.0, above))
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
     mbarrier.wait(p_full.index(OTHER), phase)
-    acc = warpgroup_mma(p_ring.index(OTHER), k_ring.index(OTHER * 2 + WHICH), acc, is_async=True)
+    acc = warpgroup_mma(p_ring.index(OTHER), k_ring.index(OTHER * 2 + CONSUMER), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
     barrier()
-    mbarrier.arrive(k_empty.index(OTHER * 2 + WHICH), count=1)
+    mbarrier.arrive(k_empty.index(OTHER * 2 + CONSUMER), count=1)
     return acc, above, norm * shrink
 
 
 @gluon.jit
-def _clean(k_ring, least, WHICH: gl.constexpr):  # type: ignore[no-untyped-def]
+def _clean(k_ring, least, CONSUMER: gl.constexpr):  # type: ignore[no-untyped-def]
     """Replace non-finite latents of this consumer's tile by 0 from row `least` on, after its scores were computed."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     parts = reinterpret(k_ring, k_ring.dtype, [64, 16, 64], gl.NVMMASharedLayout(128, 16, rank=2))
     for column in range(8):
         for i in range(gl.maximum(least, 0) // 16, 4):
-            part = parts.index(WHICH * 32 + column * 4 + i)
+            part = parts.index(CONSUMER * 32 + column * 4 + i)
             x = part.load(LAYOUT)
             wide = x.to(gl.float32)
             part.store(gl.where((wide - wide) != 0.0, gl.zeros([16, 64], k_ring.dtype, LAYOUT), x))
@@ -263,7 +263,7 @@ def _clean(k_ring, least, WHICH: gl.constexpr):  # type: ignore[no-untyped-def]
 @gluon.jit
 def _step(  # type: ignore[no-untyped-def]
     acc, top, norm, q, q_rope, rings, bars, chosen, k, start, seen, low, factor,
-    MASKED: gl.constexpr, SPARSE: gl.constexpr, WHICH: gl.constexpr,
+    MASKED: gl.constexpr, SPARSE: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Process this consumer's tile: its scores, its weights, which the other consumer waits for, and its values.
 
@@ -276,35 +276,35 @@ def _step(  # type: ignore[no-untyped-def]
     j = start + gl.arange(0, 64, layout=gl.SliceLayout(0, S_LAYOUT))
     if SPARSE:
         position = gl.load(chosen + j, mask=j < low, other=-1)
-    s = _scores(q, q_rope, k_ring, r_ring, k_full, r_full, k, SPARSE, S_LAYOUT, WHICH)
+    s = _scores(q, q_rope, k_ring, r_ring, k_full, r_full, k, SPARSE, S_LAYOUT, CONSUMER)
     s = warpgroup_mma_wait(0, deps=[s])
     barrier()
-    mbarrier.arrive(r_empty.index(WHICH), count=1)
+    mbarrier.arrive(r_empty.index(CONSUMER), count=1)
     if SPARSE:
         s = gl.where(((position >= 0) & (position < seen))[None, :], s, float("-inf"))
     elif MASKED:
         s = gl.where(j[None, :] < seen[:, None], s, float("-inf"))
     above = gl.maximum(top, gl.max(s, 1) * factor)
-    tops.index(WHICH).store(above)
+    tops.index(CONSUMER).store(above)
     barrier()
     # the other consumer rescales its sums to this maximum while this one computes exponentials
-    mbarrier.arrive(t_full.index(WHICH), count=1)
+    mbarrier.arrive(t_full.index(CONSUMER), count=1)
     guard = gl.where(above == float("-inf"), 0.0, above)
     weights = gl.exp2(s * factor - guard[:, None])
     shrink = gl.exp2(top - guard)
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
     norm = norm * shrink + gl.sum(weights, 1)
     p = weights.to(k_ring.dtype)
-    p_ring.index(WHICH).store(p)
+    p_ring.index(CONSUMER).store(p)
     if MASKED:
-        _clean(k_ring, low - start, WHICH)
+        _clean(k_ring, low - start, CONSUMER)
     fence_async_shared()
     barrier()
-    mbarrier.arrive(p_full.index(WHICH), count=1)
-    acc = warpgroup_mma(gl.convert_layout(p, P_LAYOUT), k_ring.index(WHICH * 2 + WHICH), acc, is_async=True)
+    mbarrier.arrive(p_full.index(CONSUMER), count=1)
+    acc = warpgroup_mma(gl.convert_layout(p, P_LAYOUT), k_ring.index(CONSUMER * 2 + CONSUMER), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
     barrier()
-    mbarrier.arrive(k_empty.index(WHICH * 2 + WHICH), count=1)
+    mbarrier.arrive(k_empty.index(CONSUMER * 2 + CONSUMER), count=1)
     return acc, above, norm
 
 
@@ -313,7 +313,7 @@ def _consume(  # type: ignore[no-untyped-def]
     out, lse, partial, partial_lse, query, rope, q_tile, rings, norms, bars, q_full, end, batch, factor, v_factor,
     indices, row_tiles, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
     H: gl.constexpr, HAS_LIMITS: gl.constexpr, HAS_LSE: gl.constexpr, SPARSE: gl.constexpr,
-    PLANNED: gl.constexpr, ROPE_T: gl.constexpr, ROPE_H: gl.constexpr, ROPE_AT: gl.constexpr, WHICH: gl.constexpr,
+    PLANNED: gl.constexpr, ROPE_T: gl.constexpr, ROPE_H: gl.constexpr, ROPE_AT: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Consumer of four warps: the scores of every other tile, and half of the columns of the result."""
     k_ring, r_ring, p_ring, tops = rings
@@ -325,7 +325,7 @@ def _consume(  # type: ignore[no-untyped-def]
     ROPE_COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     first, last = _items_of(batch, row_tiles, PLANNED)
-    own, other, turn = 0, 0, 0  # tiles of earlier items, this consumer's and the other's; the item's number modulo 2
+    k0, other, turn = 0, 0, 0  # tiles of earlier items, this consumer's and the other's; the item's number modulo 2
     for item in range(first, last):
         r, begin, q_len, seq_len, first_row, low, high, begins, tiles, state = _part(
             item, batch, row_tiles, split, topk, H, HAS_LIMITS, SPARSE, PLANNED
@@ -337,15 +337,15 @@ def _consume(  # type: ignore[no-untyped-def]
         else:
             rope_at = rope + (at * ROPE_T + head * ROPE_H + ROPE_AT)
         e = gl.arange(0, 64, layout=gl.SliceLayout(0, ROPE_COPY))
-        p_ring.index(WHICH).store(gl.load(rope_at[:, None] + e[None, :], mask=live[:, None], other=0.0))
+        p_ring.index(CONSUMER).store(gl.load(rope_at[:, None] + e[None, :], mask=live[:, None], other=0.0))
         copy_token, copy_at, copy_head, copy_live = _rows(begin, q_len, first_row, H, gl.SliceLayout(1, COPY))
-        d = WHICH * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, COPY))
-        copy_place = (copy_at * q_t + copy_head * q_h)[:, None] + d[None, :]
-        q_tile.index(WHICH).store(gl.load(query + copy_place, mask=copy_live[:, None], other=0.0))
+        d = CONSUMER * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, COPY))
+        q_offset = (copy_at * q_t + copy_head * q_h)[:, None] + d[None, :]
+        q_tile.index(CONSUMER).store(gl.load(query + q_offset, mask=copy_live[:, None], other=0.0))
         fence_async_shared()
         barrier()
         mbarrier.arrive(q_full.index(0), count=1)
-        q_rope = p_ring.index(WHICH).load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+        q_rope = p_ring.index(CONSUMER).load(gl.DotOperandLayout(0, S_LAYOUT, 2))
 
         row_token, row_at, row_head, row_live = _rows(begin, q_len, first_row, H, ROW)
         chosen = indices
@@ -360,59 +360,59 @@ def _consume(  # type: ignore[no-untyped-def]
         acc = gl.zeros([64, 256], gl.float32, O_LAYOUT)
         norm = gl.zeros([64], gl.float32, ROW)
         top = gl.full([64], float("-inf"), gl.float32, ROW)
-        mine = (tiles + 1 - WHICH) // 2
+        mine = (tiles + 1 - CONSUMER) // 2
         # every row sees the keys below `low`, so whole tiles below it need no mask
         plain = mine
         if not SPARSE:
-            plain = (gl.minimum(gl.maximum(low - begins, 0) // 64, tiles) + 1 - WHICH) // 2
+            plain = (gl.minimum(gl.maximum(low - begins, 0) // 64, tiles) + 1 - CONSUMER) // 2
         mbarrier.wait(q_full.index(0), turn)
-        if WHICH == 1 and tiles > 0:
-            acc, top, norm = _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, other & 1, WHICH)
+        if CONSUMER == 1 and tiles > 0:
+            acc, top, norm = _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, other & 1, CONSUMER)
         for k in range(0, plain):
-            start = begins + (2 * k + WHICH) * 64
+            start = begins + (2 * k + CONSUMER) * 64
             acc, top, norm = _step(
-                acc, top, norm, q_tile, q_rope, rings, bars, chosen, own + k, start, seen, low, factor, False, SPARSE, WHICH
+                acc, top, norm, q_tile, q_rope, rings, bars, chosen, k0 + k, start, seen, low, factor, False, SPARSE, CONSUMER
             )
-            if 2 * k + WHICH + 1 < tiles:
-                phase = (other + k + WHICH) & 1
-                acc, top, norm = _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, phase, WHICH)
+            if 2 * k + CONSUMER + 1 < tiles:
+                phase = (other + k + CONSUMER) & 1
+                acc, top, norm = _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, phase, CONSUMER)
         if not SPARSE:
             for k in range(plain, mine):
-                start = begins + (2 * k + WHICH) * 64
+                start = begins + (2 * k + CONSUMER) * 64
                 acc, top, norm = _step(
-                    acc, top, norm, q_tile, q_rope, rings, bars, chosen, own + k, start, seen, low, factor, True, False, WHICH
+                    acc, top, norm, q_tile, q_rope, rings, bars, chosen, k0 + k, start, seen, low, factor, True, False, CONSUMER
                 )
-                if 2 * k + WHICH + 1 < tiles:
-                    phase = (other + k + WHICH) & 1
-                    acc, top, norm = _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, phase, WHICH)
+                if 2 * k + CONSUMER + 1 < tiles:
+                    phase = (other + k + CONSUMER) & 1
+                    acc, top, norm = _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, phase, CONSUMER)
 
         # both have the same maximum at the end; each has the sum of its own tiles' weights
-        norms.index(WHICH).store(norm)
+        norms.index(CONSUMER).store(norm)
         barrier()
-        mbarrier.arrive(end.index(WHICH), count=1)
-        mbarrier.wait(end.index(1 - WHICH), turn)
-        norm += norms.index(1 - WHICH).load(ROW)
+        mbarrier.arrive(end.index(CONSUMER), count=1)
+        mbarrier.wait(end.index(1 - CONSUMER), turn)
+        norm += norms.index(1 - CONSUMER).load(ROW)
         sum_ = gl.convert_layout(norm, gl.SliceLayout(1, O_LAYOUT))
         share = v_factor / gl.where(sum_ == 0, 1.0, sum_)
         acc = gl.where((sum_ == 0)[:, None], 0.0, acc * share[:, None])
         log = gl.where(norm == 0, float("-inf"), top + gl.log2(norm))
         if state >= 0:
-            column = WHICH * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, O_LAYOUT))
+            column = CONSUMER * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, O_LAYOUT))
             o_token, o_at, o_head, o_live = _rows(begin, q_len, first_row, H, gl.SliceLayout(1, O_LAYOUT))
             part = _state(state, o_at, o_head, splits, H, PLANNED, gl.SliceLayout(1, O_LAYOUT)) * 512
             gl.store(partial + part[:, None] + column[None, :], acc, mask=o_live[:, None])
-            if WHICH == 0:
+            if CONSUMER == 0:
                 gl.store(partial_lse + _state(state, row_at, row_head, splits, H, PLANNED, ROW), log, mask=row_live)
         else:
             # through the queries' buffer, which is no longer read, so that each thread writes 16 bytes of a row
-            q_tile.index(WHICH).store(acc.to(dtype))
+            q_tile.index(CONSUMER).store(acc.to(dtype))
             barrier()
-            o_place = (copy_at * o_t + copy_head * o_h)[:, None] + d[None, :]
-            gl.store(out + o_place, q_tile.index(WHICH).load(COPY), mask=copy_live[:, None])
-            if HAS_LSE and WHICH == 0:
+            o_offset = (copy_at * o_t + copy_head * o_h)[:, None] + d[None, :]
+            gl.store(out + o_offset, q_tile.index(CONSUMER).load(COPY), mask=copy_live[:, None])
+            if HAS_LSE and CONSUMER == 0:
                 gl.store(lse + row_head * lse_h + row_at, log * 0.6931471805599453, mask=row_live)
-        own += mine
-        other += (tiles + WHICH) // 2
+        k0 += mine
+        other += (tiles + CONSUMER) // 2
         turn ^= 1
 
 

@@ -24,29 +24,29 @@ def bf16_code(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _code(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+def _code(x, FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Convert float32 x, already divided by its scale, to a byte."""
-    if KIND == "int8":
+    if FORMAT == "int8":
         clipped = tl.minimum(tl.maximum(x, -127.0), 127.0)
         return nearest(tl.where(x != x, 0.0, clipped)).to(tl.int32).to(tl.uint8)
-    elif KIND == "e4m3":
+    elif FORMAT == "e4m3":
         return fp8_code(x, 3, 7, 448.0)
-    elif KIND == "e5m2":
+    elif FORMAT == "e5m2":
         return fp8_code(x, 2, 15, 57344.0)
     else:
         return bf16_code(x)
 
 
 @triton.jit
-def _scaled_by_itself(x, live, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+def _scaled_by_itself(x, live, FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
     """(codes, scales) of float32 x [heads, D]."""
-    most: tl.constexpr = 127.0 if KIND == "int8" else 448.0
+    most: tl.constexpr = 127.0 if FORMAT == "int8" else 448.0
     x = tl.where(live, x, 0.0)
     nonfinite = tl.max(((x - x) != 0.0).to(tl.int32), 1) > 0
     largest = tl.max(tl.where((x - x) != 0.0, 0.0, tl.abs(x)), 1)
     scale = tl.where(nonfinite, float("nan"), tl.math.div_rn(largest, tl.zeros_like(largest) + most))
     by = tl.where(scale == 0.0, 1.0, scale)
-    return _code(tl.math.div_rn(x, tl.zeros_like(x) + by[:, None]), KIND), scale
+    return _code(tl.math.div_rn(x, tl.zeros_like(x) + by[:, None]), FORMAT), scale
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def write(  # type: ignore[no-untyped-def]
     key, value, key_cache, value_cache, slots, k_scale, v_scale,
     key_t, value_t, kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head, kscale_h, vscale_h,
     scale_block, scale_slot, values_at,
-    HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, FORMAT: tl.constexpr,
     PER_TOKEN: tl.constexpr,
 ):  # fmt: skip
     if value_cache is None:
@@ -68,18 +68,18 @@ def write(  # type: ignore[no-untyped-def]
         k = tl.load(key + token * key_t + h * D + d, mask=live)
         v = tl.load(value + token * value_t + h * D + d, mask=live)
         if PER_TOKEN:
-            k, k_own = _scaled_by_itself(k.to(tl.float32), live, KIND)
-            v, v_own = _scaled_by_itself(v.to(tl.float32), live, KIND)
+            k, k_by_token = _scaled_by_itself(k.to(tl.float32), live, FORMAT)
+            v, v_by_token = _scaled_by_itself(v.to(tl.float32), live, FORMAT)
             at = block * scale_block + offset * scale_slot + tl.arange(0, BLOCK_H)
-            tl.store(k_scale + at, k_own, mask=tl.arange(0, BLOCK_H) < HEADS)
-            tl.store(v_scale + at, v_own, mask=tl.arange(0, BLOCK_H) < HEADS)
-        elif KIND == "bf16":
-            k, v = _code(k.to(tl.float32), KIND), _code(v.to(tl.float32), KIND)
-        elif KIND != "":
+            tl.store(k_scale + at, k_by_token, mask=tl.arange(0, BLOCK_H) < HEADS)
+            tl.store(v_scale + at, v_by_token, mask=tl.arange(0, BLOCK_H) < HEADS)
+        elif FORMAT == "bf16":
+            k, v = _code(k.to(tl.float32), FORMAT), _code(v.to(tl.float32), FORMAT)
+        elif FORMAT != "":
             k_by = tl.load(k_scale + h * kscale_h, mask=h < HEADS, other=1.0)
             v_by = tl.load(v_scale + h * vscale_h, mask=h < HEADS, other=1.0)
-            k = _code(tl.math.div_rn(k.to(tl.float32), tl.broadcast_to(k_by, (BLOCK_H, BLOCK_D))), KIND)
-            v = _code(tl.math.div_rn(v.to(tl.float32), tl.broadcast_to(v_by, (BLOCK_H, BLOCK_D))), KIND)
+            k = _code(tl.math.div_rn(k.to(tl.float32), tl.broadcast_to(k_by, (BLOCK_H, BLOCK_D))), FORMAT)
+            v = _code(tl.math.div_rn(v.to(tl.float32), tl.broadcast_to(v_by, (BLOCK_H, BLOCK_D))), FORMAT)
         k_at = key_cache + block * kc_block + offset * kc_slot + h * kc_head + d
         v_at = value_cache + block * vc_block + offset * vc_slot + h * vc_head + d
         tl.store(k_at, k.to(key_cache.dtype.element_ty), mask=live)
@@ -88,17 +88,17 @@ def write(  # type: ignore[no-untyped-def]
 
 #: The strides of both scales, () for a number or none.
 Scales = tuple[tuple[int, ...], ...]
-_KINDS = {"int8": "int8", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "bfloat16": "bf16"}
+_FORMATS = {"int8": "int8", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "bfloat16": "bf16"}
 
 
-def kind_of_code(given: str, stored: str) -> str:
-    """What elements of dtype `given` are coded as in a cache of dtype `stored`, which is then passed as unsigned integers of
+def format_of(dtype: str, stored: str) -> str:
+    """The format of the codes of elements of `dtype` in a cache of dtype `stored`, which is then passed as unsigned integers of
     its size; "" if they are stored as they are."""
-    return "" if stored == given else _KINDS.get(stored, "")
+    return "" if stored == dtype else _FORMATS.get(stored, "")
 
 
 def constants(heads: int, size: int, page: int, code: str, scales: Scales, per_token: bool) -> dict[str, Any]:
-    """The constants and options of `write`. code: `kind_of_code`. per_token: whether each token and head gets its own scale."""
+    """The constants and options of `write`. code: `format_of`. per_token: whether each token and head gets its own scale."""
     (k_scales, v_scales), block_h, block_d = scales, power_of_two(heads), power_of_two(size)
     scale_block, scale_slot = k_scales[:2] if per_token else (0, 0)
     return {
@@ -112,7 +112,7 @@ def constants(heads: int, size: int, page: int, code: str, scales: Scales, per_t
         "P": page,
         "BLOCK_H": block_h,
         "BLOCK_D": block_d,
-        "KIND": code,
+        "FORMAT": code,
         "PER_TOKEN": per_token,
         "num_warps": min(8, max(1, block_h * block_d // 256)),
         **FUSED,

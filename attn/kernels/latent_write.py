@@ -19,28 +19,28 @@ import triton
 import triton.language as tl
 
 from attn.kernels.codes import fp8_code
-from attn.kernels.kv_write import bf16_code, kind_of_code
+from attn.kernels.kv_write import bf16_code, format_of
 from attn.kernels.launch import FUSED, power_of_two
 
 
 @triton.jit
-def _code(x, k_scale, factor, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+def _code(x, k_scale, factor, FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Convert elements x [n] to the bits of the cache's elements."""
-    if KIND == "":
+    if FORMAT == "":
         return x
-    elif KIND == "bf16":
+    elif FORMAT == "bf16":
         return bf16_code(x.to(tl.float32))
     else:
         by = tl.zeros_like(x.to(tl.float32)) + (factor if k_scale is None else tl.load(k_scale))
         x = tl.math.div_rn(x.to(tl.float32), by)
-        return fp8_code(x, 3, 7, 448.0) if KIND == "e4m3" else fp8_code(x, 2, 15, 57344.0)
+        return fp8_code(x, 3, 7, 448.0) if FORMAT == "e4m3" else fp8_code(x, 2, 15, 57344.0)
 
 
 @triton.jit(do_not_specialize=("tokens", "copied"))
 def write(  # type: ignore[no-untyped-def]
     kv_c, k_pe, cache, slots, k_scale, query, absorbed, factor, tokens, copied,
     kv_c_t, k_pe_t, c_block, c_slot, q_t, q_h, a_t, a_h,
-    L: tl.constexpr, DR: tl.constexpr, P: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, KIND: tl.constexpr,
+    L: tl.constexpr, DR: tl.constexpr, P: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, FORMAT: tl.constexpr,
     NOPE: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -53,13 +53,13 @@ def write(  # type: ignore[no-untyped-def]
             tl.store(absorbed + token * a_t + h * a_h + L + e[None, :], rope, mask=live)
     if token < tokens:
         at = kv_c_t, k_pe_t, c_block, c_slot
-        write_row(token, kv_c, k_pe, cache, slots, k_scale, factor, at, L, DR, P, BLOCK_L, BLOCK_R, KIND)
+        write_row(token, kv_c, k_pe, cache, slots, k_scale, factor, at, L, DR, P, BLOCK_L, BLOCK_R, FORMAT)
 
 
 @triton.jit
 def write_row(  # type: ignore[no-untyped-def]
     token, kv_c, k_pe, cache, slots, k_scale, factor, strides,
-    L: tl.constexpr, DR: tl.constexpr, P: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, KIND: tl.constexpr,
+    L: tl.constexpr, DR: tl.constexpr, P: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Store the row of a token, a 64-bit number. strides: of a row of kv_c and of k_pe, of a block of the cache, of a slot."""
     kv_c_t, k_pe_t, c_block, c_slot = strides
@@ -68,7 +68,7 @@ def write_row(  # type: ignore[no-untyped-def]
     if slot >= 0:
         row = cache + slot // P * c_block + slot % P * c_slot
         rope = tl.load(k_pe + token * k_pe_t + e, mask=e < DR)
-        if KIND == "packed":
+        if FORMAT == "packed":
             part = tl.arange(0, 4)
             at = part[:, None] * 128 + tl.arange(0, 128)[None, :]
             x = tl.load(kv_c + token * kv_c_t + at).to(tl.float32)
@@ -85,17 +85,17 @@ def write_row(  # type: ignore[no-untyped-def]
                 tl.store(row.to(tl.pointer_type(tl.uint16)) + 264 + e, bf16_code(rope.to(tl.float32)))
         else:
             d = tl.arange(0, BLOCK_L)
-            latent = _code(tl.load(kv_c + token * kv_c_t + d, mask=d < L), k_scale, factor, KIND)
-            rope = _code(rope, k_scale, factor, KIND)
-            if KIND == "bf16":
+            latent = _code(tl.load(kv_c + token * kv_c_t + d, mask=d < L), k_scale, factor, FORMAT)
+            rope = _code(rope, k_scale, factor, FORMAT)
+            if FORMAT == "bf16":
                 row = row.to(tl.pointer_type(tl.uint16))
             tl.store(row + d, latent.to(row.dtype.element_ty), mask=d < L)
             tl.store(row + L + e, rope.to(row.dtype.element_ty), mask=e < DR)
 
 
-def code_of(given: str, stored: str) -> str:
-    """What latents of dtype `given` are coded as in a cache of dtype `stored`, whose codes are passed as unsigned integers."""
-    return "packed" if stored == "uint8" else kind_of_code(given, stored)
+def code_of(dtype: str, stored: str) -> str:
+    """The format of the codes of latents of `dtype` in a cache of dtype `stored`; codes are passed as unsigned integers."""
+    return "packed" if stored == "uint8" else format_of(dtype, stored)
 
 
 def constants(rank: int, rope: int, page: int, code: str, heads: int, nope: int) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def constants(rank: int, rope: int, page: int, code: str, heads: int, nope: int)
         "P": page,
         "BLOCK_L": block_l,
         "BLOCK_R": block_r,
-        "KIND": code,
+        "FORMAT": code,
         "NOPE": nope,
         "H": heads,
         "BLOCK_H": min(power_of_two(heads), max(1, 2048 // block_r)),

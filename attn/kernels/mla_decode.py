@@ -268,10 +268,10 @@ def _rows(  # type: ignore[no-untyped-def]
             acc = tl.zeros((BLOCK_M, BLOCK_L), tl.float32)
             # every row sees the keys below `low`, so whole tiles below it need no mask; selected keys are all masked
             DENSE: tl.constexpr = indices is None
-            rest = tl.maximum(begins, tl.minimum(low, stop) // BLOCK_N * BLOCK_N) if DENSE else begins
+            tail = tl.maximum(begins, tl.minimum(low, stop) // BLOCK_N * BLOCK_N) if DENSE else begins
             for part in tl.static_range(0 if DENSE else 1, 2):
-                end = stop if part else rest
-                for start in tl.range(rest if part else begins, end, BLOCK_N, num_stages=1 if part and DENSE else None):
+                end = stop if part else tail
+                for start in tl.range(tail if part else begins, end, BLOCK_N, num_stages=1 if part and DENSE else None):
                     acc, norm, top = _step(
                         acc, norm, top, q, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len, factor,
                         part == 1, part == 1 and DENSE and SEVERAL, P, L, DR, BLOCK_L, BLOCK_R, BLOCK_N, WIDE, PRECISION,
@@ -301,9 +301,9 @@ def attend(  # type: ignore[no-untyped-def]
     group = tl.program_id(0) // TILES
     tile = tl.program_id(0) % TILES
     if PLANNED:
-        rest = items + 2 * (tl.num_programs(0) // TILES)
+        table = items + 2 * (tl.num_programs(0) // TILES)
         for i in tl.range(tl.load(items + 2 * group), tl.load(items + 2 * group + 1), num_stages=1):
-            item = rest + i * FIELDS_OF_ITEM
+            item = table + i * FIELDS_OF_ITEM
             begins = tl.load(item + 5)
             state = ((2 * group + (begins == 0)) * TILES + tile) * BLOCK_M
             _rows(

@@ -26,7 +26,7 @@ from attn.kernels.paged_attention import request_of
 
 @triton.jit
 def _step(  # type: ignore[no-untyped-def]
-    acc, norm, top, q, q_rest, start, upper, last, k_base, v_base, k_t, v_t, factor,
+    acc, norm, top, q, q_tail, start, upper, last, k_base, v_base, k_t, v_t, factor,
     MASKED: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -36,10 +36,10 @@ def _step(  # type: ignore[no-untyped-def]
     one, two, dv = tl.arange(0, D1), tl.arange(0, D2), tl.arange(0, BLOCK_V)
     k = tl.load(k_base + at[:, None] * k_t + one[None, :])
     rest_at = k_base + at[:, None] * k_t + D1 + two[None, :]
-    k_rest = tl.load(rest_at) if D1 + D2 == D else tl.load(rest_at, mask=(two < D - D1)[None, :], other=0.0)
+    k_tail = tl.load(rest_at) if D1 + D2 == D else tl.load(rest_at, mask=(two < D - D1)[None, :], other=0.0)
     v_at = v_base + at[:, None] * v_t + dv[None, :]
     v = tl.load(v_at) if DV == BLOCK_V else tl.load(v_at, mask=(dv < DV)[None, :], other=0.0)
-    s = tl.dot(q_rest, tl.trans(k_rest), input_precision=PRECISION)
+    s = tl.dot(q_tail, tl.trans(k_tail), input_precision=PRECISION)
     s = tl.dot(q, tl.trans(k), s, input_precision=PRECISION)
     if MASKED:
         s = tl.where(j[None, :] <= upper[:, None], s, float("-inf"))
@@ -77,7 +77,7 @@ def attend(  # type: ignore[no-untyped-def]
     one, two, dv = tl.arange(0, D1), tl.arange(0, D2), tl.arange(0, BLOCK_V)
     q_at = query + at[:, None] * q_t + head * q_h
     q = tl.load(q_at + one[None, :], mask=live[:, None], other=0.0)
-    q_rest = tl.load(q_at + D1 + two[None, :], mask=live[:, None] & (two < D - D1)[None, :], other=0.0)
+    q_tail = tl.load(q_at + D1 + two[None, :], mask=live[:, None] & (two < D - D1)[None, :], other=0.0)
     k_base = key + k_begin.to(tl.int64) * k_t + head * k_h
     v_base = value + k_begin.to(tl.int64) * v_t + head * v_h
     if CAUSAL:
@@ -90,11 +90,11 @@ def attend(  # type: ignore[no-untyped-def]
     acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
     norm = tl.zeros((BLOCK_M,), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    rest = full // BLOCK_N * BLOCK_N
+    tail = full // BLOCK_N * BLOCK_N
     for part in tl.static_range(2):
-        for start in tl.range(rest if part else 0, stop if part else rest, BLOCK_N):
+        for start in tl.range(tail if part else 0, stop if part else tail, BLOCK_N):
             acc, norm, top = _step(
-                acc, norm, top, q, q_rest, start, upper, k_len - 1, k_base, v_base, k_t, v_t, factor,
+                acc, norm, top, q, q_tail, start, upper, k_len - 1, k_base, v_base, k_t, v_t, factor,
                 part == 1, D, D1, D2, DV, BLOCK_V, BLOCK_N, PRECISION,
             )  # fmt: skip
     result = tl.where(norm[:, None] == 0, 0.0, acc / norm[:, None])

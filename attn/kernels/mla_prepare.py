@@ -21,7 +21,7 @@ def prepare(  # type: ignore[no-untyped-def]
     table, cache, output, lse, kv_c, k_pe, slots, k_scale, query_start_loc, seq_lens, factor, num_reqs, groups, rows, new,
     tokens, lse_h, kv_c_t, k_pe_t, c_block, c_slot,
     H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr, L: tl.constexpr, DR: tl.constexpr, P: tl.constexpr,
-    BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, KIND: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, FORMAT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -31,7 +31,7 @@ def prepare(  # type: ignore[no-untyped-def]
     elif program < groups + new:
         if kv_c is not None:
             token, at = (program - groups).to(tl.int64), (kv_c_t, k_pe_t, c_block, c_slot)
-            write_row(token, kv_c, k_pe, cache, slots, k_scale, factor, at, L, DR, P, BLOCK_L, BLOCK_R, KIND)
+            write_row(token, kv_c, k_pe, cache, slots, k_scale, factor, at, L, DR, P, BLOCK_L, BLOCK_R, FORMAT)
     else:
         first = (program - groups - new).to(tl.int64) * ROWS
         fill_rows(first, output, lse, query_start_loc, num_reqs, tokens, lse_h, H, COLUMNS, BLOCK_H, BLOCK, ROWS)
@@ -41,6 +41,6 @@ def constants(shares: tuple[int, int, int], row: tuple[int, int, int], code: str
     """The constants and options of `prepare`. shares: heads, keys of a tile, `launch.block_of`; row: L, Dr, and the page;
     code: as in `latent_write.constants`."""
     of_shares, of_rows = plan.constants(*shares), latent_write.constants(*row, code, 0, 0)
-    rest = {name: value for name, value in fill.constants(shares[0], row[0]).items() if name.isupper() and name != "BLOCK_R"}
-    made = {**of_rows, **of_shares, **rest, "BLOCK_Q": of_shares["BLOCK_R"], "BLOCK_R": of_rows["BLOCK_R"], "num_warps": 4}
+    of_fill = {name: value for name, value in fill.constants(shares[0], row[0]).items() if name.isupper() and name != "BLOCK_R"}
+    made = {**of_rows, **of_shares, **of_fill, "BLOCK_Q": of_shares["BLOCK_R"], "BLOCK_R": of_rows["BLOCK_R"], "num_warps": 4}
     return {name: value for name, value in made.items() if name != "NOPE"}

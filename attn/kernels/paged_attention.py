@@ -285,8 +285,8 @@ def attention(  # type: ignore[no-untyped-def]
         span_low = tl.load(spans + 2 * at, mask=live, other=-1)
         span_high = tl.load(spans + 2 * at + 1, mask=live, other=-1)
         if not DECODE:
-            there = span_high >= 0
-            low = tl.minimum(low, tl.min(tl.where(there, span_low, low)))
+            has_span = span_high >= 0
+            low = tl.minimum(low, tl.min(tl.where(has_span, span_low, low)))
             high = tl.maximum(high, tl.minimum(tl.max(span_high) + 1, seq_len))
         if SPAN_LEFT:  # the window cuts the span
             span_low = tl.maximum(span_low, position - left)
@@ -351,25 +351,25 @@ def attention(  # type: ignore[no-untyped-def]
     norm = tl.zeros((BLOCK_M,), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     upper = tl.minimum(position + right, high - 1)
-    # The keys from full to rest are visible to every row: their tiles need no mask. Where finding them does not pay, both
+    # The keys from full to tail are visible to every row: their tiles need no mask. Where finding them does not pay, both
     # are `aligned`, so that every tile is masked. In float32 every tile of several tokens takes the NaN-safe path, so that
     # one row's values change no bit of another row.
     CLEAR: tl.constexpr = not (SPARSE > 0 or DECODE or EXACT)
-    full, rest = aligned, aligned
+    full, tail = aligned, aligned
     if CLEAR:
-        rest = tl.minimum(first + right + 1, high)
+        tail = tl.minimum(first + right + 1, high)
         if HAS_TREE:
-            rest = tl.where(is_tree, tl.minimum(rest, context), rest)
+            tail = tl.where(is_tree, tl.minimum(tail, context), tail)
         if HAS_LEFT or HAS_CHUNK:
             since = tl.maximum(last - left, aligned)
             if HAS_CHUNK:
                 since = tl.maximum(since, tl.maximum(last, 0) // chunk * chunk)
             full = tl.minimum(tl.cdiv(since, BLOCK_N), tl.cdiv(high, BLOCK_N)) * BLOCK_N
-        rest = tl.maximum(full, tl.maximum(rest, 0) // BLOCK_N * BLOCK_N)
+        tail = tl.maximum(full, tl.maximum(tail, 0) // BLOCK_N * BLOCK_N)
     for part in tl.static_range(3):
         if part == 2 or (CLEAR and (part == 1 or HAS_LEFT or HAS_CHUNK)):
-            begin_at = aligned if part == 0 else full if part == 1 else rest
-            end_at = full if part == 0 else rest if part == 1 else stop
+            begin_at = aligned if part == 0 else full if part == 1 else tail
+            end_at = full if part == 0 else tail if part == 1 else stop
             for start in tl.range(begin_at, end_at, BLOCK_N):
                 if SPARSE == 0 or _sparse_tile(
                     start, first, shifted, live, sparse_local, sparse_stride, sparse_shift, BLOCK_N, SPARSE

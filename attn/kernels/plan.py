@@ -125,11 +125,11 @@ def share(  # type: ignore[no-untyped-def]
     last = tl.where(high > begins, tl.minimum(tl.cdiv(high - begins, cost), blocks), 0)
     tl.store(table + 2 * g, g + tl.sum(first, 0))
     tl.store(table + 2 * g + 1, g + tl.sum(last, 0))
-    rest = table + 2 * groups + (g + tl.cumsum(blocks, 0) - blocks) * FIELDS_OF_ITEM
+    first_item = table + 2 * groups + (g + tl.cumsum(blocks, 0) - blocks) * FIELDS_OF_ITEM
     for i in tl.range(0, tl.max(last - first, 0), num_stages=1):
         block = first + i
         start = begins + block * cost
-        item = rest + block * FIELDS_OF_ITEM
+        item = first_item + block * FIELDS_OF_ITEM
         in_group = block < last
         tl.store(item, n, mask=in_group)
         tl.store(item + 1, begin, mask=in_group)

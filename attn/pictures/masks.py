@@ -71,7 +71,7 @@ def mask(n: int, m: int | None = None, *, title: str = "", **rules: Any) -> Pict
 def masks(n: int = 12) -> Picture:
     """Plot every kind of mask that a request may need, for n tokens."""
     n = positive_int("n", n)
-    return _panels([(name, kind(n)[0]) for name, kind in KINDS.items()], columns=4)
+    return _panels([(name, example(n)[0]) for name, example in KINDS.items()], columns=4)
 
 
 def _of(name: str) -> Callable[..., Any]:

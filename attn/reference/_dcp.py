@@ -17,16 +17,16 @@ def dcp_local_lens(seq_lens: npt.ArrayLike, world: int, rank: int, interleave: i
     """
     lengths = ints("seq_lens", seq_lens)
     require(bool((lengths >= 0).all()), f"seq_lens={lengths.tolist()} (>= 0)")
-    size, own, run = _check_group(world, rank, interleave)
+    size, index, run = _check_group(world, rank, interleave)
     base = lengths // run // size * run
-    return base + np.clip(lengths - base * size - own * run, 0, run)
+    return base + np.clip(lengths - base * size - index * run, 0, run)
 
 
 def dcp_key_positions(seq_len: int, world: int, rank: int, interleave: int) -> I64:
     """Return the global positions of this rank's keys, in cache order: int64 [local length], increasing."""
-    size, own, run = _check_group(world, rank, interleave)
-    local = np.arange(int(dcp_local_lens(whole("seq_len", seq_len), size, own, run)), dtype=np.int64)
-    return local // run * size * run + own * run + local % run
+    size, index, run = _check_group(world, rank, interleave)
+    local = np.arange(int(dcp_local_lens(whole("seq_len", seq_len), size, index, run)), dtype=np.int64)
+    return local // run * size * run + index * run + local % run
 
 
 def _check_group(world: int, rank: int, interleave: int) -> tuple[int, int, int]:

@@ -164,8 +164,8 @@ def _product(name: str) -> str | None:
             if _plain(name) in (_plain(product), _plain(f"{maker} {product}")):
                 return product
             for start in range(len(words) - len(name_words) + 1):
-                rest = words[:start] + words[start + len(name_words) :]
-                if words[start : start + len(name_words)] == name_words and all(map(_ADDED.fullmatch, rest)):
+                others = words[:start] + words[start + len(name_words) :]
+                if words[start : start + len(name_words)] == name_words and all(map(_ADDED.fullmatch, others)):
                     matches.append(product)
     return max(matches, key=len, default=None)
 

@@ -74,9 +74,9 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class ModelLayers:
-    """The layers of the model in `place`, by kind and in order, its dtype, the fields that were read, and remarks on how."""
+    """The layers of the model in `source`, by kind and in order, its dtype, the fields that were read, and remarks on how."""
 
-    place: str
+    source: str
     model_type: str
     dtype: str
     kinds: tuple[LayerKind, ...]
@@ -99,7 +99,7 @@ class _Model:
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     layers: _Layers = lambda reader, count: ["full_attention"] * count
-    change: Callable[["_Reader", LayerKind], LayerKind] = lambda reader, kind: kind
+    change: Callable[["_Reader", LayerKind], LayerKind] = lambda reader, layer: layer
     read: Callable[["_Reader"], list[LayerKind]] | None = None  #: replaces all of the above but names and defaults
 
 
@@ -107,8 +107,8 @@ class _Reader:
     """The fields of one configuration, which remembers those that were read."""
 
     def __init__(self, fields: Fields, model: _Model, used: dict[str, str] | None = None, prefix: str = "") -> None:
-        self.fields = Fields({**model.defaults, **fields.values}, fields.place)
-        self.own, self.model, self.prefix = fields.values, model, prefix
+        self.fields = Fields({**model.defaults, **fields.values}, fields.source)
+        self.explicit, self.model, self.prefix = fields.values, model, prefix
         self.used: dict[str, str] = {} if used is None else used
 
     def name(self, usual: str) -> str:
@@ -117,12 +117,12 @@ class _Reader:
         name = next((n for n in names if self.fields.has(n)), names[0])
         if name in self.fields.values and not isinstance(self.fields.values[name], dict):
             text = _shown(self.fields.values[name])
-            self.used[self.prefix + name] = f"{self.prefix}{name}={text}" + ("" if name in self.own else " (default)")
+            self.used[self.prefix + name] = f"{self.prefix}{name}={text}" + ("" if name in self.explicit else " (default)")
         return name
 
     def section(self, usual: str, defaults: Mapping[str, Any]) -> "_Reader":
         """Return a reader of an object in a field; of the defaults alone where the file has none."""
-        fields = self.fields.section(self.name(usual)) if self.has(usual) else Fields({}, f"{self.fields.place}: {usual}")
+        fields = self.fields.section(self.name(usual)) if self.has(usual) else Fields({}, f"{self.fields.source}: {usual}")
         return _Reader(fields, _Model(defaults=defaults), self.used, f"{usual}.")
 
     def has(self, usual: str) -> bool:
@@ -179,13 +179,13 @@ def read_layers(source: str | Path | Mapping[str, Any] | Any) -> ModelLayers:
     counted = Counter(kinds)
     dtype = _dtype(fields, top)
     notes += [] if dtype else ["neither dtype nor torch_dtype in the file: transformers' default is float32"]
-    if any(kind.topk for kind in counted):
+    if any(layer.topk for layer in counted):
         notes.append("the indexer's cache is not counted")
     return ModelLayers(
-        top.place,
+        top.source,
         model_type,
         dtype or "float32",
-        tuple(replace(kind, count=count) for kind, count in counted.items()),
+        tuple(replace(layer, count=count) for layer, count in counted.items()),
         (f"model_type={model_type}", *reader.used.values()),
         tuple(notes),
         tuple(kinds),
@@ -256,7 +256,7 @@ def _decoder(reader: _Reader) -> list[LayerKind]:
         return [LayerKind(_WORDS[word]) for word in types]
     base = _latent(reader) if reader.has("kv_lora_rank") else _heads(reader)
     base = reader.model.change(reader, replace(base, soft_cap=reader.number("attn_logit_softcapping")))
-    by_word = {word: _kind(reader, base, _WORDS[word]) for word in dict.fromkeys(types)}
+    by_word = {word: _layer_of(reader, base, _WORDS[word]) for word in dict.fromkeys(types)}
     return [by_word[word] for word in types]
 
 
@@ -271,7 +271,7 @@ def _layer_types(reader: _Reader, count: int | None) -> list[str]:
     return types
 
 
-def _kind(reader: _Reader, base: LayerKind, word: str) -> LayerKind:
+def _layer_of(reader: _Reader, base: LayerKind, word: str) -> LayerKind:
     if word == "sliding_attention":
         if reader.value("use_sliding_window") is False:
             raise reader.wrong("layer_types", "full_attention throughout: use_sliding_window or sliding_window is off")
@@ -377,47 +377,47 @@ def _nemotron_h(reader: _Reader, count: int) -> list[str]:
 # --- what else a type changes ------------------------------------------------------------------------------------------
 
 
-def _gemma(reader: _Reader, kind: LayerKind) -> LayerKind:
+def _gemma(reader: _Reader, layer: LayerKind) -> LayerKind:
     scalar = reader.number("query_pre_attn_scalar")
-    return replace(kind, scale=scalar and scalar**-0.5)
+    return replace(layer, scale=scalar and scalar**-0.5)
 
 
 def _having(**changes: Any) -> Callable[[_Reader, LayerKind], LayerKind]:
-    return lambda reader, kind: replace(kind, **changes)
+    return lambda reader, layer: replace(layer, **changes)
 
 
-def _granite(reader: _Reader, kind: LayerKind) -> LayerKind:
-    return replace(kind, scale=reader.number("attention_multiplier"))
+def _granite(reader: _Reader, layer: LayerKind) -> LayerKind:
+    return replace(layer, scale=reader.number("attention_multiplier"))
 
 
-def _falcon(reader: _Reader, kind: LayerKind) -> LayerKind:
+def _falcon(reader: _Reader, layer: LayerKind) -> LayerKind:
     """num_kv_heads applies to the new architecture only; the old one has one kv head, or as many as query heads."""
     if reader.boolean("new_decoder_architecture"):
         kv_heads = reader.integer("num_kv_heads")
     else:
-        kv_heads = 1 if reader.boolean("multi_query") else kind.num_heads
-    return replace(kind, num_kv_heads=kv_heads, alibi=reader.boolean("alibi"))
+        kv_heads = 1 if reader.boolean("multi_query") else layer.num_heads
+    return replace(layer, num_kv_heads=kv_heads, alibi=reader.boolean("alibi"))
 
 
-def _mpt(reader: _Reader, kind: LayerKind) -> LayerKind:
+def _mpt(reader: _Reader, layer: LayerKind) -> LayerKind:
     section = reader.section("attn_config", {"alibi": True, "attn_type": "multihead_attention"})
-    kv_heads = {"multihead_attention": kind.num_heads, "multiquery_attention": 1}.get(section.value("attn_type"))
+    kv_heads = {"multihead_attention": layer.num_heads, "multiquery_attention": 1}.get(section.value("attn_type"))
     if kv_heads is None and section.value("attn_type") != "grouped_query_attention":
         raise section.wrong("attn_type", "multihead_attention, multiquery_attention or grouped_query_attention")
     kv_heads = kv_heads or section.integer("kv_n_heads")
-    return replace(kind, num_kv_heads=kv_heads, alibi=section.boolean("alibi"), scale=section.number("softmax_scale"))
+    return replace(layer, num_kv_heads=kv_heads, alibi=section.boolean("alibi"), scale=section.number("softmax_scale"))
 
 
-def _gpt2(reader: _Reader, kind: LayerKind) -> LayerKind:
+def _gpt2(reader: _Reader, layer: LayerKind) -> LayerKind:
     if reader.boolean("scale_attn_by_inverse_layer_idx"):
         raise reader.wrong("scale_attn_by_inverse_layer_idx", "false: every layer would have a scale of its own")
-    return kind if reader.value("scale_attn_weights") is not False else replace(kind, scale=1.0)
+    return layer if reader.value("scale_attn_weights") is not False else replace(layer, scale=1.0)
 
 
-def _bert(reader: _Reader, kind: LayerKind) -> LayerKind:
+def _bert(reader: _Reader, layer: LayerKind) -> LayerKind:
     if reader.value("position_embedding_type") not in (None, "absolute"):
         raise reader.wrong("position_embedding_type", "absolute: relative ones add to the scores")
-    return kind if reader.boolean("is_decoder") else replace(kind, name="encoder", attn_type=AttentionType.ENCODER_ONLY)
+    return layer if reader.boolean("is_decoder") else replace(layer, name="encoder", attn_type=AttentionType.ENCODER_ONLY)
 
 
 def _sides(encoder: LayerKind, layers: int, decoder: LayerKind, decoder_layers: int) -> list[LayerKind]:
@@ -432,9 +432,9 @@ def _sides(encoder: LayerKind, layers: int, decoder: LayerKind, decoder_layers: 
 def _t5(reader: _Reader) -> list[LayerKind]:
     """T5 adds a learned bias to the scores of self attention and does not scale them."""
     heads, layers = reader.integer("num_heads"), reader.integer("num_layers")
-    kind = LayerKind("", 1, heads, heads, reader.integer("d_kv"), scale=1.0, position_bias=True)
+    encoder = LayerKind("", 1, heads, heads, reader.integer("d_kv"), scale=1.0, position_bias=True)
     decoder_layers = reader.integer("num_decoder_layers") if reader.has("num_decoder_layers") else layers
-    return _sides(kind, layers, kind, decoder_layers)
+    return _sides(encoder, layers, encoder, decoder_layers)
 
 
 def _bart(reader: _Reader) -> list[LayerKind]:

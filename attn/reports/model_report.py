@@ -36,7 +36,7 @@ class KindReport:
     bytes that a decode step reads; `prompt_flops` the operations of prompts as long as the context.
     """
 
-    kind: LayerKind
+    layer: LayerKind
     selection: Selection | None
     prefill: Selection | None
     reason: str
@@ -48,8 +48,8 @@ class KindReport:
     @property
     def label(self) -> str:
         """The kind with its window or chunk, such as `sliding 4096`."""
-        limit = self.kind.window or self.kind.chunk or self.kind.topk
-        return f"{self.kind.name} {limit}" if limit else self.kind.name
+        limit = self.layer.window or self.layer.chunk or self.layer.topk
+        return f"{self.layer.name} {limit}" if limit else self.layer.name
 
     @property
     def backend(self) -> str | None:
@@ -57,7 +57,7 @@ class KindReport:
 
     @property
     def heads(self) -> str:
-        return f"{self.kind.num_heads}/{self.kind.num_kv_heads}" if self.kind.is_attention else ""
+        return f"{self.layer.num_heads}/{self.layer.num_kv_heads}" if self.layer.is_attention else ""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class ModelReport:
     @property
     def served(self) -> bool:
         """Whether every attention layer has a backend."""
-        return all(row.backend for row in self.rows if row.kind.is_attention)
+        return all(row.backend for row in self.rows if row.layer.is_attention)
 
     def total(self, name: str) -> int:
         """Return the sum of a number of `KindReport` over all kinds."""
@@ -98,10 +98,10 @@ class ModelReport:
 
     def measured(self, row: KindReport) -> Attained | None:
         """Return the shares of the device's rates that the chosen backend reached in a measurement of such layers, if any."""
-        kind = row.kind
-        plain = self.dtype == "bfloat16" and self.kv_cache_dtype == "auto" and not (kind.features or kind.latent)
+        layer = row.layer
+        plain = self.dtype == "bfloat16" and self.kv_cache_dtype == "auto" and not (layer.features or layer.latent)
         plain = plain and self.block_size == 16
-        return ATTAINED.get((product_of(self.device.name), row.backend or "", kind.head_size or 0)) if plain else None
+        return ATTAINED.get((product_of(self.device.name), row.backend or "", layer.head_size or 0)) if plain else None
 
     def _measured(self, row: KindReport) -> str:
         """Describe `measured` in a sentence; nothing without it."""
@@ -115,8 +115,8 @@ class ModelReport:
 
     @property
     def title(self) -> str:
-        count = sum(row.kind.count for row in self.rows)
-        return f"{self.model.model_type} ({self.model.place}): {count} layers, {self.dtype}, on {self.device}"
+        count = sum(row.layer.count for row in self.rows)
+        return f"{self.model.model_type} ({self.model.source}): {count} layers, {self.dtype}, on {self.device}"
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -127,13 +127,13 @@ class ModelReport:
             f"cache ({self.kv_cache_dtype}): {_bytes(total)} per token, {_bytes(total * self.block_size)} per block of "
             f"{self.block_size} tokens in all layers, {_bytes(self.total('cache_bytes'))} for {load}"
         ]
-        if any(row.kind.window or row.kind.chunk for row in self.rows):
+        if any(row.layer.window or row.layer.chunk for row in self.rows):
             sentences.append("cache of windows and chunks: all tokens; less if the caller frees the blocks that no row sees")
-        if any(row.kind.chunk for row in self.rows):
+        if any(row.layer.chunk for row in self.rows):
             sentences.append(
                 "chunked layers: other backends compute them as full attention with each chunk as a request of its own"
             )
-        if any(row.kind.attn_type == AttentionType.ENCODER_DECODER for row in self.rows):
+        if any(row.layer.attn_type == AttentionType.ENCODER_DECODER for row in self.rows):
             sentences.append("encoder and decoder: both have as many tokens as the context")
         return (*sentences, self._times(), *self.model.notes, *_common(self.rows))
 
@@ -150,11 +150,11 @@ class ModelReport:
         """Return the table's rows, the total last."""
         rows = []
         for row in self.rows:
-            kind, attends = row.kind, row.kind.is_attention
+            layer, attends = row.layer, row.layer.is_attention
             backend = (row.backend or "none") if attends else "not attention"
-            rows.append([str(kind.count), row.label, row.heads, str(kind.head_size or ""), backend, *self._numbers(row)])
+            rows.append([str(layer.count), row.label, row.heads, str(layer.head_size or ""), backend, *self._numbers(row)])
         total = KindReport(LayerKind("total"), None, None, "", *map(self.total, _NUMBERS))
-        return [*rows, [str(sum(row.kind.count for row in self.rows)), "total", "", "", "", *self._numbers(total)]]
+        return [*rows, [str(sum(row.layer.count for row in self.rows)), "total", "", "", "", *self._numbers(total)]]
 
     def _numbers(self, row: KindReport) -> list[str]:
         times = (self.decode_ms(row.decode_bytes), self.prompt_ms(row.prompt_flops))
@@ -163,19 +163,19 @@ class ModelReport:
     def __str__(self) -> str:
         lines = [*_wrapped("", self.title), "", *block([_HEAD, *self.cells()], "  ")]
         for row in self.rows:
-            if row.kind.is_attention:
+            if row.layer.is_attention:
                 lines += ["", *_wrapped("", f"{row.label}: {self.described(row)}")]
                 lines += _wrapped("    ", *_choice(row, _common(self.rows)), self._measured(row))
         return "\n".join([*lines, "", *_wrapped("  ", *self.notes, f"fields read: {', '.join(self.model.fields)}")])
 
     def described(self, row: KindReport) -> str:
         """Describe one layer of a kind: what it needs of a backend, its scale, its cache."""
-        kind = row.kind
-        words = [f"{row.heads} heads of {kind.head_size}"]
-        words += [f"soft_cap {kind.soft_cap:g}" if name == "soft_cap" else name for name in sorted(kind.features)]
-        words += [kind.attn_type] if kind.attn_type != AttentionType.DECODER else []
-        words += [f"scale {kind.scale:.4g}"] if kind.scale else []
-        token = row.token_bytes // kind.count
+        layer = row.layer
+        words = [f"{row.heads} heads of {layer.head_size}"]
+        words += [f"soft_cap {layer.soft_cap:g}" if name == "soft_cap" else name for name in sorted(layer.features)]
+        words += [layer.attn_type] if layer.attn_type != AttentionType.DECODER else []
+        words += [f"scale {layer.scale:.4g}"] if layer.scale else []
+        token = row.token_bytes // layer.count
         cached = f"; a layer caches {_bytes(token)} per token, {_bytes(token * self.block_size)} per block" if token else ""
         return ", ".join(words) + cached
 
@@ -187,7 +187,7 @@ class ModelReport:
             f"{f'<p>prompts:</p>{row.prefill._repr_html_()}' if row.prefill else ''}"
             f"<p>{escape(self._measured(row))}</p></details>"
             for row in self.rows
-            if row.kind.is_attention
+            if row.layer.is_attention
         )
         notes = (*self.notes, f"fields read: {', '.join(self.model.fields)}")
         table = html(_HEAD, ([escape(cell) for cell in cells] for cells in self.cells()))
@@ -198,15 +198,15 @@ class ModelReport:
         """Return the report as plain data, for `--json`."""
         return {
             "model_type": self.model.model_type,
-            "config": self.model.place,
-            **{name: plain(getattr(self, name)) for name in _PLACE},
+            "config": self.model.source,
+            **{name: plain(getattr(self, name)) for name in _SETTING},
             "fields": list(self.model.fields),
             "notes": list(self.notes),
             "ceilings": plain(self.ceilings),
             "kinds": [
                 {
-                    **plain(row.kind),
-                    "features": sorted(row.kind.features),
+                    **plain(row.layer),
+                    "features": sorted(row.layer.features),
                     "backend": row.backend,
                     "reason": row.reason,
                     **self._figures({name: getattr(row, name) for name in _NUMBERS}),
@@ -263,24 +263,24 @@ def explain_model(
     rows: list[KindReport] = []
     target: Device | None = device
     asked: dict[str, Any] = {"backend": backend, "framework": framework, "device": device, "disable": disable, "assume": assume}
-    for kind in model.kinds:
-        selection, reason = None, POSITION_BIAS if kind.position_bias else ""
-        if kind.is_attention and not reason:
-            cached = kind.attn_type not in ENCODER_TYPES
-            layer = {name: getattr(kind, name) for name in ("features", "attn_type", "num_heads", "num_kv_heads")}
+    for layer in model.kinds:
+        selection, reason = None, POSITION_BIAS if layer.position_bias else ""
+        if layer.is_attention and not reason:
+            cached = layer.attn_type not in ENCODER_TYPES
+            arguments = {name: getattr(layer, name) for name in ("features", "attn_type", "num_heads", "num_kv_heads")}
             stored, page = (kv_cache_dtype, block_size) if cached else (None, None)
-            selection = explain(kind.head_size, dtype, stored, page, **layer, **asked)
+            selection = explain(layer.head_size, dtype, stored, page, **arguments, **asked)
             target = selection.device
-        token = _token_bytes(kind, dtype_name(dtype), kv_cache_dtype) * kind.count
+        token = _token_bytes(layer, dtype_name(dtype), kv_cache_dtype) * layer.count
         row = KindReport(
-            kind=kind,
+            layer=layer,
             selection=selection,
-            prefill=_prefill(kind, selection, assume),
+            prefill=_prefill(layer, selection, assume),
             reason=reason,
             token_bytes=token,
             cache_bytes=token * -(-context // block_size) * block_size * requests,
-            decode_bytes=token * _seen(kind, context) * requests,
-            prompt_flops=_pair_flops(kind) * _pairs(kind, context) * kind.count * requests,
+            decode_bytes=token * _seen(layer, context) * requests,
+            prompt_flops=_pair_flops(layer) * _pairs(layer, context) * layer.count * requests,
         )
         rows.append(row)
     target = target or platform_for(framework or dtypes.framework_of_dtype(dtype) or default_framework()).device()
@@ -298,53 +298,53 @@ def explain_model(
 
 
 _NUMBERS = ("token_bytes", "cache_bytes", "decode_bytes", "prompt_flops")
-_PLACE = ("device", "dtype", "kv_cache_dtype", "block_size", "context", "requests")
+_SETTING = ("device", "dtype", "kv_cache_dtype", "block_size", "context", "requests")
 
 
-def _prefill(kind: LayerKind, selection: Selection | None, assume: Collection[str] | None) -> Selection | None:
+def _prefill(layer: LayerKind, selection: Selection | None, assume: Collection[str] | None) -> Selection | None:
     """Choose the backend for prompts of a latent layer; None without candidates, and for a sparse one."""
-    if selection is None or kind.latent is None or kind.topk:
+    if selection is None or layer.latent is None or layer.topk:
         return None
-    key = kind.latent.qk_nope_head_dim + kind.latent.qk_rope_head_dim
-    request = make_mla_prefill_request(key, kind.latent.v_head_dim, selection.request.dtype, num_heads=kind.num_heads)
+    key = layer.latent.qk_nope_head_dim + layer.latent.qk_rope_head_dim
+    request = make_mla_prefill_request(key, layer.latent.v_head_dim, selection.request.dtype, num_heads=layer.num_heads)
     with assumed_machine(selection.device, None, assume):
         prefill = select_mla_prefill(request, framework=selection.device.framework, device=selection.device)
     return prefill if prefill.trace else None
 
 
-def _token_bytes(kind: LayerKind, dtype: str, kv_cache_dtype: str) -> int:
+def _token_bytes(layer: LayerKind, dtype: str, kv_cache_dtype: str) -> int:
     """Count the bytes of a token in one layer's cache: keys and values, or the row of a latent, which is both."""
-    if not kind.is_attention or kind.attn_type in ENCODER_TYPES:
+    if not layer.is_attention or layer.attn_type in ENCODER_TYPES:
         return 0
     stored = dtypes.DTYPES[dtypes.kv_cache_element(kv_cache_dtype, dtype)].itemsize
-    row = stored * dtypes.kv_cache_row(kv_cache_dtype, kind.head_size)
-    return row if kind.latent else 2 * kind.num_kv_heads * row
+    row = stored * dtypes.kv_cache_row(kv_cache_dtype, layer.head_size)
+    return row if layer.latent else 2 * layer.num_kv_heads * row
 
 
-def _seen(kind: LayerKind, context: int) -> int:
+def _seen(layer: LayerKind, context: int) -> int:
     """Count the cached tokens that the last of `context` tokens sees."""
-    if kind.chunk:
-        return (context - 1) % kind.chunk + 1
-    return min(context, kind.window or kind.topk or context)
+    if layer.chunk:
+        return (context - 1) % layer.chunk + 1
+    return min(context, layer.window or layer.topk or context)
 
 
-def _pairs(kind: LayerKind, context: int) -> int:
+def _pairs(layer: LayerKind, context: int) -> int:
     """Count the visible pairs of a query and a key in a prompt of `context` tokens."""
-    if kind.attn_type != AttentionType.DECODER:
+    if layer.attn_type != AttentionType.DECODER:
         return context * context
-    if kind.chunk:
-        whole, rest = divmod(context, kind.chunk)
-        return whole * pairs(kind.chunk, kind.chunk, kind.chunk) + pairs(rest, rest, kind.chunk)
-    return pairs(context, context, kind.window or kind.topk or context)
+    if layer.chunk:
+        whole, tail = divmod(context, layer.chunk)
+        return whole * pairs(layer.chunk, layer.chunk, layer.chunk) + pairs(tail, tail, layer.chunk)
+    return pairs(context, context, layer.window or layer.topk or context)
 
 
-def _pair_flops(kind: LayerKind) -> int:
+def _pair_flops(layer: LayerKind) -> int:
     """Count the operations of all heads for a query and a key: scores and weighted values. A prompt over a latent expands its
     keys and values, whose projections are not counted; a sparse one reads the latent itself."""
-    if kind.latent is None:
-        return 4 * kind.num_heads * kind.head_size
-    rank, rope, nope, value = kind.latent
-    return 2 * kind.num_heads * (rank + rope + rank if kind.topk else nope + rope + value)
+    if layer.latent is None:
+        return 4 * layer.num_heads * layer.head_size
+    rank, rope, nope, value = layer.latent
+    return 2 * layer.num_heads * (rank + rope + rank if layer.topk else nope + rope + value)
 
 
 def _choice(row: KindReport, common: Collection[str]) -> list[str]:

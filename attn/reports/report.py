@@ -294,7 +294,7 @@ def backend_tables() -> str:
     """
     sections = []
     for name, registered in REGISTRIES.items():
-        title = f"{registered.kind[0].upper()}{registered.kind[1:]}s"
+        title = f"{registered.label[0].upper()}{registered.label[1:]}s"
         members = [load_candidate(m.name, m.value) if m.value else Candidate(m.name) for m in registered]
         rows = [_table_cells(name, candidate) for candidate in (*members, *_beside(name))]
         table = map(markdown, [_COLUMNS, ["---"] * len(_COLUMNS), *rows])
@@ -305,8 +305,8 @@ def backend_tables() -> str:
 def replace_tables(page: str) -> str:
     """Return `page` with the text between the two marks regenerated. Raises ValueError when a mark is missing."""
     begin, end = MARKS
-    before, opened, rest = page.partition(begin)
-    _, closed, after = rest.partition(end)
+    before, opened, content = page.partition(begin)
+    _, closed, after = content.partition(end)
     if not opened or not closed:
         raise ValueError(f"the page must contain {begin} followed by {end}")
     return f"{before}{begin}\n\n{backend_tables()}\n{end}{after}"

@@ -147,7 +147,7 @@ def decide(
 
 def _logged(selection: Selection, registry: type[BackendEnum], role: str) -> Selection:
     if selection.winner is not None:
-        what = f"{registry.kind} for {role}" if role else registry.kind
-        logger.info_once("Using %s %s on %s.", selection.name, what, str(selection.device))
+        label = f"{registry.label} for {role}" if role else registry.label
+        logger.info_once("Using %s %s on %s.", selection.name, label, str(selection.device))
     logger.debug("%s", selection)
     return selection

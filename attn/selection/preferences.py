@@ -83,7 +83,7 @@ def _asked() -> str:
     return value
 
 
-def place(device: Device) -> Path:
+def file_of(device: Device) -> Path:
     """Return the file of a device: ATTN_PREFERENCES if it is a path, else one in the cache directory."""
     asked = _asked()
     if asked not in ("", "0", "1"):
@@ -121,7 +121,7 @@ def preferred(selection: Selection, candidates: Sequence[Candidate], platform: P
     asked = f"{Feature.BATCH_INVARIANT.value} is requested" if Feature.BATCH_INVARIANT in selection.request.features else ""
     if why := asked or platform.deterministic():
         return replace(selection, measured=f"priority list used: {why}")
-    file = place(selection.device)
+    file = file_of(selection.device)
     stored = read(file, selection.device)
     if isinstance(stored, str):
         return replace(selection, measured=f"priority list used: {stored}")
@@ -135,7 +135,7 @@ def pairs_for(request: Request, platform: Platform) -> list[str]:
     """Return the pairs that were measured for a request on this machine's device; none if measurements are off or ignored."""
     if not on():
         return []
-    stored = read(place(platform.device()), platform.device())
+    stored = read(file_of(platform.device()), platform.device())
     return [] if isinstance(stored, str) else pairs_in([entry for entry in stored if entry.serves(request)])
 
 
@@ -165,7 +165,7 @@ def consulted(
         return replace(selection, measured=f"priority list used: nothing takes under 95 % of the first's time ({batches})")
     winner = next(verdict for verdict in selection.trace if verdict.name == best)
     at = selection.trace.index(first)
-    rest = tuple(verdict for verdict in selection.trace[at:] if verdict is not winner)
+    others = tuple(verdict for verdict in selection.trace[at:] if verdict is not winner)
     backend = next((candidate.backend for candidate in candidates if candidate.name == best), None)
     of_each = ", ".join(
         f"{batch} {entry.times[winner.name, winner.path][batch].ratio(time):.2f}"
@@ -173,7 +173,7 @@ def consulted(
         for batch, time in entry.times.get((first.name, first.path), {}).items()
     )
     note = f"{best} takes {ratios[best]:.2f} of the time of {first.name}, the list's first ({batches}: {of_each})"
-    return replace(selection, trace=(*selection.trace[:at], winner, *rest), backend=backend, measured=note)
+    return replace(selection, trace=(*selection.trace[:at], winner, *others), backend=backend, measured=note)
 
 
 def _ratio(key: tuple[str, str], base: tuple[str, str], entries: Sequence[RequestTimes]) -> float | None:
@@ -193,7 +193,7 @@ def _ratio(key: tuple[str, str], base: tuple[str, str], entries: Sequence[Reques
 
 def state(device: Device) -> tuple[Path, int, int] | None:
     """Return a device's file with a fingerprint of its content, or None if it does not exist."""
-    file = place(device)
+    file = file_of(device)
     try:
         status = file.stat()
     except OSError:
@@ -229,7 +229,7 @@ def record(entries: Collection[RequestTimes], device: Device, file: Path | None 
 
     An ignored file is replaced.
     """
-    file = file or place(device)
+    file = file or file_of(device)
     with _lock():
         before = read(file, device) if file.exists() else []
         kept = {} if isinstance(before, str) else {entry.request: entry for entry in before}

@@ -71,9 +71,9 @@ class Buckets:
         rows, longest = batch.num_actual_tokens, batch.max_query_len
         fits = [b for b in self._all if b.num_tokens >= rows and b.max_query_len >= longest]
         if not fits or batch.num_reqs > self.num_reqs or batch.block_table.shape[1] > self.columns:
-            what = f"{batch.num_reqs} requests, {rows} tokens and {batch.block_table.shape[1]} blocks in a request"
+            size = f"{batch.num_reqs} requests, {rows} tokens and {batch.block_table.shape[1]} blocks in a request"
             most = f"{self.num_reqs}, {self._all[-1].num_tokens} and {self.columns}"
-            raise AttnError(f"a step of {what}: must be at most {most}, the limits of the scheduler that the buckets are for")
+            raise AttnError(f"a step of {size}: must be at most {most}, the limits of the scheduler that the buckets are for")
         return self._padded(step, min(fits, key=lambda b: b.max_query_len))
 
     def _padded(self, step: Step, bucket: Bucket) -> Step:

@@ -111,8 +111,8 @@ def check_conformance(backend: Any, case: Case, device: Device | None = None) ->
 
 def _refusal(backend: Any, case: Case, device: Device, runner: BackendRunner) -> list[Violation]:
     """Check that selection rejects an undeclared feature by name, and so do the constructor and the call if they receive it."""
-    what = case.check.partition("=")[2]
-    name, _, value = what.partition("=")
+    setting = case.check.partition("=")[2]
+    name, _, value = setting.partition("=")
 
     def select() -> Any:
         candidate = load_candidate(backend.get_name(), path_of(backend), backend)
@@ -133,9 +133,9 @@ def _refusal(backend: Any, case: Case, device: Device, runner: BackendRunner) ->
         except AttnError as error:
             message = str(error)
             if name not in message or value not in message:
-                violations.append(Violation("R", f"{step} refuses without naming {what}: {message}", case))
+                violations.append(Violation("R", f"{step} refuses without naming {setting}: {message}", case))
         else:
-            violations.append(Violation("R", f"{step} accepts {what}, which is not declared", case))
+            violations.append(Violation("R", f"{step} accepts {setting}, which is not declared", case))
     return violations
 
 

@@ -357,16 +357,16 @@ def _sequence(case: Case, r: int) -> tuple[Array, Array]:
     return drawn(key[live], case.dtype), drawn(value[live], case.dtype)
 
 
-def _spoil(case: Case, rng: np.random.Generator, rows: Array, which: str) -> None:
-    """Set two live elements of rows [n, heads, D] to NaN or an infinity, if the case's data seed selects `which` rows.
+def _spoil(case: Case, rng: np.random.Generator, rows: Array, tensor: str) -> None:
+    """Set two live elements of rows [n, heads, D] to NaN or an infinity, if the case's data seed selects the rows of `tensor`.
 
     In MLA only rotary elements: whether an infinite latent results in an infinity or NaN depends on the order of products.
     """
-    if which != ("query", "key", "value")[case.data_seed % 3] or not rows.size or (case.mla and which == "value"):
+    if tensor != ("query", "key", "value")[case.data_seed % 3] or not rows.size or (case.mla and tensor == "value"):
         return
     first = 0
     if case.mla:
-        first = case.mla[0] if which == "key" else case.mla[1]
+        first = case.mla[0] if tensor == "key" else case.mla[1]
     for _ in range(2):
         row, head, d = (int(rng.integers(0, size)) for size in (*rows.shape[:2], rows.shape[2] - first))
         rows[row, head, first + d] = rng.choice((np.inf, -np.inf, np.nan))

@@ -57,7 +57,7 @@ def wrong_bytes(call: Call, stored: tuple[Array, Array]) -> Iterator[tuple[str, 
     """
     case, slots = call.case, call.batch.slot_mapping
     live = np.flatnonzero(slots >= 0) if call.key is not None and not case.kv_sharing else np.zeros(0, np.int64)
-    for which, written, want, fresh, scale in zip(
+    for name, written, want, fresh, scale in zip(
         ("key", "value"), stored, specified_cache(call), (call.key, call.value), case.cache_scales, strict=True
     ):
         flat, meant = (x.reshape(-1, *x.shape[2:]) for x in (written, want))
@@ -68,7 +68,7 @@ def wrong_bytes(call: Call, stored: tuple[Array, Array]) -> Iterator[tuple[str, 
             for nudge in (1 - 2.0**-21, 1 + 2.0**-21):
                 near = encode(fresh[live], case.element, scale_array(scale), nudge)
                 wrong[slots[live]] &= flat[slots[live]] != near
-        yield which, flat, meant, wrong
+        yield name, flat, meant, wrong
 
 
 def expect(call: Call, result: Result | None = None) -> Expected:

@@ -94,9 +94,9 @@ def _non_finite(at: At, edges: tuple[int, ...]) -> list[Case]:
         at("NaN and infinities in values, spans", m=Q_LENS, inputs="nonfinite", data_seed=2, spans=4),
         at("NaN and infinities in values, prefix", inputs="nonfinite", data_seed=2, prefix=5, sliding_window=4),
         *(
-            at(f"NaN and infinities in {what}, {words}", q, m, inputs="nonfinite", data_seed=seed)
+            at(f"NaN and infinities in {array}, {words}", q, m, inputs="nonfinite", data_seed=seed)
             for words, q, m in (("decodes of a key", _ONES, _ONES), ("decodes", _ONES, edges), ("prompts", Q_LENS, Q_LENS))
-            for what, seed in (("a query", 0), ("a key", 1), ("a value", 2), ("another value", 5))
+            for array, seed in (("a query", 0), ("a key", 1), ("a value", 2), ("another value", 5))
         ),
     ]
 

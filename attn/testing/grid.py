@@ -149,6 +149,6 @@ def random_cases(subject: Subject, count: int) -> list[Case]:
         case = _from_choice(choice, seed - 1)
         m = q if case.is_encoder else [max(a, b) for a, b in zip(q, m, strict=True)] if case.tree else m
         window = case.sliding_window and (width or case.sliding_window)
-        own = {"query_lens": tuple(q), "seq_lens": tuple(m), "padding": padding, "sliding_window": window, "num_blocks": None}
-        cases.append(case.replace(name=f"random {seed - 1}", **own))
+        shape = {"query_lens": tuple(q), "seq_lens": tuple(m), "padding": padding, "sliding_window": window, "num_blocks": None}
+        cases.append(case.replace(name=f"random {seed - 1}", **shape))
     return cases

@@ -69,9 +69,9 @@ def _fixtures(subject: Subject) -> list[Case]:
         ]
     if subject.has(Feature.NAN_SAFE):
         cases += [
-            _at(subject, f"NaN and infinities in a {what}, {words}", q, m, inputs="nonfinite", data_seed=seed)
+            _at(subject, f"NaN and infinities in a {array}, {words}", q, m, inputs="nonfinite", data_seed=seed)
             for words, q, m in (("decodes", (1,) * 5, edges), ("prefills", (17, 40, 23), (page + 17, 40, 2 * page + 23)))
-            for what, seed in (("query", 0), ("query", 3), ("key", 1), ("key", 4))
+            for array, seed in (("query", 0), ("query", 3), ("key", 1), ("key", 4))
         ]
     for dtype in main_dtypes(subject):
         cases += [_at(subject, f"{dtype}, {inputs}", dtype=dtype, inputs=inputs) for inputs in ("randn", "needle")]

@@ -147,8 +147,8 @@ def _expected(call: PrefillArrays, parts: Sequence[int], causal: bool) -> State:
     lse = np.full((call.case.num_heads, len(call.query)), -np.inf)
     for r in range(len(call.case.query_lens)):
         rows = slice(call.query_start_loc[r], call.query_start_loc[r + 1])
-        own = [tuple(x[starts[r] : starts[r + 1]] for x in (k, v)) for k, v, starts in (call.parts[i] for i in parts)]
-        keys, values = (np.concatenate([part[i] for part in own]) for i in (0, 1))
+        slices = [tuple(x[starts[r] : starts[r + 1]] for x in (k, v)) for k, v, starts in (call.parts[i] for i in parts)]
+        keys, values = (np.concatenate([part[i] for part in slices]) for i in (0, 1))
         if rows.stop > rows.start:
             out[rows], lse[:, rows] = reference.attention(call.query[rows], keys, values, scale=call.scale, causal=causal)
     return out, lse
@@ -174,12 +174,12 @@ def check_prefill(backend: Any, case: PrefillCase) -> None:
     assert not violations, f"{case}: {'; '.join(violations)}"
 
 
-def _broken(case: PrefillCase, what: str, state: State, want: State) -> list[str]:
+def _broken(case: PrefillCase, state_name: str, state: State, want: State) -> list[str]:
     """Return the rules that a state breaks. The output of a row without keys is never read and is not checked."""
     out = np.where(np.isneginf(want[1]).T[..., None], 0, state[0])
-    as_case = Case(what, case.query_lens, case.query_lens, num_heads=case.num_heads, dtype=case.dtype, lse=True)
+    as_case = Case(state_name, case.query_lens, case.query_lens, num_heads=case.num_heads, dtype=case.dtype, lse=True)
     result = Result(rounded(out, case.dtype), state[1], None, None, case.dtype)
-    return [f"rule {v.rule} ({what}): {v.what}" for v in compare(as_case, result, Expected(*want, None))]
+    return [f"rule {v.rule} ({state_name}): {v.what}" for v in compare(as_case, result, Expected(*want, None))]
 
 
 def run_prefill(names: Sequence[str] | None = None, **options: Any) -> Report:

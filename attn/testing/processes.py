@@ -45,9 +45,9 @@ def spread(
     """
     seen: set[Any] = set()
     first: list[int] = []
-    rest: list[int] = []
+    later: list[int] = []
     for i, task in enumerate(tasks):
-        (rest if program_of(task) in seen else first).append(i)
+        (later if program_of(task) in seen else first).append(i)
         seen.add(program_of(task))
     workers = [Worker(function) for _ in range(min(jobs, len(tasks)))]
     idle = list(workers)  # a thread takes one for each task; there are as many threads
@@ -64,7 +64,7 @@ def spread(
     pool = ThreadPoolExecutor(jobs)
     try:
         with shared_cores(jobs):
-            futures = {i: pool.submit(run, tasks[i]) for i in first + rest}
+            futures = {i: pool.submit(run, tasks[i]) for i in first + later}
             for i in range(len(tasks)):
                 yield futures[i].result()
     finally:

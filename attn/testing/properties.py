@@ -61,7 +61,7 @@ def part_of(result: Result, rows: Array | slice = slice(None), heads: Array | sl
 
 
 def same(
-    case: Case, what: str, one: Result, other: Result, rows: Array | slice | None = None, rule: str = "X"
+    case: Case, change: str, one: Result, other: Result, rows: Array | slice | None = None, rule: str = "X"
 ) -> Iterator[Violation]:
     """Check that row i of `other` has the same bits as row rows[i] of `one`; by default for all live rows."""
     live = slice(0, sum(case.query_lens)) if rows is None else rows
@@ -75,14 +75,14 @@ def same(
             index = tuple(int(i) for i in np.argwhere(differ)[0])
             row = int(np.arange(len(one.output))[live][index[0]])
             yield Violation(
-                rule, f"{name} bits changed: {what} ({int(differ.sum())} elements)", case, row, index[1], b[index], a[index]
+                rule, f"{name} bits changed: {change} ({int(differ.sum())} elements)", case, row, index[1], b[index], a[index]
             )
 
 
-def invariant(case: Case, what: str, one: Result, other: Result, rows: Array | None = None) -> Iterator[Violation]:
+def invariant(case: Case, change: str, one: Result, other: Result, rows: Array | None = None) -> Iterator[Violation]:
     """Check `same` if the case requests batch invariance."""
     if Feature.BATCH_INVARIANT.value in case.features:
-        yield from same(case, what, one, other, rows, "I")
+        yield from same(case, change, one, other, rows, "I")
 
 
 def oracle_of(call: Call, run: Runner, score: Score) -> tuple[Result, Expected, list[Violation]]:
@@ -95,7 +95,7 @@ def oracle_of(call: Call, run: Runner, score: Score) -> tuple[Result, Expected, 
 def equal(variants: Callable[[Case, Call], Iterable[tuple[str, Call]]]) -> Check:
     """Register a property whose variants of a call all have the call's expected result.
 
-    `variants` yields what each changes and the changed call. Where "what" is not empty, the bits are equal too if the case
+    `variants` yields (change, the changed call). Where the change is not empty, the bits are equal too if the case
     requests batch invariance.
     """
 
@@ -104,11 +104,11 @@ def equal(variants: Callable[[Case, Call], Iterable[tuple[str, Call]]]) -> Check
         call = draw(case)
         base, want, violations = oracle_of(call, run, score)
         yield from violations
-        for what, changed in variants(case, call):
+        for change, changed in variants(case, call):
             result, violations = judged(changed, run, score, want)
             yield from violations
-            if what:
-                yield from invariant(case, what, base, result)
+            if change:
+                yield from invariant(case, change, base, result)
 
     return check(compared)
 
@@ -256,8 +256,8 @@ def ignored_keys(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     call = draw(case)
     base, _, violations = oracle_of(call, run, score)
     yield from violations
-    for what, fresh in (("zeros", np.zeros_like(call.query[:, : case.num_kv_heads])), ("nothing", None)):
-        yield from same(case, f"own keys NaN against {what}", base, run(call.but(key=fresh, value=fresh)))
+    for replacement, fresh in (("zeros", np.zeros_like(call.query[:, : case.num_kv_heads])), ("nothing", None)):
+        yield from same(case, f"own keys NaN against {replacement}", base, run(call.but(key=fresh, value=fresh)))
 
 
 # the batch: order, neighbours, chunks
@@ -271,7 +271,7 @@ def batch_order(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     yield from violations
     everyone = range(call.batch.num_reqs)
     decodes = [r for r in everyone if case.query_lens[r] == 1]
-    for what, requests in (
+    for order, requests in (
         ("batch reversed", everyone[::-1]),
         ("first request alone", [0]),
         ("last request alone", [everyone[-1]]),
@@ -283,7 +283,7 @@ def batch_order(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
             result, more = judged(to.picked(call, requests), run, score, mapped(want, rows))
             # a part's cache lacks the tokens that the other requests would have written
             yield from more
-            yield from invariant(case, what, base, result, rows)
+            yield from invariant(case, order, base, result, rows)
 
 
 @check
@@ -319,12 +319,12 @@ def any_batch(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
         (f"among {size - 1} others", rng.permutation(order)[:size].tolist()) for size in (2, 7, 16) if size < len(order)
     ]
     batches += [("among decodes", decodes[:4]), ("among drafts", drafts), ("in reverse", sorted(order, reverse=True))]
-    for i, (what, requests) in enumerate(batches):
+    for i, (change, requests) in enumerate(batches):
         part = to.picked(call, requests)
         if i % 2:
             bounds = {name: getattr(part.batch, name) + 37 * i for name in ("max_query_len", "max_seq_len")}
-            part, what = to.frozen(part.with_batch(**bounds)), f"{what}, in a graph for longer requests"
-        yield from same(case, f"requests {what}", base, run(part), to.rows_of(call, requests), "I")
+            part, change = to.frozen(part.with_batch(**bounds)), f"{change}, in a graph for longer requests"
+        yield from same(case, f"requests {change}", base, run(part), to.rows_of(call, requests), "I")
 
 
 def _in_chunks(
@@ -374,9 +374,9 @@ def layers_in_turn(case: Case, run: Runner, score: Score) -> Iterator[Violation]
     another scale. A runner has layers by its method `open`, and the batch that they share by `metadata`.
     """
     call = draw(case)
-    own = {name: x[::-1].copy() for name in ("sinks", "alibi_slopes") if (x := getattr(call, name)) is not None}
-    own |= {name: _times(getattr(case, name), 2) for name in ("k_scale", "v_scale") if case.is_quantized}
-    calls = [call, to.frozen(call.but(**own)), call.but(scale=-0.7 * call.scale)]
+    changes = {name: x[::-1].copy() for name in ("sinks", "alibi_slopes") if (x := getattr(call, name)) is not None}
+    changes |= {name: _times(getattr(case, name), 2) for name in ("k_scale", "v_scale") if case.is_quantized}
+    calls = [call, to.frozen(call.but(**changes)), call.but(scale=-0.7 * call.scale)]
     alone = []
     for each in calls:
         result, violations = judged(each, run, score)
@@ -388,8 +388,8 @@ def layers_in_turn(case: Case, run: Runner, score: Score) -> Iterator[Violation]
     for batch, turns in (("a batch", 2), ("another batch", 1)):
         metadata = run.metadata(call)
         for turn, i in itertools.product(range(turns), range(len(calls))):
-            what = f"layer {i} of {len(calls)} over {batch}, call {turn + 1}"
-            yield from same(case, what, alone[i], layers[i](calls[i], metadata))
+            change = f"layer {i} of {len(calls)} over {batch}, call {turn + 1}"
+            yield from same(case, change, alone[i], layers[i](calls[i], metadata))
 
 
 @check

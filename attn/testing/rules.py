@@ -57,7 +57,7 @@ class Violation:
 
     def __str__(self) -> str:
         head = "" if self.head is None else f", head {self.head}"
-        where = "" if self.row is None else f" at {_place(self.case, self.row)}{head}"
+        where = "" if self.row is None else f" at {_location(self.case, self.row)}{head}"
         values = "" if self.got is None and self.want is None else f": got {_shown(self.got)}, want {_shown(self.want)}"
         return f"rule {self.rule} [{self.case.name}]{where}: {self.what}{values}\n    {self.case.repro(self.backend)}"
 
@@ -113,11 +113,11 @@ def compare(case: Case, result: Result, expected: Expected, score: Score | None 
 
 
 def _padding(case: Case, result: Result, live: int) -> Iterator[Violation]:
-    rest = result.output[live:]
-    right = np.isnan(rest) if np.isnan(result.padding) else rest == result.padding
+    padding = result.output[live:]
+    right = np.isnan(padding) if np.isnan(result.padding) else padding == result.padding
     if not right.all():
         row, head, d = (int(i) for i in np.argwhere(~right)[0])
-        yield Violation("A", "a padding row was written", case, live + row, head, rest[row, head, d], result.padding)
+        yield Violation("A", "a padding row was written", case, live + row, head, padding[row, head, d], result.padding)
     if result.spilled:
         yield Violation("A", "memory beside the output was written", case)
 
@@ -184,12 +184,12 @@ def _lse(case: Case, lse: Array, want: Array, noise: Array | float, score: Score
 
 
 def _at(
-    case: Case, rule: str, what: str, wrong: Array, got: Array, want: Array, weight: Array | None = None
+    case: Case, rule: str, text: str, wrong: Array, got: Array, want: Array, weight: Array | None = None
 ) -> Iterator[Violation]:
     """Yield one violation for all places that are `wrong` ([T, H] or [T, H, D]), at that of the largest `weight`."""
     if wrong.any():
         index = tuple(int(i) for i in np.unravel_index((wrong if weight is None else weight * wrong).argmax(), wrong.shape))
-        yield Violation(rule, f"{what} ({int(wrong.sum())} places)", case, index[0], index[1], got[index], want[index])
+        yield Violation(rule, f"{text} ({int(wrong.sum())} places)", case, index[0], index[1], got[index], want[index])
 
 
 def check_cache(call: Call, result: Result) -> Iterator[Violation]:
@@ -200,17 +200,17 @@ def check_cache(call: Call, result: Result) -> Iterator[Violation]:
     if result.key_cache is None or result.value_cache is None:
         yield Violation("W", "no cache was returned", case)
         return
-    for which, stored, want, wrong in wrong_bytes(call, (result.key_cache, result.value_cache)):
+    for cache, stored, want, wrong in wrong_bytes(call, (result.key_cache, result.value_cache)):
         if wrong.any():
             slot, head, d = (int(i) for i in np.argwhere(wrong)[0])
             is_mapped = slot in call.batch.slot_mapping
-            what = "a written slot holds other bytes" if is_mapped else "a slot was written that is not in slot_mapping"
+            text = "a written slot holds other bytes" if is_mapped else "a slot was written that is not in slot_mapping"
             got, right = (decode(x[slot, head], case.element)[min(d, case.head_size - 1)] for x in (stored, want))
-            where = f"{which} cache, slot {slot}, kv head {head}"
-            yield Violation("W", f"{where}: {what} ({int(wrong.sum())} elements)", case, got=got, want=right)
+            where = f"{cache} cache, slot {slot}, kv head {head}"
+            yield Violation("W", f"{where}: {text} ({int(wrong.sum())} elements)", case, got=got, want=right)
 
 
-def _place(case: Case, row: int) -> str:
+def _location(case: Case, row: int) -> str:
     """Format a row's place, such as `row 7 (request 2, token 1 of 3, 19 keys)`."""
     first = 0
     for r, n in enumerate(case.query_lens):

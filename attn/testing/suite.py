@@ -290,8 +290,8 @@ def refusals(subject: Subject) -> list[Case]:
     c = subject.capabilities
     plain = base_case(subject, "", (1, 4), (20, 4), lse=False, num_heads=4)
 
-    def refused(what: str, **changes: Any) -> Case:
-        return plain.replace(name=f"refuses {what}", check=f"refusal={what}", **changes)
+    def refused(setting: str, **changes: Any) -> Case:
+        return plain.replace(name=f"refuses {setting}", check=f"refusal={setting}", **changes)
 
     cases = []
     for feature in Feature:

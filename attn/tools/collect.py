@@ -111,7 +111,7 @@ class Collection:
 
     def _conformance(self, backends: Sequence[Sequence[str]], level: str) -> None:
         for i, (registry, name, _) in enumerate(backends, 1):
-            what = f"{name} ({level})"
+            title = f"{name} ({level})"
             if registry != "attention" and level == _LEVELS[0]:
                 continue  # their suites have one level
             last = i == len(backends) and level == _LEVELS[-1]
@@ -119,15 +119,15 @@ class Collection:
             if "row" in row:
                 self.rows[registry, f"{name} {row['row']['level']}"] = row["row"]
                 if row["failures"]:
-                    self.failures[what] = row["failures"]
-                print(f"  {what}: {row['row']['cases']} cases, {len(row['failures'])} failed", flush=True)
+                    self.failures[title] = row["failures"]
+                print(f"  {title}: {row['row']['cases']} cases, {len(row['failures'])} failed", flush=True)
             else:
-                self.left_out[what] = row["error"]
-                print(f"  {what}: {row['error']}", flush=True)
+                self.left_out[title] = row["error"]
+                print(f"  {title}: {row['error']}", flush=True)
             self._write()
 
     def _bench(self, framework: str, seconds: float, names: Sequence[str]) -> None:
-        what = f"times ({framework})"
+        title = f"times ({framework})"
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "bench.json"
             words = [word for name in names for word in ("--backend", name)]
@@ -135,8 +135,8 @@ class Collection:
             if file.exists():  # written after each case
                 self.bench[framework] = json.loads(file.read_text(encoding="utf-8"))
         if outcome.get("error"):
-            self.left_out[what] = outcome["error"]
-        print(f"  {what}: {len(self.bench.get(framework, {}).get('rows', []))} rows", flush=True)
+            self.left_out[title] = outcome["error"]
+        print(f"  {title}: {len(self.bench.get(framework, {}).get('rows', []))} rows", flush=True)
         self._write()
 
     def _child(self, seconds: float, function: Callable[[Any], dict[str, Any]], words: Sequence[str]) -> dict[str, Any]:
@@ -151,8 +151,8 @@ class Collection:
 
     def _write(self) -> None:
         seconds, evidence = round(time.monotonic() - self.began, 1), list(self.rows.values())
-        rest = {name: getattr(self, name) for name in ("environment", "failures", "bench", "left_out")}
-        content = {"format": FORMAT, "attn": attn.__version__, "seconds": seconds, "evidence": evidence, **rest}
+        fields = {name: getattr(self, name) for name in ("environment", "failures", "bench", "left_out")}
+        content = {"format": FORMAT, "attn": attn.__version__, "seconds": seconds, "evidence": evidence, **fields}
         temporary = self.file.with_name(f"{self.file.name}.{os.getpid()}.tmp")
         temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         temporary.replace(self.file)

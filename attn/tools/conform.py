@@ -31,10 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to `parser`."""
     add = parser.add_argument
     add("backends", nargs="*", metavar="BACKEND", help="names (default: every one that can run on this machine)")
-    which = ("attention", "mla_prefill", "diffusion", "entries")
+    registries = ("attention", "mla_prefill", "diffusion", "entries")
     add(
         "--registry",
-        choices=which,
+        choices=registries,
         default="attention",
         help="which backends, or entries: what --fuzz calls besides (default: %(default)s)",
     )
@@ -187,7 +187,7 @@ def _repro_entry(name: str, text: str) -> tuple[Recipe, list[dict[str, str]]]:
     if why := subject.missing():
         raise UnsupportedError(f"{name}: {why}", (why,))
     outcome = examined_by(subject.check, case)
-    return case, [{"text": f"{outcome.kind}: {outcome.text}"}] if outcome.failed else []
+    return case, [{"text": f"{outcome.failure}: {outcome.text}"}] if outcome.failed else []
 
 
 _REPRO = {"attention": _repro_paged, "diffusion": _repro_dense, "entries": _repro_entry}

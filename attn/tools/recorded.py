@@ -51,9 +51,9 @@ class RecordedCall(Call):
 
 @dataclass
 class CallOutcome:
-    """The result of a call on a backend: `kind` is "" if it passed, else the rule or the type of the exception."""
+    """The result of a call on a backend: `failure` is "" if it passed, else the rule or the type of the exception."""
 
-    kind: str
+    failure: str
     text: str
     score: Score
 
@@ -212,9 +212,9 @@ def _cut(call: RecordedCall, r: int, rows: range, keys: range) -> RecordedCall:
     """Return the call with some rows and keys of request r; its tokens are in the cache."""
     stored = [to.tokens(call, q) for q in range(call.batch.num_reqs)]
     stored[r] = (stored[r][0][keys.start : keys.stop], stored[r][1][keys.start : keys.stop])
-    own = [np.arange(call.num_tokens)[call.rows(q)] for q in range(call.batch.num_reqs)]
-    own[r] = own[r][rows.start : rows.stop]
-    kept, lens = np.concatenate(own), np.array([len(x) for x in own], np.int32)
+    rows_of = [np.arange(call.num_tokens)[call.rows(q)] for q in range(call.batch.num_reqs)]
+    rows_of[r] = rows_of[r][rows.start : rows.stop]
+    kept, lens = np.concatenate(rows_of), np.array([len(x) for x in rows_of], np.int32)
     placed = to.placed(call, stored)
     batch = placed.batch.replace(**to.queries(lens), slot_mapping=placed.batch.slot_mapping[kept])
     chosen, q_lens = call.chosen_for(kept), tuple(map(int, lens))
@@ -244,12 +244,12 @@ def as_smaller(call: RecordedCall, run: Callable[[Call], Result], serves: Callab
 
     Raises ValueError if this one passes.
     """
-    failure = outcome_of(call, run).kind
+    failure = outcome_of(call, run).failure
     if not failure:
         raise ValueError("nothing to shrink: the call passes")
 
     def fails(smaller: RecordedCall) -> bool:
-        return serves(smaller.case) and outcome_of(smaller, run).kind == failure
+        return serves(smaller.case) and outcome_of(smaller, run).failure == failure
 
     small = minimised(call, fails, 200, plain={}, simpler=_smaller)
     return least if fails(least := _without_spare_pages(small)) else small

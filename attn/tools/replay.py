@@ -77,10 +77,10 @@ def replay(call: RecordedCall, names: Sequence[str] | None = None) -> list[Repla
     plugins.load()
     rows = []
     for name in AttentionBackendEnum.names() if names is None else names:
-        backend, subject, why = _place(name, call.case, names is not None)
+        backend, subject, why = _subject_of(name, call.case, names is not None)
         if subject is not None:
             outcome = outcome_of(call, runner_for(backend, subject.device))
-            status = "FAILED" if outcome.kind else "ok"
+            status = "FAILED" if outcome.failure else "ok"
             rows.append(ReplayRow(name, subject.capabilities.framework, status, outcome.score.row, outcome.text))
         elif names is not None:
             rows.append(ReplayRow(name, "", "not run", 0.0, why))
@@ -89,13 +89,13 @@ def replay(call: RecordedCall, names: Sequence[str] | None = None) -> list[Repla
 
 def shrink(call: RecordedCall, name: str) -> RecordedCall:
     """Return a minimised call that still fails on a backend. Raises ValueError if the call passes there."""
-    backend, subject, why = _place(name, call.case)
+    backend, subject, why = _subject_of(name, call.case)
     if subject is None:
         raise ValueError(f"{name} does not run the call: {why}")
     return as_smaller(call, runner_for(backend, subject.device), subject.serves)
 
 
-def _place(name: str, case: Case, named: bool = True) -> tuple[Any, Subject | None, str]:
+def _subject_of(name: str, case: Case, named: bool = True) -> tuple[Any, Subject | None, str]:
     """Return (backend, its subject on this machine, ""), or (backend, None, why it does not run the case here)."""
     candidate = candidate_of(name)
     subject, why = subject_here(candidate, named=named)

@@ -248,5 +248,5 @@ def _dense(
 
 
 @_dense.register_fake
-def _(query, key, value, *rest):  # type: ignore[no-untyped-def]
+def _(query, key, value, *arguments):  # type: ignore[no-untyped-def]
     return torch.empty_like(query, memory_format=torch.contiguous_format)

@@ -51,12 +51,12 @@ class _Module(BaseLayer, nn.Module):
     _made_from: tuple[Any, bool, dict[str, Any]]
     _q_scale: torch.Tensor
     #: The device that the layer was created on (`with torch.device(...)`) or moved to; None: neither.
-    _place: torch.device | None = None
+    _home: torch.device | None = None
 
     def __init__(self) -> None:
         super().__init__()
         default = torch.get_default_device()
-        self._place = None if default.type in _NOWHERE else default
+        self._home = None if default.type in _NOWHERE else default
 
     @staticmethod
     def _default_dtype() -> torch.dtype:
@@ -64,12 +64,12 @@ class _Module(BaseLayer, nn.Module):
 
     def _device(self) -> torch.device:
         """The device that the layer was created on or moved to, else torch's default device."""
-        return torch.get_default_device() if self._place is None else self._place
+        return torch.get_default_device() if self._home is None else self._home
 
     def _keep_scale(self, name: str, scale: torch.Tensor) -> None:
         if scale.ndim == 0:
             setattr(self, f"{name}_float", float(scale))
-        self.register_buffer(name, scale if self._place is None else scale.to(self._place), persistent=False)
+        self.register_buffer(name, scale if self._home is None else scale.to(self._home), persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move scales and sinks with the module without casting them, and select a backend for a new dtype of activations."""
@@ -82,7 +82,7 @@ class _Module(BaseLayer, nn.Module):
             moved = self._buffers[name]
             assert moved is not None
             if moved.device != values.device:
-                self._place = moved.device
+                self._home = moved.device
             self._buffers[name] = values.to(moved.device)
         return self
 

@@ -121,9 +121,9 @@ class CudaPlatform(TorchPlatform):
         if request.features & {Feature.MLA, Feature.SPARSE_MLA}:
             return order
         if request.features & MASK_FEATURES:  # for these FlashAttention 4 computes tiles that no row sees
-            rest = [name for name in order if name != "FLASH_ATTN"]
-            after = rest.index("TRITON_ATTN") + 1
-            return *rest[:after], "FLASH_ATTN", *rest[after:]
+            others = [name for name in order if name != "FLASH_ATTN"]
+            after = others.index("TRITON_ATTN") + 1
+            return *others[:after], "FLASH_ATTN", *others[after:]
         return order
 
     mla: ClassVar[Orders] = {
@@ -204,9 +204,9 @@ class CudaPlatform(TorchPlatform):
             if not getattr(request, "causal", False):
                 return order
             # Prompts, whose lengths seldom repeat, unlike images': cuDNN builds a plan for each length (75 to 900 ms).
-            rest = [name for name in order if name != "CUDNN_ATTN"]
-            at = rest.index("TRITON_ATTN") + 1
-            return (*rest[:at], "CUDNN_ATTN", *rest[at:])
+            others = [name for name in order if name != "CUDNN_ATTN"]
+            at = others.index("TRITON_ATTN") + 1
+            return (*others[:at], "CUDNN_ATTN", *others[at:])
         return order
 
 

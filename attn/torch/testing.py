@@ -53,8 +53,8 @@ class TorchRunner(BaseRunner):
     def _of_impl(self, call: Call) -> dict[str, Any]:
         if not call.case.mla:
             # as slopes always are, sinks may be on the host at a layer's first call
-            place = self._own_sinks if call.case.data_seed % 2 else self._array
-            return {} if call.sinks is None else {"sinks": place(call.sinks)}
+            convert = self._own_sinks if call.case.data_seed % 2 else self._array
+            return {} if call.sinks is None else {"sinks": convert(call.sinks)}
         indexer = SimpleNamespace(topk_indices=self._array(call.indices) if call.case.topk else None)
         return {"kv_b_proj": self._tensor(call.weights, call.case.dtype), "indexer": indexer}
 

@@ -109,7 +109,7 @@ def test_backend_and_implementation_of_every_member_name_each_other(registry: An
     ],
 )
 def test_an_incomplete_class_is_refused_by_what_it_lacks(registry: Any, backend: type, lacking: str) -> None:
-    words = f"Stated lacks what every {registry.kind} has: {lacking}" if lacking else ""
+    words = f"Stated lacks what every {registry.label} has: {lacking}" if lacking else ""
     assert registry.complaint(backend) == words
 
 

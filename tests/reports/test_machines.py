@@ -165,7 +165,7 @@ ASK = (128, "bfloat16")
 @pytest.fixture(params=[True, False], ids=["triton here", "no triton here"])
 def triton_here(request, monkeypatch):
     """What is installed on this host must not matter."""
-    monkeypatch.setattr(imports, "_found", {"triton"} if request.param else set())
+    monkeypatch.setattr(imports, "_known", {"triton"} if request.param else set())
 
 
 def test_an_h100_is_answered_for_as_one_with_what_torch_brings(triton_here):

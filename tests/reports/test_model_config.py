@@ -458,7 +458,7 @@ def test_files_and_folders(tmp_path):
     expected = read_layers(LLAMA)
     for path in (tmp_path, str(tmp_path), tmp_path / "config.json"):
         found = read_layers(path)
-        assert found.kinds == expected.kinds and found.place == str(tmp_path / "config.json")
+        assert found.kinds == expected.kinds and found.source == str(tmp_path / "config.json")
     with pytest.raises(CheckpointError, match="does not exist: pass a config.json, or a folder with one"):
         read_layers(tmp_path / "other")
     (tmp_path / "config.json").write_text("{")

@@ -103,7 +103,7 @@ def test_the_argument_disable_is_about_one_registry(registry):
     first = select().name
     assert f"{first}: disabled by the caller" in select(disable=[first]).reasons
     for wrong in ("NOPE", *(name for own, (_, _, name, _) in REGISTRIES.items() if own is not registry)):
-        with pytest.raises(ValueError, match=f"Unknown {registry.kind}: '{wrong}'"):
+        with pytest.raises(ValueError, match=f"Unknown {registry.label}: '{wrong}'"):
             select(disable=[wrong])
 
 
@@ -118,7 +118,7 @@ def test_an_unknown_name_is_an_error_with_a_suggestion_and_the_options(registry,
     with pytest.raises(ValueError) as caught:
         registry[wrong] if way == "item" else select(backend=wrong if way == "argument" else None)
     options = ", ".join(registry.names())
-    assert str(caught.value) == f"{cited}Unknown {registry.kind}: '{wrong}'. Did you mean {name}? Valid options are: {options}"
+    assert str(caught.value) == f"{cited}Unknown {registry.label}: '{wrong}'. Did you mean {name}? Valid options are: {options}"
 
 
 @each

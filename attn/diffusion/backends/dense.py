@@ -112,18 +112,18 @@ class DenseAttentionImpl(DiffusionAttentionImpl):
         return self.backend.capabilities
 
     def _check(self, query: Array, key: Array, value: Array) -> None:
-        for what, array, heads in (
+        for name, array, heads in (
             ("query", query, self.num_heads),
             ("key", key, self.num_kv_heads),
             ("value", value, self.num_kv_heads),
         ):
             shape = tuple(array.shape)
             if len(shape) != 4 or shape[2:] != (heads, self.head_size):
-                raise ShapeError(f"{self._name}: {what} has shape {list(shape)}: must be [B, S, {heads}, {self.head_size}]")
+                raise ShapeError(f"{self._name}: {name} has shape {list(shape)}: must be [B, S, {heads}, {self.head_size}]")
             if shape[0] != query.shape[0]:
-                raise ShapeError(f"{self._name}: {what} has batch {shape[0]}, query {query.shape[0]}: must be equal")
+                raise ShapeError(f"{self._name}: {name} has batch {shape[0]}, query {query.shape[0]}: must be equal")
             if array.dtype != query.dtype:
-                raise DTypeError(f"{self._name}: {what} has dtype {array.dtype}, query {query.dtype}: must be equal")
+                raise DTypeError(f"{self._name}: {name} has dtype {array.dtype}, query {query.dtype}: must be equal")
         if key.shape[1] != value.shape[1]:
             raise ShapeError(f"{self._name}: key has {key.shape[1]} rows, value {value.shape[1]}: must be equal")
         if (dtype := dtype_name(query.dtype)) not in self._capabilities.dtypes:
@@ -174,14 +174,14 @@ class DenseAttentionImpl(DiffusionAttentionImpl):
         def together(second: Array, first: Array) -> Array:
             return self.ops.concat([second, first] if front else [first, second], 1)
 
-        there = None
+        mask = None
         if present is not None or meta.joint_attn_mask is not None:
             text, image = self.ops.ones(joint[1]), self.ops.ones(key) if present is None else present
             if meta.joint_attn_mask is not None:
                 text = self._key_mask("joint_attn_mask", meta.joint_attn_mask, joint[1])
-            there = together(text, image)
+            mask = together(text, image)
         q, k, v = (together(second, first) for second, first in zip(joint, (query, key, value), strict=True))
-        return q, k, v, there
+        return q, k, v, mask
 
     def _full_mask(self, meta: DiffusionAttentionMetadata, query: Array, key: Array) -> Array | None:
         """Return the four-dimensional mask, checked; None if there is none."""

@@ -15,7 +15,7 @@ logger = init_logger(__name__)
 
 class DiffusionAttentionBackendEnum(
     BackendEnum,
-    kind="diffusion attention backend",
+    label="diffusion attention backend",
     unset=(
         "Diffusion attention backend {name} must be registered before use. "
         "Use register_diffusion_backend(DiffusionAttentionBackendEnum.{name}, 'your.module.YourClass')"

@@ -13,11 +13,11 @@ from attn.jax import kv_cache as caches
 from attn.jax.metadata import PagedAttentionMetadata, check_num_layers
 
 
-def check_shape(impl: Any, what: str, array: Any, *shape: int) -> None:
+def check_shape(impl: Any, name: str, array: Any, *shape: int) -> None:
     """Raise `ShapeError` unless an array has `shape`, [T, ...] of the padded batch; all but T may be flattened."""
     if array.shape[0] != shape[0] or array.size != math.prod(shape):
         raise ShapeError(
-            f"{impl.backend.get_name()}: {what} has shape {list(array.shape)}: must be {list(shape)}, as many rows as the "
+            f"{impl.backend.get_name()}: {name} has shape {list(array.shape)}: must be {list(shape)}, as many rows as the "
             "batch's slot_mapping (attn_metadata.pad adds them)"
         )
 
@@ -27,8 +27,8 @@ def check_cache(impl: Any, query: jax.Array, kv_cache: Any, attn_metadata: Paged
     backend, name = impl.backend, impl.backend.get_name()
     row = (impl.num_kv_heads, impl.head_size, impl.kv_cache_dtype)
     if not isinstance(kv_cache, jax.Array):
-        what = type(kv_cache).__name__
-        raise TypeError(f"{name}: kv_cache must be a jax.Array, got {what} (only forward() takes an nnx.Variable)")
+        type_name = type(kv_cache).__name__
+        raise TypeError(f"{name}: kv_cache must be a jax.Array, got {type_name} (only forward() takes an nnx.Variable)")
     if kv_cache.ndim != (rank := len(backend.get_kv_cache_shape(0, 0, *row))):
         raise ShapeError(f"{name}: kv_cache has shape {list(kv_cache.shape)}: must have {rank} dimensions")
     num_blocks, block_size, *heads_by_size = logical_shape(impl, kv_cache)

@@ -71,9 +71,9 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         output: [T, H, D], 0 in padding rows; if `need_to_return_lse_for_decode` is set, (output, lse [H, T] float32, natural
         log, sinks excluded). `attn_metadata` None is a profiling run: zeros.
         """
-        for what, array in (("query", query), ("key", key), ("value", value)):
+        for label, array in (("query", query), ("key", key), ("value", value)):
             if array is not None:
-                check_array(self.backend, what, array, "jax")
+                check_array(self.backend, label, array, "jax")
         if query.ndim < 2 or query.size != query.shape[0] * self.num_heads * self.head_size:
             name, want = self.backend.get_name(), f"[T, {self.num_heads}, {self.head_size}]"
             raise ShapeError(f"{name}: query has shape {list(query.shape)}: must be {want}")
@@ -186,11 +186,11 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         rows = attn_metadata.slot_mapping.shape[0]
         if self.attn_type != AttentionType.ENCODER_DECODER:  # there the slots are the encoder's, the query's rows the decoder's
             _calls.check_shape(self, "query", query, rows, self.num_heads, self.head_size)
-        for what, array in (("key", key), ("value", value)):
+        for name, array in (("key", key), ("value", value)):
             if array is not None:
                 if array.dtype != getattr(kv_cache, "dtype", None):
-                    check_like(self, what, array, query)
-                _calls.check_shape(self, what, array, rows, self.num_kv_heads, self.head_size)
+                    check_like(self, name, array, query)
+                _calls.check_shape(self, name, array, rows, self.num_kv_heads, self.head_size)
         if self.attn_type not in ENCODER_TYPES:
             _calls.check_cache(self, query, kv_cache, attn_metadata)
 

@@ -170,7 +170,7 @@ class _Tiles(NamedTuple):
     context: jax.Array  # [X, 1] keys before the request's own rows
     length: jax.Array  # [X, 1] all of its keys
     tile: jax.Array  # [T] tile of each row of the batch, and index in it (not of a part of the tiles)
-    place: jax.Array
+    tile_row: jax.Array
     owned: jax.Array  # [T] whether the row belongs to a request
 
 
@@ -185,20 +185,20 @@ def _cut(query_start_loc: jax.Array, seq_lens: jax.Array, num_rows: int, q: int)
         """For each of `count` numbers: the interval of bounds [R + 1] that contains it, the offset from its start, if any."""
         number = jnp.arange(count, dtype=jnp.int32)
         request = jnp.sum(number[:, None] >= bounds[1:], axis=1, dtype=jnp.int32)
-        there = request < num_requests
-        request = jnp.where(there, request, 0)
-        return request, jnp.where(there, number - bounds[request], 0), there
+        exists = request < num_requests
+        request = jnp.where(exists, request, 0)
+        return request, jnp.where(exists, number - bounds[request], 0), exists
 
-    request, nth, there = owner(first_tile, num_tiles)
+    request, nth, exists = owner(first_tile, num_tiles)
     order = nth[:, None] * q + jnp.arange(q, dtype=jnp.int32)
-    real = there[:, None] & (order < lens[request][:, None])
+    real = exists[:, None] & (order < lens[request][:, None])
     order = jnp.where(real, order, 0)
     row = jnp.where(real, query_start_loc[request][:, None] + order, 0)
     length = seq_lens[request][:, None]
     context = length - lens[request][:, None]
     of, offset, owned = owner(query_start_loc, num_rows)
-    place = {"tile": first_tile[of] + offset // q, "place": offset % q, "owned": owned}
-    return _Tiles(request, real, row, order + context, context, length, **place)
+    of_rows = {"tile": first_tile[of] + offset // q, "tile_row": offset % q, "owned": owned}
+    return _Tiles(request, real, row, order + context, context, length, **of_rows)
 
 
 class _Heads(NamedTuple):
@@ -215,7 +215,7 @@ class _Heads(NamedTuple):
 
     def to_rows(self, tiles: _Tiles, x: jax.Array, fill: float) -> jax.Array:
         """[X, K, M, E] -> [T, H, E], each row from its tile."""
-        x = x.reshape(x.shape[0], self.num_kv_heads * self.group, self.tile_len, -1)[tiles.tile, :, tiles.place]
+        x = x.reshape(x.shape[0], self.num_kv_heads * self.group, self.tile_len, -1)[tiles.tile, :, tiles.tile_row]
         return jnp.where(tiles.owned[:, None, None], x, fill)
 
     def by_head(self, values: jax.Array) -> jax.Array:
@@ -241,9 +241,9 @@ def _mask(rules: XLAParams, tiles: _Tiles, num_keys: int) -> tuple[Visibility, j
     batch, reach, prefixed = rules.batch, None, None
     if batch.spans is not None:
         spans = batch.spans[tiles.row][:, :, None]  # [X, Q, 1, 2]
-        there = tiles.real & (spans[:, :, 0, 1] >= 0)
-        first = jnp.where(there, spans[:, :, 0, 0], num_keys).min(axis=1, keepdims=True)
-        reach = first, jnp.where(there, spans[:, :, 0, 1], -1).max(axis=1, keepdims=True)
+        has_span = tiles.real & (spans[:, :, 0, 1] >= 0)
+        first = jnp.where(has_span, spans[:, :, 0, 0], num_keys).min(axis=1, keepdims=True)
+        reach = first, jnp.where(has_span, spans[:, :, 0, 1], -1).max(axis=1, keepdims=True)
         batch = batch._replace(spans=spans)
     if batch.prefix is not None:
         prefixed = batch.prefix[tiles.request][:, None]
@@ -299,8 +299,8 @@ def _attend(
             x = jnp.pad(x[order], ((0, spare), *[(0, 0)] * (x.ndim - 1)))
             return x.reshape(-1, ABREAST, *x.shape[1:])
 
-        rest = {"tile": tiles.tile, "place": tiles.place, "owned": tiles.owned}
-        out, lse = lax.map(lambda some: of(_Tiles(*some, **rest)), tuple(map(parts, tiles[:6])))
+        of_rows = {"tile": tiles.tile, "tile_row": tiles.tile_row, "owned": tiles.owned}
+        out, lse = lax.map(lambda fields: of(_Tiles(*fields, **of_rows)), tuple(map(parts, tiles[:6])))
         out, lse = (x.reshape(-1, *x.shape[2:]) for x in (out, lse))
         tiles = tiles._replace(tile=jnp.argsort(order)[tiles.tile])
     lse = heads.to_rows(tiles, lse[..., None], -jnp.inf)[..., 0].T
@@ -367,8 +367,8 @@ def _select(weights: jax.Array, allowed: jax.Array, v: jax.Array) -> jax.Array:
     """weights [X, K, M, C] times v [X, K, C, D], where a row includes only values it may see, NaN and infinities among them."""
     attends = jnp.broadcast_to(allowed, weights.shape).astype(v.dtype)
 
-    def reach(what: jax.Array) -> jax.Array:
-        return _dot("xkmc,xkcd->xkmd", attends, what.astype(v.dtype)) > 0
+    def reach(flags: jax.Array) -> jax.Array:
+        return _dot("xkmc,xkcd->xkmd", attends, flags.astype(v.dtype)) > 0
 
     part = _dot("xkmc,xkcd->xkmd", weights.astype(v.dtype), jnp.where(jnp.isfinite(v), v, 0))
     part += jnp.where(reach(v == jnp.inf), jnp.inf, 0.0)

@@ -67,10 +67,10 @@ def sparse_attention(
     repeatedly. There is no causal rule: the indices must respect causality.
     """
     num_blocks, page, width = kv_cache.shape
-    slot, there = slots_of(indices, requests, page)
-    slot = jnp.sort(jnp.where(there, slot, _NONE), axis=1)
+    slot, valid = slots_of(indices, requests, page)
+    slot = jnp.sort(jnp.where(valid, slot, _NONE), axis=1)
     fetch, extent = _fetch(kv_cache.reshape(-1, 1, width), query.dtype), (num_blocks * page, 1, 1)
-    by_row = xla.Requests(jnp.arange(indices.shape[0] + 1, dtype=jnp.int32), there.sum(axis=1, dtype=jnp.int32), slot)
+    by_row = xla.Requests(jnp.arange(indices.shape[0] + 1, dtype=jnp.int32), valid.sum(axis=1, dtype=jnp.int32), slot)
     out, lse = xla._attend(query, fetch, extent, by_row, scale=scale, max_query_len=1, k_scale=k_scale, v_scale=k_scale)
     return out[..., :kv_lora_rank], lse
 
@@ -82,9 +82,9 @@ def slots_of(indices: jax.Array, requests: xla.Requests, page: int) -> tuple[jax
     request = jnp.sum(row[:, None] >= query_start_loc[1:], axis=1, dtype=jnp.int32)
     owned = request < seq_lens.shape[0]
     request = jnp.where(owned, request, 0)
-    there = owned[:, None] & (indices >= 0) & (indices < seq_lens[request][:, None])
-    position = jnp.where(there, indices, 0)
-    return jnp.take_along_axis(block_table[request], position // page, axis=1) * page + position % page, there
+    valid = owned[:, None] & (indices >= 0) & (indices < seq_lens[request][:, None])
+    position = jnp.where(valid, indices, 0)
+    return jnp.take_along_axis(block_table[request], position // page, axis=1) * page + position % page, valid
 
 
 class Packed(NamedTuple):
@@ -93,7 +93,7 @@ class Packed(NamedTuple):
     order: jax.Array  # [R] the request of the batch
     starts: jax.Array  # [R + 1] where its rows begin
     row: jax.Array  # [T] the row of the batch that a packed row is
-    place: jax.Array  # [T] the packed row of a row of the batch, if it has one
+    packed_row: jax.Array  # [T] the packed row of a row of the batch, if it has one
 
 
 def pack(query_start_loc: jax.Array, lens: jax.Array, order: jax.Array, num_rows: int) -> Packed:
@@ -149,7 +149,8 @@ def _attend(
         return xla._attend(query[packed.row[index]], fetch, extent, xla.Requests(inside, keys, pages), **rules)
 
     out, lse = lax.map(window, jnp.arange(0, num_rows, WINDOW, dtype=jnp.int32))
-    out, lse = out.reshape(-1, *out.shape[2:])[packed.place], lse.swapaxes(0, 1).reshape(lse.shape[1], -1)[:, packed.place]
+    out, lse = out.reshape(-1, *out.shape[2:]), lse.swapaxes(0, 1).reshape(lse.shape[1], -1)
+    out, lse = out[packed.packed_row], lse[:, packed.packed_row]
     row = jnp.arange(num_rows, dtype=jnp.int32)
     sees = (row < query_start_loc[-1]) & (lens[request_of(query_start_loc, row)] > 0)
     return jnp.where(sees[:, None, None], out, 0), jnp.where(sees, lse, -jnp.inf)

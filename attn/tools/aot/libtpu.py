@@ -290,12 +290,12 @@ def _record(real: Callable[..., Any], bound: dict[str, Any], operands: Sequence[
     scalars = getattr(grid_spec, "num_scalar_prefetch", 0)
     passed = {i: x for i, x in enumerate(operands[:scalars]) if x is not None}  # an operand of None has no ref
     known = {i: np.asarray(x) for i, x in passed.items() if not isinstance(x, jax.core.Tracer)}
-    rest = {name: value for name, value in bound.items() if name != "kernel"}
+    options = {name: value for name, value in bound.items() if name != "kernel"}
     grid = grid_spec.grid if grid_spec is not None else bound.get("grid", ())
     grid = (grid,) if isinstance(grid, int) else tuple(int(n) for n in grid)  # a bound that is an array has a known value
     if grid_spec is not None:
-        rest["grid_spec"] = copy.copy(grid_spec)
-        object.__setattr__(rest["grid_spec"], "grid", grid)
+        options["grid_spec"] = copy.copy(grid_spec)
+        object.__setattr__(options["grid_spec"], "grid", grid)
 
     def with_scalars(*refs: Any) -> Any:
         def store() -> None:
@@ -313,17 +313,17 @@ def _record(real: Callable[..., Any], bound: dict[str, Any], operands: Sequence[
         return kernel(*refs)
 
     name = str(bound.get("name") or getattr(kernel, "__name__", "kernel"))
-    rest["name"] = name
+    options["name"] = name
 
     def alone(*leaves: Any) -> Any:
-        return real(with_scalars if known else kernel, **rest)(*jax.tree.unflatten(tree, leaves))
+        return real(with_scalars if known else kernel, **options)(*jax.tree.unflatten(tree, leaves))
 
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat]
     donated = tuple(sorted(bound.get("input_output_aliases") or {}))
     if math.prod(grid):
         launches.append(PallasCall(name, alone, shapes, donated))
-    some = next(x for x in flat if isinstance(x, jax.core.Tracer)).ravel()[0]  # so that results are tracers as well
-    return jax.tree.map(lambda out: jnp.broadcast_to(some.astype(out.dtype), out.shape), bound["out_shape"])
+    tracer = next(x for x in flat if isinstance(x, jax.core.Tracer)).ravel()[0]  # so that results are tracers as well
+    return jax.tree.map(lambda out: jnp.broadcast_to(tracer.astype(out.dtype), out.shape), bound["out_shape"])
 
 
 # --- dumps ----------------------------------------------------------------------------------------------------------
@@ -359,8 +359,8 @@ def _profiled(dump: str) -> list[tuple[str, int]]:
 def static_figures(files: dict[str, str]) -> dict[str, Any]:
     """VMEM and SMEM bytes, vector and scalar registers spilled, bundles, and instructions by slot, of one operation."""
     spaces: dict[str, tuple[str, int, bool]] = {}
-    for name, space, size, rest in _ALLOCATION.findall(files["post-ra"]):
-        spaces[name] = (space, int(size, 16), "fixed_abs" in rest)
+    for name, space, size, attributes in _ALLOCATION.findall(files["post-ra"]):
+        spaces[name] = (space, int(size, 16), "fixed_abs" in attributes)
     _, heads, _, _, *rows = files[_UTILISATION].splitlines()
     slots = [head.strip() for head in heads.split(",")]
     counts = np.array([row.split() for row in rows if len(row.split()) == len(slots)], np.int64).reshape(-1, len(slots))

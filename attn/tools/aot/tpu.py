@@ -218,8 +218,8 @@ def ragged(chip: str, shape: Ragged) -> PallasProgram:
     arrays = [query, cache, *([new, new] if shape.write else []), *rules.values()]
     known = {name: array for name, array in shape.seen._asdict().items() if array is not None}
 
-    def call(query: jax.Array, cache: jax.Array, *rest: jax.Array) -> Any:
-        key, value, *passed = rest if shape.write else (None, None, *rest)
+    def call(query: jax.Array, cache: jax.Array, *others: jax.Array) -> Any:
+        key, value, *passed = others if shape.write else (None, None, *others)
         more: dict[str, Any] = dict(zip(rules, passed, strict=False))
         passed = passed[len(rules) :]
         of_batch = dict(zip(known, passed[4:], strict=False))
@@ -320,8 +320,8 @@ def latent(chip: str, shape: Latent) -> PallasProgram:
         *([_shape((), "float32")] if stored != dtype else []),
     ]
 
-    def call(nope: jax.Array, rope: jax.Array, cache: jax.Array, *rest: jax.Array) -> Any:
-        new, more = (jnp.concatenate(rest[:2], -1), list(rest[2:])) if shape.write else (None, list(rest))
+    def call(nope: jax.Array, rope: jax.Array, cache: jax.Array, *others: jax.Array) -> Any:
+        new, more = (jnp.concatenate(others[:2], -1), list(others[2:])) if shape.write else (None, list(others))
         scale = more.pop(0) if stored != dtype else 1.0
         query, of_batch = jnp.concatenate([nope, rope], -1), Batch(*more)  # type: ignore[arg-type]
         rules = kernel.Rules(RANK, 0.1, max(shape.query_lens), return_lse=shape.lse)
@@ -438,14 +438,14 @@ def dense(chip: str, shape: Dense) -> PallasProgram:
     if shape.kv_lens:
         known["kv_lens"] = np.array([keys - 5], np.int32)
 
-    def call(q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array) -> Any:
-        logits, rest = (rest[0], rest[1:]) if sinks else (None, rest)
-        slopes, rest = (rest[0], rest[1:]) if alibi else (None, rest)
+    def call(q: jax.Array, k: jax.Array, v: jax.Array, *others: jax.Array) -> Any:
+        logits, others = (others[0], others[1:]) if sinks else (None, others)
+        slopes, others = (others[0], others[1:]) if alibi else (None, others)
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, logits: jax.Array | None) -> Any:
             rules = Rules(LayerMask(shape.causal, shape.window), logits_soft_cap=shape.soft_cap)
             extras = Extras(sinks=logits, alibi_slopes=None if slopes is None else jax.lax.stop_gradient(slopes))
-            extras = extras._replace(**dict(zip(known, rest, strict=True)))
+            extras = extras._replace(**dict(zip(known, others, strict=True)))
             return flash_attention(q, k, v, rules, extras, return_lse=shape.lse, chip=chip, interpret=False)
 
         if not shape.backward:

@@ -505,8 +505,8 @@ def _launch_expanded(choice: Choice) -> None:
     (size, width), keys = choice["sizes"], choice["keys"]
     query, key, value = (torch.empty(n, 8, columns, dtype=dtype) for n, columns in ((360, size), (keys, size), (keys, width)))
     results = torch.empty(360, 8, width, dtype=dtype), torch.empty(8, 360) if choice["lse"] else None
-    own = torch.tensor([0, keys - 60, keys], dtype=torch.int32)
-    mla_prefill(*results, query, key, value, starts, own, scale=size**-0.5, causal=choice["causal"])
+    key_starts = torch.tensor([0, keys - 60, keys], dtype=torch.int32)
+    mla_prefill(*results, query, key, value, starts, key_starts, scale=size**-0.5, causal=choice["causal"])
     if arch() == "sm_90" and choice["dtype"] != "float32":
         _check_on("hopper_prefill")
 

@@ -87,7 +87,7 @@ class BenchCase:
     def features(self) -> frozenset[str]:
         """The features that the case requires of a backend."""
         needed = {Feature.SLIDING_WINDOW: self.window is not None, Feature.SINKS: self.sinks, Feature.MLA: self.mla}
-        return frozenset(feature.value for feature, is_wanted in needed.items() if is_wanted)
+        return frozenset(feature.value for feature, is_needed in needed.items() if is_needed)
 
     def request(self) -> Request:
         """Return the selector's request for the case's layer."""

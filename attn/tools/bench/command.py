@@ -220,8 +220,8 @@ def about(benches: dict[str, Bench], entries: Sequence[Entry]) -> dict[str, Any]
         dtype = next((entry.case.dtype for entry in entries if entry.framework == framework), "bfloat16")
         facts[framework] = bench.about(dtype)
     date = datetime.date.today().isoformat()
-    [first, *rest] = facts.values()
-    return {**facts, "date": date} if rest else {**first, "date": date}
+    [first, *others] = facts.values()
+    return {**facts, "date": date} if others else {**first, "date": date}
 
 
 def measure(
@@ -248,9 +248,9 @@ def measure(
                 if printed != (printed := (row.case, row.framework)):
                     shown.say(abbreviated(str(row.case)) + (f" ({row.framework})" if len(benches) > 1 else ""))
                 shown.say(row.text(wide))
-            rest = entries[index + 1 :]
-            shown.step(index + 1, _status(rest))
-            if not rest or (rest[0].case, rest[0].framework) != (row.case, row.framework):
+            remaining = entries[index + 1 :]
+            shown.step(index + 1, _status(remaining))
+            if not remaining or (remaining[0].case, remaining[0].framework) != (row.case, row.framework):
                 if drawn:
                     shown.say(summaries.outcomes([row.to_dict() for row in report.rows])[-1].text(wide))
                 else:

@@ -76,9 +76,9 @@ class Workload(BaseWorkload):
         step = jax.jit(self.attend, donate_argnums=1)
 
         def call() -> jax.Array:
-            query, cache, *rest = self.arguments
-            out, cache = step(query, cache, *rest)
-            self.arguments = (query, cache, *rest)
+            query, cache, *others = self.arguments
+            out, cache = step(query, cache, *others)
+            self.arguments = (query, cache, *others)
             return out
 
         return call
@@ -123,8 +123,8 @@ class MLAWorkload(Workload):
             cache, layer = jnp.zeros(empty.shape, empty.dtype), SimpleNamespace(_k_scale=self.scale)
             return impl.do_kv_cache_update(layer, drawn[:, :rank], drawn[:, rank:], cache, slots)
 
-        def attend(query: jax.Array, cache: jax.Array, metadata: Any, *rest: jax.Array) -> tuple[jax.Array, jax.Array]:
-            latent, rope, w_uk, w_uv = rest
+        def attend(query: jax.Array, cache: jax.Array, metadata: Any, *latents: jax.Array) -> tuple[jax.Array, jax.Array]:
+            latent, rope, w_uk, w_uv = latents
             return impl.apply(query, latent, rope, cache, metadata, w_uk=w_uk, w_uv=w_uv, k_scale=self.scale)
 
         self.attend = attend
@@ -269,15 +269,15 @@ class JaxBench(BaseBench):
     def _kernel_ms(self, workload: Workload, count: int) -> float | None:
         """Milliseconds that one more attention adds to a program; None if noise hides them."""
 
-        def several(times: Any, query: jax.Array, *rest: Any) -> jax.Array:
+        def several(times: Any, query: jax.Array, *others: Any) -> jax.Array:
             def once(_: int, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 rows, *cache = state
-                out = workload.attend(rows, *cache, *rest[len(cache) :])
+                out = workload.attend(rows, *cache, *others[len(cache) :])
                 out, *cache = out if cache else (out,)
                 flat = jnp.pad(out.reshape(-1), (0, query.size - out.size))  # a latent layer's output is smaller
                 return query + 0 * flat.reshape(query.shape), *cache  # the next one waits for this: 0 * x is not folded
 
-            return jax.lax.fori_loop(0, times, once, (query, *rest[: workload.writes]))[0]
+            return jax.lax.fori_loop(0, times, once, (query, *others[: workload.writes]))[0]
 
         program, arrays, few = jax.jit(several), workload.arguments, max(3, min(count, 7))
         one, more = (

@@ -105,9 +105,9 @@ class MLAWorkload(Workload):
         self.weights = noise(rank, case.num_heads, NOPE + VALUE) * rank**-0.5  # expanded numbers are about 1
         self.impl = self._layer(impl_cls)
         slots = torch.arange(self.cache.shape[0] * case.block_size, device=self.device)
-        for some in slots.split(1 << 18):
-            rows = noise(len(some), case.head_size)
-            self.impl.do_kv_cache_update(self, rows[:, :rank], rows[:, rank:], self.cache, some)
+        for part in slots.split(1 << 18):
+            rows = noise(len(part), case.head_size)
+            self.impl.do_kv_cache_update(self, rows[:, :rank], rows[:, rank:], self.cache, part)
         tokens = sum(n for n, _ in self.lens)
         self.latent, self.rope = noise(tokens, rank), noise(tokens, ROPE)
         self.query = noise(tokens, case.num_heads, NOPE + ROPE)

@@ -185,11 +185,11 @@ def _with_provider(provider: providers.Provider) -> Callable[["Workload"], Call]
         arch = arch_of(workload.device)
         if why := provider.reasons(request, Device("torch", "cuda", arch=arch) if arch else None):
             raise UnsupportedError("; ".join(why))
-        own = type(workload)(case, "FLASH_ATTN", workload.device, OneProvider)
+        peer = type(workload)(case, "FLASH_ATTN", workload.device, OneProvider)
 
         def call() -> torch.Tensor:
-            own.forward()
-            return own.output
+            peer.forward()
+            return peer.output
 
         return call
 
@@ -201,6 +201,6 @@ PEERS = (
     Peer("sdpa-flash", _sdpa(SDPBackend.FLASH_ATTENTION)),
     Peer("sdpa-cudnn", _sdpa(SDPBackend.CUDNN_ATTENTION)),
     Peer("flex", _flex, gpu=False),
-    *(Peer(f"flashinfer-{kind}", _flashinfer(kind), "flashinfer") for kind in ("decode", "fa2", "fa3")),
+    *(Peer(f"flashinfer-{variant}", _flashinfer(variant), "flashinfer") for variant in ("decode", "fa2", "fa3")),
     Peer("vllm-triton", _vllm, "vllm.v1.attention.ops.triton_unified_attention"),
 )

@@ -75,7 +75,7 @@ def _dots(axis: Any, compared: Sequence[tuple[BatchOutcome, float]], title: str)
     for outcome, ratio in compared:
         colour = colours[outcome.other["backend"]] if outcome.other is not None else "black"
         where = [outcome.row["ms"]], [min(ratio, _HIGHEST)]
-        axis.plot(*where, markers[outcome.kind], color=colour, markersize=6, markeredgecolor="black", markeredgewidth=0.4)
+        axis.plot(*where, markers[outcome.batch_type], color=colour, markersize=6, markeredgecolor="black", markeredgewidth=0.4)
     axis.axhline(1, color="black", linewidth=0.8, zorder=1)
     axis.set(xscale="log", yscale="log", title=title, xlabel="ms, selected backend", ylabel="best other / selected")
     axis.set_ylim(
@@ -90,8 +90,8 @@ def _dots(axis: Any, compared: Sequence[tuple[BatchOutcome, float]], title: str)
     axis.xaxis.set_minor_formatter("")
     axis.yaxis.minorticks_off()
     axis.grid(True, linewidth=0.3, alpha=0.5)
-    kinds = [kind for kind in KINDS if any(outcome.kind == kind for outcome, _ in compared)]
-    handles = [Line2D([], [], color="grey", marker=markers[kind], linestyle="none", label=kind) for kind in kinds]
+    kinds = [label for label in KINDS if any(outcome.batch_type == label for outcome, _ in compared)]
+    handles = [Line2D([], [], color="grey", marker=markers[label], linestyle="none", label=label) for label in kinds]
     for name in rivals:
         handles.append(Line2D([], [], color=colours[name], marker="s", linestyle="none", label=f"fastest other: {name}"))
     axis.legend(handles=handles, fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))

@@ -72,14 +72,14 @@ def sample(count: int, seed: int, sizes: Sizes, mla: bool = False, **fixed: Any)
     cases: dict[BenchCase, None] = {}
     for number in range(count):
         turn, index = divmod(number, len(KINDS))
-        kind = _Draw(f"{seed} kinds {turn}").shuffled(KINDS)[index]
+        batch_type = _Draw(f"{seed} kinds {turn}").shuffled(KINDS)[index]
         draw = _Draw(f"{seed} batch {number}")
         for _ in range(_TRIES):
-            case = _case(kind, draw, sizes, mla, fixed)
+            case = _case(batch_type, draw, sizes, mla, fixed)
             if case not in cases and within(case, sizes):
                 break
         else:
-            raise ValueError(f"--random: none of {_TRIES} draws of {kind} is within the bounds: {sizes}")
+            raise ValueError(f"--random: none of {_TRIES} draws of {batch_type} is within the bounds: {sizes}")
         cases[case] = None
     return list(cases)
 
@@ -89,28 +89,28 @@ def within(case: BenchCase, sizes: Sizes) -> bool:
     return sum(n for n, _ in parse(case.batch)) <= sizes.new_tokens and cache_bytes(case) <= sizes.cache_mib << 20
 
 
-def _case(kind: str, draw: "_Draw", sizes: Sizes, mla: bool, fixed: dict[str, Any]) -> BenchCase:
+def _case(batch_type: str, draw: "_Draw", sizes: Sizes, mla: bool, fixed: dict[str, Any]) -> BenchCase:
     shape = {
         "heads": draw.one_of(sizes.heads),
         "head_size": draw.one_of(sizes.head_sizes),
         "block_size": draw.one_of(sizes.block_sizes),
         "dtype": sizes.dtype,
     }
-    batch = grammar(_lens(kind, draw, sizes))
+    batch = grammar(_lens(batch_type, draw, sizes))
     return (BenchCase.latent if mla else BenchCase)(batch, **{**shape, **fixed})
 
 
-def _lens(kind: str, draw: "_Draw", sizes: Sizes) -> list[tuple[int, int]]:
+def _lens(batch_type: str, draw: "_Draw", sizes: Sizes) -> list[tuple[int, int]]:
     rows = draw.uniform(2, SPECULATED)
 
-    def request(kind: str) -> tuple[int, int]:
+    def request(batch_type: str) -> tuple[int, int]:
         m = draw.log_uniform(sizes.shortest, sizes.length)
-        if kind == "chunks":
+        if batch_type == "chunks":
             return draw.log_uniform(SPECULATED + 1, min(sizes.chunk, m - 1)), m
-        return {"decodes": 1, "speculation": rows, "prompts": m}[kind], m
+        return {"decodes": 1, "speculation": rows, "prompts": m}[batch_type], m
 
-    if kind != "mixtures":
-        return [request(kind) for _ in range(draw.log_uniform(1, sizes.requests))]
+    if batch_type != "mixtures":
+        return [request(batch_type) for _ in range(draw.log_uniform(1, sizes.requests))]
     count = draw.log_uniform(2, sizes.requests)
     prefills, short = draw.log_uniform(1, count - 1), draw.one_of(("decodes", "speculation"))
     long = [draw.one_of(("chunks", "prompts")) for _ in range(prefills)]

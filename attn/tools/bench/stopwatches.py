@@ -102,8 +102,8 @@ class BaseWorkload:
         """
         xp, window = ops_of(self.framework), self.case.window
         rules = DenseParams(True, self.softmax_scale, (None if window is None else window - 1, None), None)
-        formula, own = (_exact_latent, self.weights) if self.case.mla else (_exact, self.sinks)
-        return xp.compiled(formula)(xp, rules, query, *stored, own, first)
+        formula, parameters = (_exact_latent, self.weights) if self.case.mla else (_exact, self.sinks)
+        return xp.compiled(formula)(xp, rules, query, *stored, parameters, first)
 
     def batched(self) -> tuple[Any, Any, Any]:
         """Return query [R, Q, H, D] and key, value [R, S, K, D] without pages, in the query's dtype.

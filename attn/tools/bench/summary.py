@@ -37,7 +37,7 @@ class BatchOutcome:
     lost: bool
 
     @property
-    def kind(self) -> str:
+    def batch_type(self) -> str:
         return kind_of(parse(self.case.batch))
 
     @property
@@ -47,7 +47,7 @@ class BatchOutcome:
 
     def text(self, wide: bool = False) -> str:
         """Format the outcome; `wide`: with every column."""
-        head = (str(self.number), self.kind, abbreviated(str(self.case)), f" {self.row['backend']}")
+        head = (str(self.number), self.batch_type, abbreviated(str(self.case)), f" {self.row['backend']}")
         if not timed(self.row):
             reason = " ".join(str(self.row.get("refused") or "WRONG").split())
             return f"{line(head, COLUMNS, wide)} no time: {reason[:200]}"
@@ -86,9 +86,9 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
     for framework in frameworks:
         of_framework = [outcome for outcome in results if outcome.framework == framework]
         lines += [f"{framework}:"] if len(frameworks) > 1 else []
-        for kind in ("all", *(KINDS if any(outcome.ratio for outcome in of_framework) else ())):
-            of_kind = [outcome for outcome in of_framework if kind in ("all", outcome.kind)]
-            lines += [f"{kind:11s} {_ratios(of_kind)}"] if of_kind else []
+        for batch_type in ("all", *(KINDS if any(outcome.ratio for outcome in of_framework) else ())):
+            of_type = [outcome for outcome in of_framework if batch_type in ("all", outcome.batch_type)]
+            lines += [f"{batch_type:11s} {_ratios(of_type)}"] if of_type else []
         lines.append(_large_decodes(of_framework))
     return "\n".join(lines)
 
@@ -108,7 +108,7 @@ def _ratios(outcomes: Sequence[BatchOutcome]) -> str:
 def _large_decodes(outcomes: Sequence[BatchOutcome]) -> str:
     """Describe the shares of copy of decodes with at least `LARGE` bytes of keys."""
     title = f"decodes with at least {LARGE >> 20} MiB of keys"
-    large = [o for o in outcomes if o.kind == "decodes" and key_bytes(o.case) >= LARGE and timed(o.row)]
+    large = [o for o in outcomes if o.batch_type == "decodes" and key_bytes(o.case) >= LARGE and timed(o.row)]
     if not large:
         return f"{title}: none with a time"
     shares = [(outcome.row["of_copy"], outcome.number) for outcome in large]

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     framework, limit = args.framework or default_framework(), positive_number("--limit", args.limit)
     device = platform_for(framework).device()
     on_cpu = device.platform == "cpu"
-    file = args.file or preferences.place(device)
+    file = args.file or preferences.file_of(device)
     if file.exists() and file.parent != envs.cache_dir() and isinstance(problem := preferences.read(file, device), str):
         raise ValueError(f"{problem}: move it away, or pass another --file")
     if not args.batches and not args.workloads:
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     for entry in kept:
         selection = preferences.consulted(_judged(entry, framework), [entry], file.name)
         print(f"{entry.request}: {selection.name}; {selection.measured}")
-    where = "1" if file == preferences.place(device) else str(file.absolute())
+    where = "1" if file == preferences.file_of(device) else str(file.absolute())
     print(f"to use these times, set ATTN_PREFERENCES={where}" + (" (already set)" if preferences.on() else ""))
     return 0 if report.right else 1
 

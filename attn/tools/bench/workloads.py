@@ -76,7 +76,7 @@ def _lens(inputs: dict[str, Any], page: int, root: Path) -> Iterator[tuple[int, 
         keys = pages
     elif "kv_last_page_len" in inputs:
         last = _values("kv_last_page_len", inputs, root)
-        keys = [(count - 1) * page + rest for count, rest in zip(pages, last, strict=True)]
+        keys = [(count - 1) * page + tail for count, tail in zip(pages, last, strict=True)]
     else:
         raise ValueError(f"pages of {page} tokens need kv_last_page_len, the number of tokens in each last page")
     for request, (n, m) in enumerate(zip(new, keys, strict=True)):

@@ -208,5 +208,5 @@ def _read(path: Path, name: str, entry: dict[str, Any], file: BinaryIO) -> np.nd
 
 
 def _listed(names: list[str], most: int = 4) -> str:
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest
+    suffix = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + suffix

@@ -75,15 +75,15 @@ def load_config(directory: str | Path) -> ModelConfig:
     if fields.has("quantization_config"):
         method = fields.section("quantization_config").values.get("quant_method", "unnamed")
         allowed = "must be float32, float16 or bfloat16"
-        raise CheckpointError(f"{fields.place}: quantization_config: weights are quantised by {method}: {allowed}")
+        raise CheckpointError(f"{fields.source}: quantization_config: weights are quantised by {method}: {allowed}")
     if fields.values.get("hidden_act", "silu") != "silu":
         raise fields.wrong("hidden_act", "'silu'")
-    layers = read_layers(Fields({**fields.values, "model_type": made.model_type}, fields.place)).layers
+    layers = read_layers(Fields({**fields.values, "model_type": made.model_type}, fields.source)).layers
     first, num_layers = layers[0], len(layers)
     if any(layer.name not in ("full", "sliding") for layer in layers):
         raise fields.wrong("layer_types", f"a list of {num_layers} of {', '.join(LAYER_TYPES)}")
     if first.head_size % 2:
-        raise CheckpointError(f"{fields.place}: the head size {first.head_size} is odd: rotary positions need an even one")
+        raise CheckpointError(f"{fields.source}: the head size {first.head_size} is odd: rotary positions need an even one")
     length = fields.integer("max_position_embeddings")
     theta, scaling = read_rope(fields, length)
     full_bias = made.attention_bias == "field" and fields.boolean("attention_bias", False)
@@ -135,7 +135,7 @@ def _architecture(fields: Fields) -> tuple[str, _Architecture]:
 def _special_ids(root: Path, fields: Fields, made: _Architecture) -> tuple[int | None, tuple[int, ...]]:
     """Return the beginning-of-text id and the end-of-text ids."""
     defaults = {"bos_token_id": made.bos_token_id, "eos_token_id": made.eos_token_id}
-    sources = [Fields({**defaults, **fields.values}, fields.place)]
+    sources = [Fields({**defaults, **fields.values}, fields.source)]
     if (root / GENERATION_FILE).is_file():
         sources.insert(0, Fields(read_json(root / GENERATION_FILE), str(root / GENERATION_FILE)))
     beginning, end = (

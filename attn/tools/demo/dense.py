@@ -60,7 +60,7 @@ def by_reference(config: ModelConfig, weights: Mapping[str, Floats]) -> Dense:
         return x / np.sqrt(mean_square + np.float32(config.rms_norm_eps)) * weights[f"{name}.weight"]
 
     def attend(name: str, x: Floats, window: int | None) -> Floats:
-        query, key, value = (linear(f"{name}.{which}_proj", x).reshape(len(x), -1, config.head_size) for which in "qkv")
+        query, key, value = (linear(f"{name}.{proj}_proj", x).reshape(len(x), -1, config.head_size) for proj in "qkv")
         if config.qk_norm:
             query, key = norm(f"{name}.q_norm", query), norm(f"{name}.k_norm", key)
         pair = (None if window is None else window - 1, None)

@@ -62,8 +62,8 @@ def load_runner(
     try:
         return make(config, weights, scheduler, dtype=dtype, backend=backend)
     except UnsupportedError as error:
-        what = f"no attention backend serves this model under {framework}"
-        raise UnsupportedError(f"{what}: {'; '.join(error.reasons)}", error.reasons) from error
+        message = f"no attention backend serves this model under {framework}"
+        raise UnsupportedError(f"{message}: {'; '.join(error.reasons)}", error.reasons) from error
 
 
 def scheduler_of(config: ModelConfig, num_blocks: int, block_size: int, **limits: int) -> Scheduler:

@@ -99,7 +99,7 @@ class SelfAttention(nnx.Module):
         name = f"model.layers.{index}.self_attn"
         self.head_size = config.head_size
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
-            Linear(weights, f"{name}.{which}_proj", dtype) for which in "qkvo"
+            Linear(weights, f"{name}.{projection}_proj", dtype) for projection in "qkvo"
         )
         self.q_norm = RMSNorm(config, weights, f"{name}.q_norm", dtype) if config.qk_norm else None
         self.k_norm = RMSNorm(config, weights, f"{name}.k_norm", dtype) if config.qk_norm else None
@@ -128,7 +128,7 @@ class MLP(nnx.Module):
 
     def __init__(self, weights: Weights, name: str, dtype: Any) -> None:
         self.gate_proj, self.up_proj, self.down_proj = (
-            Linear(weights, f"{name}.{which}_proj", dtype) for which in ("gate", "up", "down")
+            Linear(weights, f"{name}.{projection}_proj", dtype) for projection in ("gate", "up", "down")
         )
 
     def __call__(self, hidden: jax.Array) -> jax.Array:
@@ -188,12 +188,12 @@ class LlamaRunner:
         self.selection: Selection = attentions[0].selection
         self.kv_caches = [attention.new_kv_cache(num_blocks) for attention in attentions]
         self.kinds = [(attention.backend, attention.kv_cache_spec) for attention in attentions]
-        self.builders = {kind: layer.builder() for kind, layer in zip(self.kinds, attentions, strict=True)}
+        self.builders = {key: layer.builder() for key, layer in zip(self.kinds, attentions, strict=True)}
         graph, self.state = nnx.split(model)
 
         def step(state: Any, kv_caches: list[jax.Array], *batch: Any) -> tuple[jax.Array, list[jax.Array]]:
             token_ids, positions, built, sample_rows = batch
-            metadata = [built[list(self.builders).index(kind)] for kind in self.kinds]
+            metadata = [built[list(self.builders).index(key)] for key in self.kinds]
             return nnx.merge(graph, state)(token_ids, positions, kv_caches, metadata, sample_rows)
 
         self.step = ServingStep(jax.jit(step, donate_argnames="kv_caches"))

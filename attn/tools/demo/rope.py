@@ -45,10 +45,10 @@ def read_rope(fields: Fields, length: int) -> tuple[float, RopeScaling | None]:
     the older object takes precedence; a `rope_theta` inside the object takes precedence over the one outside.
     """
     name = next((name for name in ("rope_scaling", "rope_parameters") if fields.values.get(name)), None)
-    rope = fields.section(name) if name else Fields({}, fields.place)
+    rope = fields.section(name) if name else Fields({}, fields.source)
     theta = rope.number("rope_theta", default=fields.number("rope_theta", default=10000.0))
     if theta <= 1:
-        raise CheckpointError(f"{rope.place}: rope_theta = {theta}: must be greater than 1")
+        raise CheckpointError(f"{rope.source}: rope_theta = {theta}: must be greater than 1")
     if name and any(rope_type in rope.values for rope_type in LAYER_TYPES):
         raise fields.wrong(name, "one object for all layers, not one per layer type")
     for where in (fields, rope):

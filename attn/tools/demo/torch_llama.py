@@ -158,15 +158,15 @@ class LlamaRunner:
         self.selection: Selection = attentions[0].selection
         self.kv_caches = [attention.new_kv_cache(num_blocks, self.device) for attention in attentions]
         self.kinds = [(attention.backend, attention.kv_cache_spec) for attention in attentions]
-        self.builders = {kind: layer.builder(self.device) for kind, layer in zip(self.kinds, attentions, strict=True)}
+        self.builders = {key: layer.builder(self.device) for key, layer in zip(self.kinds, attentions, strict=True)}
 
     @torch.inference_mode()
     def run(self, step: Step) -> npt.NDArray[np.float32]:
         """Return the logits [S, vocab_size] of the rows that `step` samples, on the host."""
-        built = {kind: builder.build(0, step.attn_metadata) for kind, builder in self.builders.items()}
+        built = {key: builder.build(0, step.attn_metadata) for key, builder in self.builders.items()}
         token_ids, positions, sample_rows = (
             torch.from_numpy(array).to(self.device) for array in (step.token_ids, step.positions, step.sample_rows)
         )
-        metadata = [built[kind] for kind in self.kinds]
+        metadata = [built[key] for key in self.kinds]
         logits = self.model(token_ids, positions, self.kv_caches, metadata, sample_rows)
         return logits.float().cpu().numpy()

@@ -47,15 +47,15 @@ _COMPILED = 16  #: cases per program if each program must be compiled
 
 @dataclass(frozen=True)
 class CaseOutcome:
-    """The result of a case. `kind` is "" if it passed, else the rule or the error and its place; `text` gives details."""
+    """The result of a case. `failure` is "" if it passed, else the rule or the error and its place; `text` gives details."""
 
-    kind: str = ""
+    failure: str = ""
     text: str = ""
     memory: int = 0
 
     @property
     def failed(self) -> bool:
-        return bool(self.kind)
+        return bool(self.failure)
 
 
 @dataclass
@@ -210,10 +210,10 @@ def _add(
         if time.monotonic() > until or not subject.serves(simpler):
             return False
         result = result_of(simpler)
-        return result is not None and result.kind == outcome.kind
+        return result is not None and result.failure == outcome.failure
 
     with lock:
-        known = [find for find in report.finds if find.kind == outcome.kind]
+        known = [find for find in report.finds if find.kind == outcome.failure]
     for find in known:
         if _alike(find.needs) <= _alike(features_of(case, family.plain)) and not (
             find.needs and fails(case.replace(**{name: family.plain[name] for name in find.needs}))
@@ -226,10 +226,10 @@ def _add(
     needs = features_of(smallest, family.plain)
     with lock:
         for find in report.finds:
-            if (find.kind, _alike(find.needs)) == (outcome.kind, _alike(needs)):
+            if (find.kind, _alike(find.needs)) == (outcome.failure, _alike(needs)):
                 find.times += 1
                 return
-        report.finds.append(Find(outcome.kind, text, smallest.replace(name="find").repro(report.backend), needs))
+        report.finds.append(Find(outcome.failure, text, smallest.replace(name="find").repro(report.backend), needs))
 
 
 def _alike(needs: dict[str, Any]) -> set[tuple[str, object]]:
@@ -271,7 +271,7 @@ def examined_dense(backend: Any, case: DenseCase) -> CaseOutcome:
 
 
 def examined_by(check: Callable[[Any], Any], case: Recipe) -> CaseOutcome:
-    """Return the outcome of a case; its kind is the message of the check's AssertionError without the numbers."""
+    """Return the outcome of a case; its failure is the message of the check's AssertionError without the numbers."""
     try:
         check(case)
     except AssertionError as error:
@@ -279,7 +279,7 @@ def examined_by(check: Callable[[Any], Any], case: Recipe) -> CaseOutcome:
         words = re.match(r"[\d ]*([a-z ]*)", text)  # the message without its numbers
         return CaseOutcome((words[1].strip() if words else "") or "an assertion", text[:300], _memory())
     except Exception as error:
-        return CaseOutcome(f"{type(error).__name__} in {_place(error)}", str(error).partition("\n")[0][:300], _memory())
+        return CaseOutcome(f"{type(error).__name__} in {_location(error)}", str(error).partition("\n")[0][:300], _memory())
     return CaseOutcome(memory=_memory())
 
 
@@ -292,14 +292,14 @@ def examined(case: Case, run: Callable[[Case], Sequence[Any]]) -> CaseOutcome:
     try:
         violations = run(case)
     except Exception as error:
-        return CaseOutcome(f"{type(error).__name__} in {_place(error)}", str(error).partition("\n")[0][:300], _memory())
+        return CaseOutcome(f"{type(error).__name__} in {_location(error)}", str(error).partition("\n")[0][:300], _memory())
     finally:
         draw.cache_clear()
     if not violations:
         return CaseOutcome(memory=_memory())
     first = violations[0]
-    what = first.what.partition(" (")[0] if first.rule == "R" else ""
-    return CaseOutcome(f"rule {first.rule} {what}".strip(), str(first).partition("\n")[0], _memory())
+    step = first.what.partition(" (")[0] if first.rule == "R" else ""
+    return CaseOutcome(f"rule {first.rule} {step}".strip(), str(first).partition("\n")[0], _memory())
 
 
 def _memory() -> int:
@@ -307,7 +307,7 @@ def _memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10)
 
 
-def _place(error: Exception) -> str:
+def _location(error: Exception) -> str:
     """Return the innermost frame of an error within this package, such as `torch/backends/sdpa.py _sdpa`."""
     frame, trace = "?", error.__traceback__
     while trace is not None:

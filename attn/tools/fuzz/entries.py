@@ -149,8 +149,8 @@ def _smaller_call(case: CallCase) -> Iterator[CallCase]:
 class LayerCase(Recipe):
     """A torch layer and the devices around it. "" is no device.
 
-    kind: "attention" or "mla". made: torch's default device during construction. moved: devices of `.to()` in turn. copied:
-    whether a deep copy is used. during: torch's default device during `build` and the call. asked: `build`'s argument.
+    layer_type: "attention" or "mla". made: torch's default device during construction. moved: devices of `.to()` in turn.
+    copied: whether a deep copy is used. during: torch's default device during `build` and the call. asked: `build`'s argument.
     batch: "numpy", or the device of the batch's arrays. inputs: devices of query, key, value and cache; "" is the metadata's.
     weights: slopes ("alibi") or sinks ("sinks") in a list, sinks in a tensor on the CPU ("tensor"), or the scales of a
         quantised cache ("scale", per head "scales").
@@ -159,7 +159,7 @@ class LayerCase(Recipe):
     option = " --registry entries"
 
     name: str
-    kind: str = "attention"
+    layer_type: str = "attention"
     backend: str = "TORCH_SDPA"
     made: str = ""
     moved: tuple[str, ...] = ()
@@ -177,16 +177,16 @@ def _layer(rng: random.Random) -> LayerCase:
     def one(share: float) -> str:
         return rng.choice(devices) if rng.random() < share else ""
 
-    kind = rng.choice(["attention", "attention", "mla"])
+    layer_type = rng.choice(["attention", "attention", "mla"])
     other = "TORCH_SDPA" if "cuda" in devices else "CPU_ATTN"  # which does not serve a machine with a GPU
-    backend = "TORCH_MLA" if kind == "mla" else rng.choice(["TORCH_SDPA", "TORCH_SDPA", other])
+    backend = "TORCH_MLA" if layer_type == "mla" else rng.choice(["TORCH_SDPA", "TORCH_SDPA", other])
     moved = [rng.choice(devices) for _ in range(rng.choice([0, 0, 1, 2]))]
     if "meta" in moved:
         del moved[moved.index("meta") + 1 :]  # no module leaves it by `to`
     inputs = (one(1.0),) * 4 if rng.random() < 0.3 else tuple(one(0.1) for _ in range(4))
-    weights = ["", "", "scale", *(["alibi", "scales"] if kind == "attention" else [])]
+    weights = ["", "", "scale", *(["alibi", "scales"] if layer_type == "attention" else [])]
     weights += ["sinks", "tensor"] if backend == "TORCH_SDPA" else []
-    case = LayerCase("", kind, backend, made=one(0.6), moved=tuple(moved), copied=rng.random() < 0.2, inputs=inputs)
+    case = LayerCase("", layer_type, backend, made=one(0.6), moved=tuple(moved), copied=rng.random() < 0.2, inputs=inputs)
     case = case.replace(during=one(0.2), asked=one(0.4))
     batch = rng.choice(["numpy", *(device for device in devices if device != "meta")])
     return case.replace(batch=batch, weights=rng.choice(weights))
@@ -226,7 +226,7 @@ class EntrySubject:
         return str(judge(case))
 
 
-_LAYER = LayerCase.plain(("kind", "backend"))
+_LAYER = LayerCase.plain(("layer_type", "backend"))
 _CALL = {"extra": "", "causal": False, "gqa": False, "scale": None, "run": False}
 SUBJECTS = {
     subject.name: subject

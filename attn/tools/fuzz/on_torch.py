@@ -56,8 +56,8 @@ def devices() -> list[str]:
 
 
 def layer_device(case: LayerCase) -> str:
-    """Judge a layer's devices: its metadata and caches are on its own; a call with two devices names both, one gives the output
-    of a layer that was never moved."""
+    """Judge a layer's devices: its metadata and caches are on its home device; a call with two devices is refused and names
+    both; a call with one gives the output of a layer that was never moved."""
     plain, batch = _new_layer(case), CommonAttentionMetadata.from_lens([5], [5], [[1]], 16)
     want = _layer_call(plain, case, ("cpu",) * 4, plain.build(batch, device="cpu"))
     with torch.device(case.made) if case.made else contextlib.nullcontext():
@@ -65,20 +65,20 @@ def layer_device(case: LayerCase) -> str:
     for device in case.moved:
         layer = layer.to(device)
     layer = copy.deepcopy(layer) if case.copied else layer
-    own = _own_device(case)
+    home = _home_device(case)
     if case.batch != "numpy":
         arrays: dict[str, Any] = {name: torch.from_numpy(getattr(batch, name)).to(case.batch) for name in _BATCH}
         batch = dataclasses.replace(batch, **arrays)
     with torch.device(case.during) if case.during else contextlib.nullcontext():
         metadata, cache = layer.build(batch, device=case.asked or None), layer.new_kv_cache(2)
-    there = case.asked or own
+    target = case.asked or home
     for name in _BATCH:
         device_type = getattr(metadata, name).device.type
-        assert device_type == there, f"{case}: metadata on another device: {name} on {device_type}, must be {there}"
-    assert cache.device.type == own, f"{case}: a cache on another device: {cache.device}, must be {own}"
-    inputs = tuple(device or there for device in case.inputs)
+        assert device_type == target, f"{case}: metadata on another device: {name} on {device_type}, must be {target}"
+    assert cache.device.type == home, f"{case}: a cache on another device: {cache.device}, must be {home}"
+    inputs = tuple(device or target for device in case.inputs)
     lost = case.weights.startswith("scale") and case.moved[-1:] == ("meta",)
-    used = {*inputs, there, *([own] if case.kind == "mla" else []), *(["meta"] if lost else [])}
+    used = {*inputs, target, *([home] if case.layer_type == "mla" else []), *(["meta"] if lost else [])}
     if used == {"meta"}:
         return "declined"  # nothing is computed there
     try:
@@ -94,9 +94,9 @@ def layer_device(case: LayerCase) -> str:
     return "served"
 
 
-def _own_device(case: LayerCase) -> str:
+def _home_device(case: LayerCase) -> str:
     """Return the device on which a layer makes its metadata and caches."""
-    if case.kind == "mla":  # the weights' device, which `to` does not change
+    if case.layer_type == "mla":  # the weights' device, which `to` does not change
         return case.made or "cpu"
     placed = "" if case.made in ("cpu", "meta") else case.made
     for device in case.moved:
@@ -117,7 +117,7 @@ _WEIGHTS: dict[str, dict[str, Any]] = {
 def _new_layer(case: LayerCase) -> Any:
     """Return a layer of small sizes, made on torch's default device."""
     more = _WEIGHTS.get(case.weights, {})
-    if case.kind == "mla":
+    if case.layer_type == "mla":
         # not `linspace`: transformers replaces it while it makes a model, and torch then keeps it from following devices
         up = (torch.arange(32 * 4 * 32) / 2047.5 - 1).reshape(32, 4, 32)
         return MLAAttention(4, 32, 16, 8, 16, up, block_size=16, backend=case.backend, **more)
@@ -126,7 +126,7 @@ def _new_layer(case: LayerCase) -> Any:
 
 def _layer_call(layer: Any, case: LayerCase, inputs: tuple[str, ...], metadata: Any) -> torch.Tensor:
     """Return the output of 5 tokens, with the query, keys, values and the cache on `inputs`."""
-    shapes = [(4, 24), (32,), (8,)] if case.kind == "mla" else [(4, 16), (2, 16), (2, 16)]
+    shapes = [(4, 24), (32,), (8,)] if case.layer_type == "mla" else [(4, 16), (2, 16), (2, 16)]
     numbers = [np.random.default_rng(i).standard_normal((5, *shape), np.float32) for i, shape in enumerate(shapes)]
     tensors = [torch.from_numpy(x).to(device) for x, device in zip(numbers, inputs, strict=False)]
     with torch.no_grad():

@@ -199,13 +199,13 @@ def _bad_request(rng: random.Random) -> dict[str, Any]:
     """Arguments of `submit`, one of which is wrong."""
     prompt: Any = [rng.randrange(1, 4) for _ in range(rng.randint(1, 6))]
     bad: dict[str, Any] = {"prompt": prompt, "max_new_tokens": 2}
-    what = rng.choice([*bad, "cache_salt", "length"])
-    if what == "prompt":
+    field = rng.choice([*bad, "cache_salt", "length"])
+    if field == "prompt":
         prompt[rng.randrange(len(prompt))] = rng.choice(NO_TOKENS)
-    elif what == "length":
+    elif field == "length":
         bad["max_new_tokens"] = rng.choice(_TOO_LONG)
     else:
-        bad[what] = rng.choice(_OTHERS)
+        bad[field] = rng.choice(_OTHERS)
     return bad
 
 

@@ -108,11 +108,11 @@ State = tuple[torch.Tensor, torch.Tensor]  #: output [T, H, D], lse [H, T] float
 Bound = Callable[..., State]
 
 
-def _bound(function: Callable[..., Any], *rest: Any, **named: Any) -> Bound:
+def _bound(function: Callable[..., Any], *arguments: Any, **named: Any) -> Bound:
     """Return what calls a package's function with arguments that were derived once for a batch."""
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **more: Any) -> State:
-        return function(query, key, value, *rest, **named, **more)[:2]  # type: ignore[no-any-return]
+        return function(query, key, value, *arguments, **named, **more)[:2]  # type: ignore[no-any-return]
 
     return attend
 
@@ -126,12 +126,12 @@ def _mask_mod(to_vector: Callable[[Any, Any], Any], layer: LayerMask, names: tup
     """
 
     def mask_mod(batch: Any, head: Any, row: Any, key: Any, lens: Any, arrays: Any) -> Any:
-        request, own, key = batch[0], row[0], key[0]
+        request, q_row, key = batch[0], row[0], key[0]
         context = lens.seqlen_k - lens.seqlen_q
         # the rows of a tile past the request's last are computed too, and must not be read past the batch's last
-        at = lens.offset_q + own * (own < lens.seqlen_q)
+        at = lens.offset_q + q_row * (q_row < lens.seqlen_q)
         mask = Visibility(layer, BatchMask(**dict(zip(names, arrays or (), strict=True))))
-        seen = mask.allowed(own + context, key, request, at, context, lens.seqlen_q)
+        seen = mask.allowed(q_row + context, key, request, at, context, lens.seqlen_q)
         return to_vector(seen, type(seen))
 
     mask_mod.__cute_hash__ = f"attn {__version__} {layer!r} {names}"  # type: ignore[attr-defined]  # the formula is not its source

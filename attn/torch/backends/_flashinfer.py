@@ -22,7 +22,7 @@ _copied: weakref.WeakKeyDictionary[Any, torch.cuda.Event] = weakref.WeakKeyDicti
 class Group(NamedTuple):
     """Everything that a plan depends on apart from the batch; layers with equal groups share a plan."""
 
-    kind: str  #: decode, prefill (both paged) or ragged
+    wrapper: str  #: decode, prefill (both paged) or ragged
     first: int  #: the part of the batch: requests first..last, last excluded
     last: int
     num_heads: int
@@ -52,9 +52,9 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def wrapper_for(owner: Any, device: torch.device, kind: Any, make: Callable[[torch.Tensor], Any]) -> Any:
-    """Return an idle wrapper of this kind, or a new one, `make(workspace)`; it is reserved for the lifetime of `owner`."""
-    idle = _idle[device, kind]
+def wrapper_for(owner: Any, device: torch.device, key: Any, make: Callable[[torch.Tensor], Any]) -> Any:
+    """Return an idle wrapper of this key, or a new one, `make(workspace)`; it is reserved for the lifetime of `owner`."""
+    idle = _idle[device, key]
     wrapper = idle.pop() if idle else make(workspace(device))
     weakref.finalize(owner, idle.append, wrapper)
     return wrapper

@@ -68,7 +68,7 @@ def backend_for(arch: str, group: Group, block_size: int | None, logs: bool) -> 
     name = {"sm_10": "trtllm-gen", "sm_12": "xqa"}.get(arch[:5])
     if name is None or group.soft_cap or block_size not in _PAGES[name]:
         return None
-    decode = group.kind == "decode"
+    decode = group.wrapper == "decode"
     if name == "xqa" and (not decode or logs or group.num_heads > _XQA_RATIO * group.num_kv_heads):
         return None
     if not decode and not group.causal and group.window_left >= 0:
@@ -84,7 +84,7 @@ def fits(meta: UnplannedMetadata, group: Group, logs: bool) -> bool:
     Every request needs rows, and at least as many keys as rows. The softmax statistics, 8 bytes per head and row (rows
     rounded up to a multiple of 256 per request), must fit in half of the workspace.
     """
-    rows = 1 if group.kind == "decode" else meta.max_query_len
+    rows = 1 if group.wrapper == "decode" else meta.max_query_len
     statistics = 8 * group.num_heads * (group.last - group.first) * -(-rows // 256) * 256
     return meta.plain and not (logs and statistics > WORKSPACE // 2)
 
@@ -111,7 +111,7 @@ def run(
     held = workspace(query.device, backend)
     rules: dict[str, Any] = {"window_left": group.window_left, "kv_layout": "NHD", "backend": backend, "return_lse": logs}
     scale = group.scale * k_scale
-    if group.kind == "prefill":
+    if group.wrapper == "prefill":
         first_rows, first_keys = meta.prefill_bounds
         result = flashinfer.prefill.trtllm_batch_context_with_kv_cache(
             query=query,

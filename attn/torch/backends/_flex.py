@@ -181,9 +181,9 @@ def lay_out(
     if masks.ranges:
         unseeing &= (bounds[:, 6] > bounds[:, 7]) & (bounds[:, 8] == 0)
     columns = _columns(table, num_pages)
-    some = _named(table, owner, whole - low + high - until, low, whole - low, until, columns)
+    masked = _named(table, owner, whole - low + high - until, low, whole - low, until, columns)
     full = _named(table, owner, until - whole, whole, until - whole, until, columns)
-    return FlexPlan(source, back, rows, (*some, *full), places, unseeing)
+    return FlexPlan(source, back, rows, (*masked, *full), places, unseeing)
 
 
 def _ranges(
@@ -320,9 +320,9 @@ def program(rules: FlexRules, shape: ProgramShape, backend: str) -> Callable[...
         key, value = (x.flatten(0, 1).transpose(0, 1)[None] for x in (key, value))
 
         mask_mod, score_mod = _mods(rules, facts, places, slopes)
-        some, some_pages, whole, whole_pages = (x[None, None] for x in lists)
+        masked, masked_pages, whole, whole_pages = (x[None, None] for x in lists)
         block_mask = flex.BlockMask.from_kv_blocks(
-            some, some_pages, whole, whole_pages, (rules.block, rules.page), mask_mod, (query.shape[2], key.shape[2]), False
+            masked, masked_pages, whole, whole_pages, (rules.block, rules.page), mask_mod, (query.shape[2], key.shape[2]), False
         )
         attend: Any = flex.flex_attention  # its overloads would require a separate call for each value of return_aux
         return attend(

@@ -74,7 +74,7 @@ class HeadsFirstBackend(PagedAttentionBackend):
 _WRITTEN = (torch.bfloat16, torch.float16, torch.float32)
 _CODES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 #: The query, key and value that a caller passed.
-Given = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+QKV = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
 class Known(NamedTuple):
@@ -177,21 +177,21 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> Any:
-        given = query, key, value
+        qkv = query, key, value
         scale, signature, known, shared = None, None, None, None
         if output_scale is not None or output_block_scale is not None:
             scale = self._check_output_scale(query, output_scale, output_block_scale)
         elif isinstance(attn_metadata, PagedAttentionMetadata) and not torch.compiler.is_compiling():
             kept = attn_metadata.kept()
-            signature = self._signature(layer, query, kept.facts((*given, kv_cache, output)))
+            signature = self._signature(layer, query, kept.facts((*qkv, kv_cache, output)))
             known = kept.calls.get(signature)
             if known is None and signature is not None and not envs.debug("device"):
-                kind = self._kind_of_batch(attn_metadata, kv_cache)
-                shared = None if kind is None else kept.of_kind
-                if shared is not None and (known := shared.get((signature, kind))) is not None:
+                batch_key = self._kind_of_batch(attn_metadata, kv_cache)
+                shared = None if batch_key is None else kept.of_kind
+                if shared is not None and (known := shared.get((signature, batch_key))) is not None:
                     kept.calls[signature] = known = known._replace(held={})
             if known is not None and known.launches is not None:
-                result = self._repeat(known, kept.addresses, layer, given, kv_cache, output)
+                result = self._repeat(known, kept.addresses, layer, qkv, kv_cache, output)
                 if result is not None:
                     return result
         query = self._by_head("query", query, self.num_heads)
@@ -225,14 +225,14 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         else:
             launches, made, stages = None, None, self._stages(call)
             if stages is None and not self.makes_output:
-                launches = self._run_first(call, given)
+                launches = self._run_first(call, qkv)
             else:
                 made = self._run(call, stages)
             of = made if out is None else out
             assert of is not None
             kept.calls[signature] = known = Known(of.shape, of.stride(), lse is not None, launches, stages, held)
             if known.launches is not None and shared is not None:
-                keep(shared, (signature, kind), known._replace(held={}))
+                keep(shared, (signature, batch_key), known._replace(held={}))
         result = output if output is not None else out if out is not None else made
         return result if lse is None else (result, lse)
 
@@ -267,8 +267,8 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
                 stages("write", write, key, call.value, call.kv_cache, *self._scales_of(call.layer))
         return self._attend(call)
 
-    def _run_first(self, call: PagedCall, given: Given) -> Callable[..., bool] | None:
-        """Run a call of which the batch knows no equal. given: its query, key and value as they were passed; the call may have
+    def _run_first(self, call: PagedCall, qkv: QKV) -> Callable[..., bool] | None:
+        """Run a call of which the batch knows no equal. qkv: its query, key and value as they were passed; the call may have
         copies. Returns what repeats its launches with other tensors, those of `_launched`, and says whether it did; None if
         nothing can."""
         self._run(call)
@@ -279,19 +279,19 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         known: Known,
         batch: Sequence[int],
         layer: AttentionLayer,
-        given: Given,
+        qkv: QKV,
         kv_cache: torch.Tensor | None,
         output: torch.Tensor | None,
     ) -> Any:
         """Repeat the launches of an equal call over a batch whose tensors are at these addresses. Returns what `forward` does;
         None if they could not be repeated."""
         assert known.launches is not None
-        query, out, lse = given[0], output, None
+        query, out, lse = qkv[0], output, None
         if out is None:
             out = torch.empty_strided(known.shape, known.strides, dtype=query.dtype, device=query.device)
         if known.has_lse:
             lse = query.new_empty(self.num_heads, known.shape[0], dtype=torch.float32)
-        tensors = [x for x in self._launched(layer, out, lse, *given, kv_cache) if x is not None]
+        tensors = [x for x in self._launched(layer, out, lse, *qkv, kv_cache) if x is not None]
         if not known.launches(tensors, batch):
             return None
         return out if lse is None else (out, lse)
@@ -320,7 +320,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             facts.append(None if per_head is None else (per_head.dtype, per_head.stride()))
         if self._quantised:
             facts += map(caches.of_scale, (layer._k_scale, layer._v_scale))
-            facts += (getattr(layer, f"{which}_scale_float", None) for which in ("_k", "_v"))
+            facts += (getattr(layer, f"{prefix}_scale_float", None) for prefix in ("_k", "_v"))
         return tuple(facts)
 
     def _constants(self) -> tuple[Any, ...]:
@@ -417,11 +417,11 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         check_device(self.backend, attn_metadata, query)
         check_masks(self, attn_metadata)
         check_pair(self, key=key, value=value)
-        for what, tensor in (("key", key), ("value", value)):
+        for name, tensor in (("key", key), ("value", value)):
             if tensor is not None:
-                check_like(self, what, tensor, query)
+                check_like(self, name, tensor, query)
                 if self.attn_type != AttentionType.ENCODER_DECODER:  # it writes the encoder's tokens, which may be fewer
-                    check_rows(self, what, tensor, attn_metadata.num_actual_tokens)
+                    check_rows(self, name, tensor, attn_metadata.num_actual_tokens)
         if self.attn_type not in ENCODER_TYPES:
             self._check_cache(layer, query, kv_cache, attn_metadata.block_size)
             if not torch.compiler.is_compiling() and envs.debug("device"):
@@ -471,7 +471,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             return
         caches.check_scale_device(self.backend, layer, query)
         if self.kv_cache_dtype in PER_TOKEN_HEAD:
-            if any(getattr(layer, f"{which}_scale_float", None) != 1.0 for which in ("_k", "_v")):
+            if any(getattr(layer, f"{prefix}_scale_float", None) != 1.0 for prefix in ("_k", "_v")):
                 raise UnsupportedError(
                     f"{self.backend.get_name()}: {self.kv_cache_dtype} keeps its own scales: k_scale and v_scale must be 1"
                 )

@@ -304,7 +304,7 @@ class RaggedAttentionImpl(PagedAttentionImpl):
                     for codes, request_rules in zip((key, value), scales, strict=True)
                 )
             rows, logs = slice(start, stop), None if call.lse is None else call.lse[:, start:stop]
-            query = self._own(call.query, rows)
+            query = self._rows_of(call.query, rows)
             work = Work(query, key[:, tokens], value[:, tokens], position, low, call.output[rows], logs)
             self._attend_one(work, request_rules)
 
@@ -333,7 +333,7 @@ class RaggedAttentionImpl(PagedAttentionImpl):
         # the heads of all requests are the heads of one
         query = fold_sign(query.transpose(0, 1).flatten(1, 2), self.signed_scale)
         key, value = (x[:, low:].transpose(1, 2).flatten(0, 1) for x in (key, value))
-        query, key, value = (aligned(self._own(x, slice(None))) for x in (query, key, value))
+        query, key, value = (aligned(self._rows_of(x, slice(None))) for x in (query, key, value))
         output = torch.empty_like(query)
         self._attend_one(Work(query, key, value, m - n, low, output, None), rules)
         return output.view(n, batch, num_heads, head_size).transpose(0, 1)
@@ -345,11 +345,11 @@ class RaggedAttentionImpl(PagedAttentionImpl):
             rows = slice(int(starts[r]), int(starts[r + 1]))
             if rows.start == rows.stop:
                 continue
-            query, key, value = (self._own(x, rows) for x in (call.query, call.key, call.value))
+            query, key, value = (self._rows_of(x, rows) for x in (call.query, call.key, call.value))
             logs = None if call.lse is None else call.lse[:, rows]
             self._attend_one(Work(query, key.transpose(0, 1), value.transpose(0, 1), 0, 0, call.output[rows], logs), rules)
 
-    def _own(self, tensor: torch.Tensor, rows: slice) -> torch.Tensor:
+    def _rows_of(self, tensor: torch.Tensor, rows: slice) -> torch.Tensor:
         """Return a request's rows: a view, or a copy if they must not depend on their place in the batch."""
         return tensor[rows].clone(memory_format=torch.contiguous_format) if self.batch_invariant else tensor[rows]
 

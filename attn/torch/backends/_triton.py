@@ -26,7 +26,7 @@ from attn.kernels.memory import group_reason
 from attn.kernels.paged_launch import GENERAL
 from attn.torch import kv_cache as caches
 from attn.torch.backends import _hopper
-from attn.torch.backends._paged import Given, PagedAttentionBackend, PagedAttentionImpl
+from attn.torch.backends._paged import QKV, PagedAttentionBackend, PagedAttentionImpl
 from attn.torch.interpreter import judged_on, prepare
 from attn.torch.kernels.runs import Runs
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
@@ -78,10 +78,10 @@ class TritonPagedBackend(PagedAttentionBackend):
     @classmethod
     def rules(cls, device: Device | None = None) -> tuple[str, ...]:
         on_hopper = device is not None and (device.platform, device.arch) == ("cuda", "sm_90") and not cls.off_paths(device)
-        which = f"prompts of 16-bit caches take the Hopper prefill kernel, except for {', '.join(GENERAL)}, and heads above 256"
+        sm90 = f"prompts of 16-bit caches take the Hopper prefill kernel, except for {', '.join(GENERAL)}, and heads above 256"
         packed = f"prompts of up to {TOGETHER} tokens and little work are in one launch with decodes (heads of up to 128)"
         on_nvidia = device is not None and device.platform == "cuda"
-        return ((which,) if on_hopper else ()) + ((packed,) if on_nvidia else ())
+        return ((sm90,) if on_hopper else ()) + ((packed,) if on_nvidia else ())
 
     @staticmethod
     def is_interpreted() -> bool:
@@ -139,10 +139,10 @@ class TritonPagedImpl(PagedAttentionImpl):
     def _stages(self, call: PagedCall) -> None:
         """All launches are kept."""
 
-    def _run_first(self, call: PagedCall, given: Given) -> "KeptLaunches | None":
+    def _run_first(self, call: PagedCall, qkv: QKV) -> "KeptLaunches | None":
         from attn.torch.kernels.kept import Keeper
 
-        tensors = self._launched(call.layer, call.output, call.lse, *given, call.kv_cache)
+        tensors = self._launched(call.layer, call.output, call.lse, *qkv, call.kv_cache)
         with Keeper((*tensors, *call.meta.tensors())) as keeper:
             self._run(call)
         return keeper.kept
@@ -171,11 +171,11 @@ class TritonPagedImpl(PagedAttentionImpl):
             from attn.torch import autotune
             from attn.torch.kernels.kept import unkept
 
-            kind = "decode" if meta.max_query_len == 1 else "prefill"
+            phase = "decode" if meta.max_query_len == 1 else "prefill"
             sizes = (call.query.element_size(), key_cache.element_size())
             launch = functools.partial(paged_attention, **{**arguments, "together": False})
             with unkept():
-                autotune.tune(kind, (self.num_heads // self.num_kv_heads, self.head_size, *sizes), launch, call.query.device)
+                autotune.tune(phase, (self.num_heads // self.num_kv_heads, self.head_size, *sizes), launch, call.query.device)
         paged_attention(**arguments)
 
     def _fixed_split(self) -> int:
@@ -333,14 +333,14 @@ class TritonPagedImpl(PagedAttentionImpl):
         scales: dict[str, Any] = {}
         if not caches.is_quantised(call.kv_cache.dtype):
             return scales
-        for which, scale in (("k", call.layer._k_scale), ("v", call.layer._v_scale)):
+        for name, scale in (("k", call.layer._k_scale), ("v", call.layer._v_scale)):
             on_host = isinstance(scale, torch.Tensor) and scale.ndim == 0 and scale.device.type == "cpu"
             # the number is unknown while a graph is traced
             known = not isinstance(scale, torch.Tensor) or (on_host and not torch.compiler.is_compiling())
             if known:
-                scales[f"{which}_factor"] = float(scale)
+                scales[f"{name}_factor"] = float(scale)
             else:
-                scales[f"{which}_scale"] = self._on(call.kv_cache.device, scale)
+                scales[f"{name}_scale"] = self._on(call.kv_cache.device, scale)
         return scales
 
 

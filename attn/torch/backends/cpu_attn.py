@@ -84,9 +84,9 @@ def _in_runs(pages: torch.Tensor) -> bool:
 class _Store:
     """Keys or values as a table of runs, one per block and head, which are gathered into the thread's buffer."""
 
-    def __init__(self, pages: torch.Tensor, which: int) -> None:
-        """pages: [N, K, P, D], with `_in_runs(pages)`. which: the buffer of the thread to use, 0 or 1."""
-        self.dtype, self.head_size, self.which = pages.dtype, pages.shape[3], which
+    def __init__(self, pages: torch.Tensor, index: int) -> None:
+        """pages: [N, K, P, D], with `_in_runs(pages)`. index: of the thread's buffers, 0 or 1."""
+        self.dtype, self.head_size, self.index = pages.dtype, pages.shape[3], index
         self.table = pages.view(-1, pages.shape[2] * pages.shape[3])
         if self.dtype.itemsize == 1:
             self.table = self.table.view(torch.uint8)
@@ -97,24 +97,24 @@ class _Store:
         shape = (runs.shape[0], heads)
         if shape != self.shape:
             self.shape = shape
-            self.buffer = _buffer(self.which, (runs.shape[0], self.table.shape[1]), self.table.dtype)
+            self.buffer = _buffer(self.index, (runs.shape[0], self.table.shape[1]), self.table.dtype)
             self.view = self.buffer.view(self.dtype).view(1, heads, -1, self.head_size)
         torch.index_select(self.table, 0, runs, out=self.buffer)
         return self.view
 
 
-def _buffer(which: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+def _buffer(index: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     """Return this thread's buffer for keys (0) or values (1) in the given shape, uninitialised."""
     length = shape[0] * shape[1] * dtype.itemsize
     kept: list[torch.Tensor | None] | None = getattr(_buffers, "kept", None)
     if kept is None:
         kept = _buffers.kept = [None, None]
-    buffer = kept[which]
+    buffer = kept[index]
     if buffer is None or buffer.numel() < length:
         with torch.inference_mode(False):  # an inference tensor could not be written outside inference mode
             buffer = torch.empty(length, dtype=torch.uint8, device="cpu")
         if length <= _KEEP:
-            kept[which] = buffer
+            kept[index] = buffer
     return buffer[:length].view(dtype).view(shape)
 
 
@@ -122,19 +122,19 @@ def _decode(call: PagedCall, rules: RequestParams, one_by_one: bool) -> list[int
     """Attend the requests of one query row, which sees every key in its window. Returns the other requests.
 
     Everything that does not depend on a request's length is done for all requests together, unless `one_by_one`: torch
-    computes the end of an array in another way than the rest, so bits would depend on the place in the batch.
+    computes the end of an array in another way than the rest, so a request's bits would depend on its index in the batch.
     """
     starts, lengths = (lens.tolist() for lens in call.meta.host_lens())
     decodes = [r for r, total in enumerate(lengths) if total > 0 and starts[r + 1] - starts[r] == 1]
-    rest = set(range(len(lengths))).difference(decodes)
+    others = set(range(len(lengths))).difference(decodes)
     if decodes:
         runs = _runs(call.meta.block_table, call.kv_cache.shape[2])
-        for some in [[r] for r in decodes] if one_by_one else [decodes]:
-            rest.update(_decode_some(call, rules, some, starts, lengths, runs))
-    return sorted(rest)
+        for batch in [[r] for r in decodes] if one_by_one else [decodes]:
+            others.update(_decode_batch(call, rules, batch, starts, lengths, runs))
+    return sorted(others)
 
 
-def _decode_some(
+def _decode_batch(
     call: PagedCall, rules: RequestParams, decodes: list[int], starts: list[int], lengths: list[int], runs: torch.Tensor
 ) -> list[int]:
     """Attend these decodes together. runs: `_runs` of all requests. Returns the requests whose result would not be exact.
@@ -143,7 +143,7 @@ def _decode_some(
     """
     query, kv_cache = call.query, call.kv_cache
     _, num_kv_heads, block_size, head_size = kv_cache[0].shape
-    element = _kind(query, kv_cache)
+    element = _compute_dtype(query, kv_cache)
     rows = torch.tensor([starts[r] for r in decodes])
     queries = query.index_select(0, rows).to(element).view(len(decodes), num_kv_heads, -1, head_size)
     keys, values = _Store(kv_cache[0], 0), _Store(kv_cache[1], 1)
@@ -159,8 +159,8 @@ def _decode_some(
         step = threads * max(1, _HOT // (2 * blocks * block_size * head_size * kv_cache.itemsize))
         for head in range(0, num_kv_heads, step):
             heads = min(step, num_kv_heads - head)
-            some = pages[head * blocks : (head + heads) * blocks]
-            key, value = (part.take(some, heads)[:, :, tokens].to(element) for part in (keys, values))
+            page_runs = pages[head * blocks : (head + heads) * blocks]
+            key, value = (part.take(page_runs, heads)[:, :, tokens].to(element) for part in (keys, values))
             result, log = _cpu_kernel.attend(queries[i : i + 1, head : head + heads], key, value, rules.scale)
             results.append(result)
             logs.append(log)
@@ -184,7 +184,7 @@ def _prefill(work: Work, rules: RequestParams) -> bool:
     values would reach every row of its tile.
     """
     n = work.query.shape[0]
-    work = work.as_type(_kind(work.query, work.key))
+    work = work.as_type(_compute_dtype(work.query, work.key))
     causal = rules.is_causal()
     if not rules.see_all(work):
         # every row of a causal chunk sees the keys before its first row
@@ -231,7 +231,7 @@ def _additive(work: Work, rules: RequestParams, causal: bool) -> torch.Tensor | 
     return None if seen is None else torch.zeros_like(seen, dtype=work.key.dtype).masked_fill_(~seen, -torch.inf)
 
 
-def _kind(query: torch.Tensor, stored: torch.Tensor) -> torch.dtype:
+def _compute_dtype(query: torch.Tensor, stored: torch.Tensor) -> torch.dtype:
     """Return the dtype to compute in; codes of a quantised cache are exact in every dtype of a query."""
     quantised = caches.is_quantised(stored.dtype)
     return query.dtype if quantised else torch.promote_types(query.dtype, stored.dtype)

@@ -99,17 +99,17 @@ class FlashAttentionImpl(PagedAttentionImpl, backend=FlashAttentionBackend):
         rows, held, query, output = call.meta.num_actual_tokens, {} if call.held is None else call.held, call.query, call.output
         if rows == 0:
             return torch.empty_like(query) if output is None else output
-        own = query if rows == query.shape[0] else query[:rows]
+        unpadded = query if rows == query.shape[0] else query[:rows]
         if "attend" not in held:
-            held["attend"] = self._bind(call, own, key, value, is_paged)
+            held["attend"] = self._bind(call, unpadded, key, value, is_paged)
         slopes = {} if self.alibi_slopes is None else {"alibi_slopes": self.alibi_slopes}
-        out, log = held["attend"](own, key, value, **slopes)
+        out, log = held["attend"](unpadded, key, value, **slopes)
         is_complete = self.sinks is None and call.lse is None and not self._may_lack_keys(call)
-        if is_complete and output is None and own is query and out.is_contiguous():
+        if is_complete and output is None and unpadded is query and out.is_contiguous():
             return out  # type: ignore[no-any-return]
         output = torch.empty_like(query) if output is None else output
         if is_complete:
-            (output if own is query else output[:rows]).copy_(out)
+            (output if unpadded is query else output[:rows]).copy_(out)
         else:
             fill(out, log, self.sinks, output, call.lse)
         return output
@@ -139,14 +139,14 @@ class FlashAttentionImpl(PagedAttentionImpl, backend=FlashAttentionBackend):
             mask=None if window_is_all else call.mask,
         )
         block_size = meta.block_size if is_paged else None
-        kind = call.query.dtype, block_size, call.query.device, asked
-        if kind not in self._chosen:
+        chosen_by = call.query.dtype, block_size, call.query.device, asked
+        if chosen_by not in self._chosen:
             request = self.request()
             features = request.features | asked
             request = replace(request, dtype=dtype_name(call.query.dtype), block_size=block_size, features=features)
             provider = self._provider(request, arch_of(call.query.device))
-            self._chosen[kind] = provider, provider.load()
-        provider, module = self._chosen[kind]
+            self._chosen[chosen_by] = provider, provider.load()
+        provider, module = self._chosen[chosen_by]
         return provider.bind(module, provided)
 
     def _provider(self, request: Request, arch: str) -> providers.Provider:

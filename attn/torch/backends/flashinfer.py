@@ -78,13 +78,13 @@ class FlashInferMetadata(trtllm.UnplannedMetadata):
             "kv_data_type": group.kv_dtype,
         }
         heads = (group.num_heads, group.num_kv_heads, group.head_size)
-        if group.kind == "ragged":
+        if group.wrapper == "ragged":
             plan(wrapper, self.seq_lens.device, int32(starts), int32(starts), *heads, causal=group.causal, **rules)
             return
         pages = page_list(self.block_table, lens, self.block_size, group.first)
         last = int32(np.where(lens > 0, (lens - 1) % self.block_size + 1, 0))
         paged = (*pages, last, *heads, self.block_size)
-        if group.kind == "decode":
+        if group.wrapper == "decode":
             plan(wrapper, self.seq_lens.device, *paged, **rules)
         else:
             plan(wrapper, self.seq_lens.device, int32(starts), *paged, causal=group.causal, **rules)
@@ -97,11 +97,11 @@ class FlashInferMetadata(trtllm.UnplannedMetadata):
         import flashinfer
 
         # with 4 or more heads per group, decode is faster on tensor cores (FlashInfer's advice); these are FA2's kernels
-        dense = group.kind == "decode" and group.num_heads >= 4 * group.num_kv_heads and not group.lse
+        dense = group.wrapper == "decode" and group.num_heads >= 4 * group.num_kv_heads and not group.lse
         device = self.seq_lens.device
         if self.captured:
-            if group.kind != "decode":
-                raise UnsupportedError(f"FLASHINFER: a CUDA graph of decodes cannot contain {group.kind} attention")
+            if group.wrapper != "decode":
+                raise UnsupportedError(f"FLASHINFER: a CUDA graph of decodes cannot contain {group.wrapper} attention")
             buffer = functools.partial(torch.zeros, dtype=torch.int32, device=device)
             return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
                 workspace(device),
@@ -112,17 +112,17 @@ class FlashInferMetadata(trtllm.UnplannedMetadata):
                 paged_kv_indices_buffer=buffer(self.block_table.numel()),
                 paged_kv_last_page_len_buffer=buffer(self.num_reqs),
             )
-        few = group.kind == "prefill" and self._host_lens(group)[0][-1] < FEW_ROWS * (group.last - group.first)
+        few = group.wrapper == "prefill" and self._host_lens(group)[0][-1] < FEW_ROWS * (group.last - group.first)
         kernels = "fa2" if few and not group.lse else "auto"
         # a paged wrapper's first plan chooses its kernels (FA2 or FA3) from the dtypes, and later plans keep them
-        kind = (group.kind, dense, kernels, group.dtype, group.kv_dtype)
-        return wrapper_for(self, device, kind, functools.partial(_make, flashinfer, group.kind, dense, kernels))
+        key = (group.wrapper, dense, kernels, group.dtype, group.kv_dtype)
+        return wrapper_for(self, device, key, functools.partial(_make, flashinfer, group.wrapper, dense, kernels))
 
 
-def _make(flashinfer: Any, kind: str, tensor_cores: bool, kernels: str, workspace: torch.Tensor) -> Any:
-    if kind == "decode":
+def _make(flashinfer: Any, wrapper: str, tensor_cores: bool, kernels: str, workspace: torch.Tensor) -> Any:
+    if wrapper == "decode":
         return flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=tensor_cores)
-    if kind == "ragged":
+    if wrapper == "ragged":
         return flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
     return flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernels)
 
@@ -235,13 +235,13 @@ class FlashInferImpl(PagedAttentionImpl, backend=FlashInferBackend):
         decodes, requests, rows = meta.num_decodes, meta.num_reqs, meta.num_actual_tokens
         if call.lse is not None and self.num_heads // self.num_kv_heads not in PLAIN_GROUPS:
             decodes = 0  # prefill's FA3 kernels sum unrounded weights
-        found, arch = list[tuple[Group, slice, Any]](), arch_of(call.query.device)
-        for kind, first, last, end in (("decode", 0, decodes, decodes), ("prefill", decodes, requests, rows)):
+        parts, arch = list[tuple[Group, slice, Any]](), arch_of(call.query.device)
+        for wrapper, first, last, end in (("decode", 0, decodes, decodes), ("prefill", decodes, requests, rows)):
             if end > first:
-                group = self._group(call, kind, first, last, call.kv_cache.dtype)
+                group = self._group(call, wrapper, first, last, call.kv_cache.dtype)
                 unplanned = trtllm.backend_for(arch, group._replace(first=0, last=0), meta.block_size, logs)
-                found.append((group, slice(first, end), unplanned))
-        return found
+                parts.append((group, slice(first, end), unplanned))
+        return parts
 
     def _attend_ragged(self, call: PagedCall) -> None:
         part = slice(0, call.meta.num_actual_tokens)
@@ -249,9 +249,9 @@ class FlashInferImpl(PagedAttentionImpl, backend=FlashInferBackend):
             group = self._group(call, "ragged", 0, call.meta.num_reqs, call.key.dtype)
             self._planned(call, group, part, (call.key[part], call.value[part]), {})
 
-    def _group(self, call: PagedCall, kind: str, first: int, last: int, kv_dtype: torch.dtype) -> Group:
+    def _group(self, call: PagedCall, wrapper: str, first: int, last: int, kv_dtype: torch.dtype) -> Group:
         return Group(
-            kind,
+            wrapper,
             first,
             last,
             *(self.num_heads, self.num_kv_heads, self.head_size),

@@ -157,10 +157,10 @@ class FlexAttentionImpl(PagedAttentionImpl, backend=FlexAttentionBackend):
         with torch.no_grad():
             parts = []
             for own, rows, lists in plan.split(step):
-                some = laid[own]
-                _flex.vary(0, some, rows, *lists, key, value, plan.places)
+                queries = laid[own]
+                _flex.vary(0, queries, rows, *lists, key, value, plan.places)
                 _flex.vary(1, lists[1], lists[3])
-                parts.append(_run(rules, shape, uncompiled, (some, key, value, rows, lists, plan.places, slopes)))
+                parts.append(_run(rules, shape, uncompiled, (queries, key, value, rows, lists, plan.places, slopes)))
         if rules.lse:
             out = torch.cat([part[0] for part in parts], 2)
             log = torch.cat([part[1].lse for part in parts], 2)[0][:, plan.back]

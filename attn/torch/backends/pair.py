@@ -28,7 +28,7 @@ from attn.backends.paged import PagedCall
 from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import Capabilities, Device, Feature, Request, sizes_of_both
 from attn.torch.alignment import aligned
-from attn.torch.backends._paged import Given, PagedAttentionBackend, PagedAttentionImpl
+from attn.torch.backends._paged import QKV, PagedAttentionBackend, PagedAttentionImpl
 from attn.torch.metadata import PagedAttentionMetadata
 
 _PHASES = ("decodes", "prompts")
@@ -37,7 +37,7 @@ _PHASES = ("decodes", "prompts")
 class MemberBatch(NamedTuple):
     """Some requests of a batch: which backend of the pair serves them, their rows, and their metadata, which is its own."""
 
-    which: int
+    member: int
     rows: slice
     meta: PagedAttentionMetadata
 
@@ -112,11 +112,11 @@ class PairedMetadataBuilder(AttentionMetadataBuilder[Any]):
         ends, parts = (0, decodes_of(batch), batch.num_reqs), list[MemberBatch]()
         if ends[1] == batch.num_reqs:
             return whole
-        for which, (first, last) in enumerate(((0, ends[1]), (ends[1], batch.num_reqs))):
+        for member, (first, last) in enumerate(((0, ends[1]), (ends[1], batch.num_reqs))):
             if first < last:
-                meta = self._builders[which].part(whole, batch, first, last, fast_build)
+                meta = self._builders[member].part(whole, batch, first, last, fast_build)
                 start = 0 if first == 0 else parts[-1].rows.stop
-                parts.append(MemberBatch(which, slice(start, start + meta.num_actual_tokens), meta))
+                parts.append(MemberBatch(member, slice(start, start + meta.num_actual_tokens), meta))
         whole.parts = tuple(parts)
         return whole
 
@@ -147,14 +147,14 @@ class PairedImpl(PagedAttentionImpl):
         super().__init__(*args, **kwargs)
         self._members = tuple(member.get_impl_cls()(*args, **kwargs) for member in self.backend.members)  # type: ignore[attr-defined]
 
-    def _member(self, which: int) -> Any:
-        member = self._members[which]
+    def _member(self, index: int) -> Any:
+        member = self._members[index]
         for name in _SHARED:
             setattr(member, name, getattr(self, name))
         return member
 
     def traces(self, attn_metadata: Any) -> bool:
-        return self.traceable and all(self._members[part.which].traceable for part in attn_metadata.parts)
+        return self.traceable and all(self._members[part.member].traceable for part in attn_metadata.parts)
 
     def do_kv_cache_update(
         self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
@@ -172,25 +172,25 @@ class PairedImpl(PagedAttentionImpl):
         member = self._member(0)
         return PagedAttentionImpl._stages(member, call) if call.meta.parts else member._stages(call)
 
-    def _run_first(self, call: PagedCall, given: Given) -> Callable[..., bool] | None:
+    def _run_first(self, call: PagedCall, qkv: QKV) -> Callable[..., bool] | None:
         """Run a call; one of decodes alone is repeated as the decodes' backend repeats its own."""
         if call.meta.parts:
-            return super()._run_first(call, given)
-        return self._member(0)._run_first(call, given)
+            return super()._run_first(call, qkv)
+        return self._member(0)._run_first(call, qkv)
 
     def _attend(self, call: PagedCall) -> None:
         if not call.meta.parts:
             self._member(0)._attend(call)
-        for which, rows, meta in call.meta.parts:
+        for index, rows, meta in call.meta.parts:
             part = call._replace(
                 query=aligned(call.query[rows]),
                 meta=meta,
                 mask=self.visible(meta),
                 output=call.output[rows],
                 lse=None if call.lse is None else call.lse[:, rows],
-                held=None if call.held is None else call.held.setdefault(which, {}),
+                held=None if call.held is None else call.held.setdefault(index, {}),
             )
-            self._member(which)._attend(part)
+            self._member(index)._attend(part)
 
     @property
     def has_row_operator(self) -> bool:  # type: ignore[override]

@@ -63,10 +63,10 @@ def is_eager(tensor: Any) -> bool:
 
 
 #: What Triton compiles a kernel for besides its constants: see `kind_of`.
-Kind = tuple[torch.device, tuple[torch.dtype | None, ...], tuple[int, ...] | None]
+Signature = tuple[torch.device, tuple[torch.dtype | None, ...], tuple[int, ...] | None]
 
 
-def kind_of(arrays: Sequence[torch.Tensor | None], strides: tuple[int, ...] = (0,)) -> Kind:
+def signature_of(arrays: Sequence[torch.Tensor | None], strides: tuple[int, ...] = (0,)) -> Signature:
     """(device, dtypes of the arrays, None for absent ones, and strides unless all are multiples of 16 below 2**31).
 
     The first array must be there.
@@ -135,7 +135,7 @@ keepers: dict[int, Any] = {}
 class Prepared:
     """A Triton kernel for launches that differ in addresses, in numbers that it does not specialize, and in even strides.
 
-    The kernel's parameters are arrays, then numbers, then constants. All launches of one are of the same `Kind`.
+    The kernel's parameters are arrays, then numbers, then constants. All launches of one are of the same `Signature`.
     """
 
     def __init__(self, kernel: Any, **constants: Any) -> None:

@@ -183,8 +183,8 @@ class Launcher:
 
         def run(stream: int, values: Sequence[Any]) -> bool:
             words[_STREAM] = stream
-            for n, place in maps:
-                if status := replace(place, values[n]):
+            for n, target in maps:
+                if status := replace(target, values[n]):
                     raise RuntimeError(f"CUDA error {status} in the address of a tensor map: {self._message(status)}")
             status = launch(config, function, parameters, None)
             return status == _SUCCESS or self._launched(status)

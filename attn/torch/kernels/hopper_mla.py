@@ -10,7 +10,7 @@ from attn.kernels.gluon import descriptor
 from attn.kernels.hopper_mla import attend as _attend
 from attn.kernels.hopper_mla import constants, map_of
 from attn.kernels.mla_launch import MLALaunches, fits_hopper
-from attn.torch.kernels.direct import Kind, Prepared, kind_of
+from attn.torch.kernels.direct import Prepared, Signature, signature_of
 
 _SERVED = ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16))
 
@@ -37,7 +37,7 @@ def attend(arrays: tuple[Any, ...], factors: tuple[float, float], plan: MLALaunc
         topk, indices_t = indices.shape[1], indices.stride(0)
     split, lse_h = plan.split if plan.splits > 1 else 1 << 30, 0 if lse is None else lse.stride(0)
     numbers = plan.tiles, plan.splits, split, topk, cache.shape[0], lse_h, block_table.stride(0), indices_t
-    kernel = _prepared(kind_of(arrays, strides), query.shape[1], cache.shape[1], plan.shares is not None)
+    kernel = _prepared(signature_of(arrays, strides), query.shape[1], cache.shape[1], plan.shares is not None)
     try:
         kernel(plan.programs(requests), arrays, desc, *factors, *numbers, *strides, columns=plan.splits)
     except Exception as error:
@@ -46,8 +46,8 @@ def attend(arrays: tuple[Any, ...], factors: tuple[float, float], plan: MLALaunc
 
 
 @functools.lru_cache(maxsize=1024)
-def _prepared(kind: Kind, heads: int, page: int, planned: bool) -> Prepared:
+def _prepared(signature: Signature, heads: int, page: int, planned: bool) -> Prepared:
     """The kernel for calls that agree in these."""
-    _, lse, *_, limits, _, _, indices = kind[1]
-    there: dict[str, Any] = {"limits": limits is not None, "lse": lse is not None, "sparse": indices is not None}
-    return Prepared(_attend, **constants(heads, page, planned=planned, **there))
+    _, lse, *_, limits, _, _, indices = signature[1]
+    flags: dict[str, Any] = {"limits": limits is not None, "lse": lse is not None, "sparse": indices is not None}
+    return Prepared(_attend, **constants(heads, page, planned=planned, **flags))

@@ -12,7 +12,7 @@ from attn.kernels.gluon import descriptor
 from attn.kernels.hopper_prefill import prefill as _prefill
 from attn.kernels.hopper_prefill_launch import ONE_PAGE, ROWS, Arrays, Map, PrefillParams, Variant, constants, fits, plan_of
 from attn.kernels.launch import LOG2E, UNBOUNDED
-from attn.torch.kernels.direct import Kind, Prepared, Repeated, kind_of, memory_of_stream, multiprocessors
+from attn.torch.kernels.direct import Prepared, Repeated, Signature, memory_of_stream, multiprocessors, signature_of
 
 _ARRAYS = 12  #: of the kernel, without the counters
 
@@ -87,7 +87,7 @@ def _planned(arrays: Sequence[Any], page: int, params: PrefillParams, ragged: bo
     shapes, of = (x.shape for x in (query, key, value)), (x.stride() for x in (query, key, value, output))
     num_reqs = starts.shape[0] - 1
     plan = plan_of(Arrays(*shapes, *of), num_reqs, page, table is not None, params, not query.data_ptr() % 16)
-    kernel = _prepared(kind_of((*arrays, None), plan.strides), plan.sizes, params, plan.maps[0] is not None, ragged)
+    kernel = _prepared(signature_of((*arrays, None), plan.strides), plan.sizes, params, plan.maps[0] is not None, ragged)
     numbers = num_reqs, key.shape[0], 0 if lse is None else lse.stride(0), 0 if table is None else table.stride(0)
     return _PlannedLaunch(kernel, plan.maps, numbers, plan.strides, plan.tiles)
 
@@ -155,8 +155,8 @@ def _equal(batch: int, rows: int, device: torch.device) -> tuple[torch.Tensor, t
 
 
 @functools.lru_cache(maxsize=1024)
-def _prepared(kind: Kind, sizes: tuple[int, ...], params: PrefillParams, copied: bool, ragged: bool) -> Prepared:
+def _prepared(signature: Signature, sizes: tuple[int, ...], params: PrefillParams, copied: bool, ragged: bool) -> Prepared:
     """The kernel for calls that agree in these: `constants`' arguments."""
-    _, lse, *_, table, sinks, _, _, is_causal, _ = kind[1]
+    _, lse, *_, table, sinks, _, _, is_causal, _ = signature[1]
     paged, *present = (x is not None for x in (table, sinks, lse, is_causal))
     return Prepared(_prefill, **constants(sizes, params, Variant(paged, ragged, copied, *present)))

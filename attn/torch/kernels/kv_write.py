@@ -4,15 +4,15 @@ import functools
 
 import torch
 
-from attn.kernels.kv_write import Scales, constants, kind_of_code, write
-from attn.torch.kernels.direct import Kind, Prepared, check_stride, kind_of, operator
+from attn.kernels.kv_write import Scales, constants, format_of, write
+from attn.torch.kernels.direct import Prepared, Signature, check_stride, operator, signature_of
 
 _BITS = {1: torch.uint8, 2: torch.uint16}
 
 
 @functools.cache
 def _code(source: torch.dtype, stored: torch.dtype) -> str:
-    return kind_of_code(*(str(dtype).removeprefix("torch.") for dtype in (source, stored)))
+    return format_of(*(str(dtype).removeprefix("torch.") for dtype in (source, stored)))
 
 
 @operator("triton_write_kv", "key_cache", "value_cache")
@@ -75,11 +75,11 @@ def _launch(
     strides = (key.stride(0), value.stride(0), *key_cache.stride()[:3], *value_cache.stride()[:3])
     arrays = (key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
     scales = tuple([() if scale is None else scale.stride() for scale in (k_scale, v_scale)])
-    kernel = _prepared(kind_of(arrays, strides), (heads, size, key_cache.shape[1]), code, scales, per_token)
+    kernel = _prepared(signature_of(arrays, strides), (heads, size, key_cache.shape[1]), code, scales, per_token)
     kernel(tokens, arrays, *strides)
 
 
 @functools.lru_cache(maxsize=1024)
-def _prepared(kind: Kind, shape: tuple[int, int, int], code: str, scales: Scales, per_token: bool) -> Prepared:
+def _prepared(signature: Signature, shape: tuple[int, int, int], code: str, scales: Scales, per_token: bool) -> Prepared:
     """The kernel for calls that agree in these; shape: (heads, head size, page)."""
     return Prepared(write, **constants(*shape, code, scales, per_token))

@@ -5,7 +5,7 @@ import functools
 import torch
 
 from attn.kernels.latent_write import code_of, constants, write
-from attn.torch.kernels.direct import Kind, Prepared, check_stride, kind_of, operator
+from attn.torch.kernels.direct import Prepared, Signature, check_stride, operator, signature_of
 
 
 @functools.cache
@@ -14,7 +14,7 @@ def _code(source: torch.dtype, stored: torch.dtype) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _prepared(kind: Kind, rank: int, rope: int, page: int, code: str, heads: int, nope: int) -> Prepared:
+def _prepared(signature: Signature, rank: int, rope: int, page: int, code: str, heads: int, nope: int) -> Prepared:
     """The kernel for calls that agree in these."""
     return Prepared(write, **constants(rank, rope, page, code, heads, nope))
 
@@ -62,5 +62,5 @@ def write_latents(
         cache = cache.view(torch.uint8)  # not every architecture has a type for e4m3
     arrays = (kv_c, k_pe, cache, slot_mapping, k_scale, query, absorbed)
     strides = (kv_c.stride(0), k_pe.stride(0), c_block, c_slot, q_t, q_h, a_t, a_h)
-    kernel = _prepared(kind_of(arrays, strides), rank, rope, cache.shape[1], code, heads, nope)
+    kernel = _prepared(signature_of(arrays, strides), rank, rope, cache.shape[1], code, heads, nope)
     kernel(max(tokens, copied), arrays, k_factor, tokens, copied, *strides)

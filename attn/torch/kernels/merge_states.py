@@ -7,7 +7,7 @@ from torch import library
 
 from attn.kernels.launch import FUSED, power_of_two
 from attn.kernels.merge_states import merge
-from attn.torch.kernels.direct import Kind, Prepared, check_stride, kind_of, on_device, operator
+from attn.torch.kernels.direct import Prepared, Signature, check_stride, on_device, operator, signature_of
 
 
 @library.custom_op("attn::triton_merge_states", mutates_args=())
@@ -59,19 +59,19 @@ def _launch(
     other_t, other_h = (0, 0) if other is None else other.stride()[:2]
     other_lse_h = 0 if other_lse is None else other_lse.stride(0)
     strides = (*output.stride()[:2], *outputs.stride()[:3], other_t, other_h)
-    kernel, block_h = _prepared(kind_of(arrays, strides), heads, head_size, nan_is_empty)
+    kernel, block_h = _prepared(signature_of(arrays, strides), heads, head_size, nan_is_empty)
     numbers = states, heads, lse.stride(0), lses.stride(0), lses.stride(1), other_lse_h, *strides
     kernel(tokens, arrays, *numbers, columns=-(-heads // block_h))
     return output, lse
 
 
 @functools.lru_cache(maxsize=1024)
-def _prepared(kind: Kind, heads: int, size: int, nan_is_empty: bool) -> tuple[Prepared, int]:
+def _prepared(signature: Signature, heads: int, size: int, nan_is_empty: bool) -> tuple[Prepared, int]:
     """The kernel for calls that agree in these, and the heads of a program."""
     block_d = power_of_two(size)
     block_h = min(power_of_two(heads), max(1, 2048 // block_d))
     sizes = {"D": size, "BLOCK_H": block_h, "BLOCK_D": block_d, "num_warps": 4}
-    return Prepared(merge, STACKED=kind[1][4] is None, NAN_IS_EMPTY=nan_is_empty, **sizes, **FUSED), block_h
+    return Prepared(merge, STACKED=signature[1][4] is None, NAN_IS_EMPTY=nan_is_empty, **sizes, **FUSED), block_h
 
 
 def _results(outputs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

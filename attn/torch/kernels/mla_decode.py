@@ -9,7 +9,7 @@ import torch
 from attn.kernels.launch import LOG2E, can_launch_early
 from attn.kernels.mla_decode import attend, merge
 from attn.kernels.mla_launch import Decode, MLALaunches, launches_of, prefers_hopper
-from attn.torch.kernels.direct import Kind, Prepared, arch, kind_of, multiprocessors, operator, temporary
+from attn.torch.kernels.direct import Prepared, Signature, arch, multiprocessors, operator, signature_of, temporary
 from attn.torch.kernels.plan import shares
 
 
@@ -25,7 +25,7 @@ def _stage(kernel: Any, constants: tuple[tuple[str, Any], ...]) -> Callable[...,
     """A stage with these constants, which are equal for most batches of a layer, for calls that agree in its arguments."""
 
     @functools.lru_cache(maxsize=1024)
-    def prepared(kind: Kind, **more: bool) -> Prepared:
+    def prepared(signature: Signature, **more: bool) -> Prepared:
         return Prepared(kernel, **dict(constants), **more)
 
     return prepared
@@ -113,7 +113,7 @@ def mla_decode(
         _attend_generally(first, (*arrays, block_table, indices, table, k_scale), factors, plan, requests)
     if states:
         merged, (o_t, o_h, _) = (out, lse, partial, partial_lse, query_start_loc, seq_lens, limits, table), out.stride()
-        kernel = second(kind_of(merged, (topk, o_t, o_h)))
+        kernel = second(signature_of(merged, (topk, o_t, o_h)))
         counts = plan.splits, plan.split, groups, max_query_len, 0 if lse is None else lse.stride(0), topk, o_t, o_h
         programs, columns = plan.merge_grid(requests, heads, max_query_len)
         kernel(programs, merged, *counts, columns=columns)
@@ -129,6 +129,6 @@ def _attend_generally(
     listed = (0, 0) if indices is None else (indices.shape[1], indices.stride(0))
     strides = *listed, *out.stride()[:2], *query.stride()[:2], *cache.stride()[:2]
     wide = cache.shape[0] * cache.stride(0) >= 2**31
-    kernel = stage(kind_of(arrays, strides), WIDE=wide)
+    kernel = stage(signature_of(arrays, strides), WIDE=wide)
     numbers = plan.splits, plan.split, 0 if lse is None else lse.stride(0), block_table.stride(0)
     kernel(plan.programs(requests), arrays, *factors, *numbers, *strides, columns=plan.splits)

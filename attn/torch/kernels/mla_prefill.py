@@ -9,7 +9,7 @@ from attn.kernels.hopper_prefill_launch import ROWS, PrefillParams
 from attn.kernels.launch import LOG2E, UNBOUNDED
 from attn.kernels.mla_launch import mla_prefill_launch
 from attn.kernels.mla_prefill import attend, constants
-from attn.torch.kernels.direct import Kind, Prepared, arch, check_stride, kind_of, multiprocessors, operator
+from attn.torch.kernels.direct import Prepared, Signature, arch, check_stride, multiprocessors, operator, signature_of
 
 
 @operator("triton_mla_prefill", "out", "lse")
@@ -44,15 +44,15 @@ def mla_prefill(
             hopper_prefill.prefill(pointers, params, (abs(scale) * LOG2E, 1.0), multiprocessors(query.device), ragged=True)
             return
     strides = (*out.stride()[:2], *query.stride()[:2], *key.stride()[:2], *value.stride()[:2])
-    kernel, block_m = _prepared(arch(), kind_of(arrays, strides), size, value.shape[2], causal)
+    kernel, block_m = _prepared(arch(), signature_of(arrays, strides), size, value.shape[2], causal)
     lse_h = 0 if lse is None else lse.stride(0)
     kernel(tokens // block_m + requests, arrays, scale * LOG2E, requests, lse_h, *strides, columns=heads)
 
 
 @functools.lru_cache(maxsize=1024)
-def _prepared(name: str, kind: Kind, size: int, width: int, causal: bool) -> tuple[Prepared, int]:
+def _prepared(name: str, signature: Signature, size: int, width: int, causal: bool) -> tuple[Prepared, int]:
     """The kernel for calls that agree in these, and the rows of a tile."""
-    query = kind[1][2]
+    query = signature[1][2]
     assert query is not None
     rule = mla_prefill_launch(name, size, width, query.itemsize)
     return Prepared(attend, **constants(rule, name, (size, width), query.itemsize, causal)), rule.block_m

@@ -9,7 +9,7 @@ from attn.kernels import hopper
 from attn.kernels.launch import TOGETHER, TUNED, Launch, can_launch_early, converts_e4m3, packs_rows
 from attn.kernels.paged_attention import attention, merge
 from attn.kernels.paged_launch import OF_MERGE, Kinds, Launches, LayerParams, strides_of
-from attn.torch.kernels.direct import Kind, Prepared, arch, kind_of, multiprocessors, operator, temporary
+from attn.torch.kernels.direct import Prepared, Signature, arch, multiprocessors, operator, signature_of, temporary
 
 Arrays = tuple[torch.Tensor | None, ...]
 Strides = tuple[int, ...]
@@ -77,12 +77,12 @@ class _Launches:
 
 @functools.lru_cache(maxsize=1024)
 def _launches(
-    name: str, kind: Kind, shape: Strides, scales: Any, rules: Any, queries: int, flags: Flags, tuned: Tuned
+    name: str, signature: Signature, shape: Strides, scales: Any, rules: Any, queries: int, flags: Flags, tuned: Tuned
 ) -> _Launches:
     """The launches of calls that agree in these. scales: two tuples or None; rules: of `LayerParams`; flags: `Kinds.same`,
     `wide`, `hopper` and `together`."""
-    dtypes = tuple(None if dtype is None else str(dtype).removeprefix("torch.") for dtype in kind[1])
-    device = name, multiprocessors(kind[0]), can_launch_early(name)
+    dtypes = tuple(None if dtype is None else str(dtype).removeprefix("torch.") for dtype in signature[1])
+    device = name, multiprocessors(signature[0]), can_launch_early(name)
     return _Launches(Kinds(*device, dtypes, shape, scales, queries, *flags, tuned), LayerParams(*rules))
 
 
@@ -167,6 +167,7 @@ def paged_attention(
     scales = (None if k_scale is None else k_scale.stride(), None if v_scale is None else v_scale.stride())
     together = together and not fixed_split and packs_rows(name, query.itemsize)
     queries = min(max_query_len, TOGETHER if together else (256 if TUNED else 16) + 1)
-    launches = _launches(name, kind_of(arrays, strides), shape, scales, rules, queries, (same, wide, serves, together), tuned)
+    flags, signature = (same, wide, serves, together), signature_of(arrays, strides)
+    launches = _launches(name, signature, shape, scales, rules, queries, flags, tuned)
     prompts = prefill_programs, few_keys
     launches(arrays, strides, (k_factor, v_factor), (num_reqs, max_query_len, max_seq_len), whole, prompts)

@@ -6,7 +6,7 @@ import torch
 
 from attn.kernels import plan
 from attn.kernels.launch import FIELDS, block_of
-from attn.torch.kernels.direct import Kind, Prepared, kind_of, temporary
+from attn.torch.kernels.direct import Prepared, Signature, signature_of, temporary
 
 
 def shares(
@@ -30,11 +30,11 @@ def shares(
     num_reqs = seq_lens.shape[0]
     table = temporary(seq_lens.new_empty(2 * groups + FIELDS * items))
     arrays = (table, query_start_loc, seq_lens)
-    kernel = _prepared(kind_of(arrays), heads, block_n, block_of(num_reqs))
+    kernel = _prepared(signature_of(arrays), heads, block_n, block_of(num_reqs))
     kernel(groups, arrays, num_reqs, groups, rows)
     return table
 
 
 @functools.lru_cache(maxsize=256)
-def _prepared(kind: Kind, *sizes: int) -> Prepared:
+def _prepared(signature: Signature, *sizes: int) -> Prepared:
     return Prepared(plan.shares, **plan.constants(*sizes))

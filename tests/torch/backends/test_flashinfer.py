@@ -65,8 +65,8 @@ def _built(builder: object, query_lens: list[int], seq_lens: list[int]) -> Flash
 SPEC = KVCacheSpec(block_size=16, num_kv_heads=2, head_size=64, dtype="bfloat16")
 
 
-def _group(kind: str = "decode", last: int = 2, **changes: object) -> Group:
-    plain = Group(kind, 0, last, 8, 2, 64, True, -1, 0.0, 0.125, torch.bfloat16, torch.bfloat16)
+def _group(wrapper: str = "decode", last: int = 2, **changes: object) -> Group:
+    plain = Group(wrapper, 0, last, 8, 2, 64, True, -1, 0.0, 0.125, torch.bfloat16, torch.bfloat16)
     return plain._replace(**changes)  # type: ignore[arg-type]
 
 
@@ -335,16 +335,16 @@ def test_mixed_batches_on_trtllms_kernels(
         ("sm_100", {}, 16, True, "trtllm-gen"),
         ("sm_100", {}, 128, False, None),
         ("sm_100", {"soft_cap": 30.0}, 16, False, None),
-        ("sm_103", {"kind": "prefill", "window_left": 7}, 64, True, "trtllm-gen"),
-        ("sm_103", {"kind": "prefill", "window_left": 7, "causal": False}, 64, True, None),
+        ("sm_103", {"wrapper": "prefill", "window_left": 7}, 64, True, "trtllm-gen"),
+        ("sm_103", {"wrapper": "prefill", "window_left": 7, "causal": False}, 64, True, None),
         ("sm_100", {"kv_dtype": torch.float8_e4m3fn}, 32, False, "trtllm-gen"),
         ("sm_100", {"kv_dtype": torch.float8_e4m3fn, "dtype": torch.float16}, 32, False, None),
-        ("sm_100", {"kv_dtype": torch.float8_e4m3fn, "kind": "prefill"}, 32, False, None),
+        ("sm_100", {"kv_dtype": torch.float8_e4m3fn, "wrapper": "prefill"}, 32, False, None),
         ("sm_100", {"kv_dtype": torch.float8_e5m2}, 32, False, None),
         ("sm_120", {}, 128, False, "xqa"),
         ("sm_121", {"kv_dtype": torch.float8_e4m3fn, "dtype": torch.float16}, 16, False, "xqa"),
         ("sm_120", {}, 16, True, None),
-        ("sm_120", {"kind": "prefill"}, 16, False, None),
+        ("sm_120", {"wrapper": "prefill"}, 16, False, None),
         ("sm_120", {"num_heads": 64}, 16, False, None),
     ],
 )

@@ -103,7 +103,7 @@ def test_a_pair_passes_the_suite_and_divides_most_of_its_batches(few: None, monk
     run = pair.PairedImpl._run_first
 
     def told(self: Any, call: Any, given: Any) -> Any:
-        ways[tuple(part.which for part in call.meta.parts)] += 1
+        ways[tuple(part.member for part in call.meta.parts)] += 1
         return run(self, call, given)
 
     monkeypatch.setattr(pair.PairedImpl, "_run_first", told)

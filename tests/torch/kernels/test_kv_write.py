@@ -67,8 +67,10 @@ def test_slices_of_a_projection_are_not_copied(monkeypatch: pytest.MonkeyPatch) 
     from attn.torch.kernels import kv_write
 
     given = list[torch.Tensor]()
-    kind_of = kv_write.kind_of
-    monkeypatch.setattr(kv_write, "kind_of", lambda arrays, strides: given.extend(arrays[:2]) or kind_of(arrays, strides))
+    signature_of = kv_write.signature_of
+    monkeypatch.setattr(
+        kv_write, "signature_of", lambda arrays, strides: given.extend(arrays[:2]) or signature_of(arrays, strides)
+    )
     key, value = torch.randn(5, 2, 3, 16, device=DEVICE).unbind(1)
     cache, slots = torch.zeros(2, 4, 16, 3, 16, device=DEVICE), torch.tensor([3, 20, -1, 40, 7], device=DEVICE)
     kv_write.write_kv(key, value, cache[0], cache[1], slots, None, None)

@@ -14,7 +14,7 @@ _MLAPrefillBackendEnumMeta = BackendEnumMeta
 
 class MLAPrefillBackendEnum(
     BackendEnum,
-    kind="MLA prefill backend",
+    label="MLA prefill backend",
     unset=(
         "MLA prefill backend {name} must be registered before use. "
         "Use register_mla_prefill_backend(MLAPrefillBackendEnum.{name}, 'your.module.YourClass')"

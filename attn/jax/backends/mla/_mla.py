@@ -168,9 +168,9 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
         output: [T, H, Dv], 0 in padding rows; if `need_to_return_lse_for_decode` is set, (output, lse [H, T] float32, natural
         log). `attn_metadata` None is a profiling run: zeros.
         """
-        for what, array in (("query", q), ("kv_c_normed", kv_c_normed), ("k_pe", k_pe)):
+        for name, array in (("query", q), ("kv_c_normed", kv_c_normed), ("k_pe", k_pe)):
             if array is not None:
-                check_array(self.backend, what, array, "jax")
+                check_array(self.backend, name, array, "jax")
         q = self._heads(q, w_uk, w_uv)
         if attn_metadata is None:
             return jnp.zeros((*q.shape[:2], self.v_head_dim), q.dtype), kv_cache
@@ -181,13 +181,13 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
             k_scale = 1.0
         new = None if kv_c_normed is None else latent_rows(kv_c_normed, k_pe, kv_cache.dtype, k_scale)
         q_nope, q_pe = q[..., : self.qk_nope_head_dim], q[..., self.qk_nope_head_dim :]
-        given = None if kv_c_normed is None else (kv_c_normed, k_pe)
+        latents_in = None if kv_c_normed is None else (kv_c_normed, k_pe)
         call = DecodeCall(
             q_nope=absorb(q_nope, w_uk),
             q_pe=q_pe,
             q=q,
             rows=new,
-            new=given,
+            new=latents_in,
             kv_cache=kv_cache,
             meta=attn_metadata,
             k_scale=k_scale,
@@ -253,7 +253,7 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
         batch = MLAPrefillMetadata(packed.starts, _ON_HOST, long.shape[0], meta.max_query_len)
         out, lse = prefill.run_prefill_new_tokens(query, *heads(call.rows[packed.row]), batch, True)
         out, lse = self._attend_context(call, prefill, heads, query, packed, keys, (out.astype(jnp.float32), lse))
-        return out[packed.place], lse[:, packed.place]
+        return out[packed.packed_row], lse[:, packed.packed_row]
 
     def _attend_context(
         self,
@@ -368,9 +368,9 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
         """Reshape q to [T, H, Dn + Dr], and check the weights' shapes. H is that of `w_uk`, which is smaller in `shard_map`."""
         name, rank = self.backend.get_name(), self.kv_lora_rank
         heads = w_uk.shape[1] if w_uk.ndim == 3 else self.num_heads
-        for what, array, width in (("w_uk", w_uk, self.qk_nope_head_dim), ("w_uv", w_uv, self.v_head_dim)):
+        for matrix, array, width in (("w_uk", w_uk, self.qk_nope_head_dim), ("w_uv", w_uv, self.v_head_dim)):
             if array.shape != (rank, heads, width):
-                raise ShapeError(f"{name}: {what} has shape {list(array.shape)}: must be [{rank}, {heads}, {width}]")
+                raise ShapeError(f"{name}: {matrix} has shape {list(array.shape)}: must be [{rank}, {heads}, {width}]")
         if self.num_heads % heads:
             raise ShapeError(f"{name}: w_uk has {heads} heads: must be {self.num_heads}, or a divisor of it")
         if q.ndim < 2 or q.size != q.shape[0] * heads * self.qk_head_dim:
@@ -391,10 +391,10 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
         check_pair(self, kv_c_normed=kv_c, k_pe=k_pe)
         rows = attn_metadata.slot_mapping.shape[0]
         _calls.check_shape(self, "q", q, rows, *q.shape[1:])
-        for what, array, width in (("kv_c_normed", kv_c, self.kv_lora_rank), ("k_pe", k_pe, self.qk_rope_head_dim)):
+        for name, array, width in (("kv_c_normed", kv_c, self.kv_lora_rank), ("k_pe", k_pe, self.qk_rope_head_dim)):
             if array is not None:
-                check_like(self, what, array, q, of="q")
-                _calls.check_shape(self, what, array, rows, width)
+                check_like(self, name, array, q, of="q")
+                _calls.check_shape(self, name, array, rows, width)
         _calls.check_cache(self, q, kv_cache, attn_metadata)
         return tuple(None if x is None else x.reshape(rows, -1) for x in (kv_c, k_pe))  # type: ignore[return-value]
 

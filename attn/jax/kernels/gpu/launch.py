@@ -91,10 +91,10 @@ def _parameter(parameter: Parameter) -> bytes:
     if isinstance(parameter, Boxes):
         extents = (_bytes(3 + i, b"".join(map(_varint, part))) for i, part in enumerate(parameter[1:]))
         return _bytes(9, _bytes(1, _number(1, _MAPPED[parameter.dtype]) + _number(2, _SWIZZLED) + b"".join(extents)))
-    kind, value = parameter
-    if kind == "fp32":
+    type_name, value = parameter
+    if type_name == "fp32":
         return _varint(7 << 3 | 5) + struct.pack("<f", value)
-    return _number({"i32": 3, "i64": 5}[kind], int(value))
+    return _number({"i32": 3, "i64": 5}[type_name], int(value))
 
 
 @functools.lru_cache(maxsize=256)

@@ -108,13 +108,13 @@ def _attend_on_hopper(of: Decode, made: MLALaunches, args: dict[str, Any]) -> di
     from attn.kernels import hopper_mla
 
     cache = args["cache"]
-    there = {name: args[name] is not None for name in ("limits", "lse")} | {"sparse": False, "planned": made.shares is not None}
+    flags = {name: args[name] is not None for name in ("limits", "lse")} | {"sparse": False, "planned": made.shares is not None}
     arguments = args | {
         "desc": Boxed(cache, *hopper_mla.map_of(cache.shape, dense_strides(cache.shape))),
         "row_tiles": made.tiles,
         "split": made.split if made.splits > 1 else 1 << 30,
         "num_pages": cache.shape[0],
-        **hopper_mla.constants(of.heads, of.page, rope_from=of.rope_from, **there),
+        **hopper_mla.constants(of.heads, of.page, rope_from=of.rope_from, **flags),
     }
     try:
         return _run(hopper_mla.attend, of.arch, (made.programs(of.requests), made.splits), arguments, _STATES)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from attn.jax.kernels.gpu.launch import dense_strides, launch, target
-from attn.kernels import fill as rest
+from attn.kernels import fill as filling
 from attn.kernels import hopper
 from attn.kernels.hopper_prefill_launch import PrefillParams
 from attn.kernels.launch import LOG2E, UNBOUNDED
@@ -33,9 +33,9 @@ def mla_prefill(
     on_hopper = arch == "sm_90" and hopper.is_on("hopper_prefill") and _serves(query, starts, key, value, key_starts)
     results: dict[str, Any] = {"output": out, "lse": lse, "query_start_loc": starts}
     results |= {"counters": jnp.empty(2, jnp.int32) if on_hopper else None}
-    numbers = {"tokens": tokens, "num_reqs": num_reqs, "lse_h": tokens, **rest.constants(heads, value.shape[2])}
+    numbers = {"tokens": tokens, "num_reqs": num_reqs, "lse_h": tokens, **filling.constants(heads, value.shape[2])}
     writes = ["output", "lse", *(["counters"] if on_hopper else [])]
-    out, lse, *counters = launch(rest.fill, arch, (-(-tokens // rest.ROWS),), results | numbers, writes)
+    out, lse, *counters = launch(filling.fill, arch, (-(-tokens // filling.ROWS),), results | numbers, writes)
     try:
         if on_hopper:
             return _on_hopper(out, lse, counters[0], _prompts(query, starts, key, value, key_starts), scale, causal)

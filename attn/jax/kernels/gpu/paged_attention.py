@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from attn.jax.kernels.gpu.launch import dense_strides, launch, target
-from attn.kernels import fill as rest
+from attn.kernels import fill as filling
 from attn.kernels import hopper, kv_write
 from attn.kernels.launch import SplitKV, converts_e4m3
 from attn.kernels.paged_attention import attention, merge
@@ -201,8 +201,8 @@ class _LaunchSequence:
             chooses |= {"BLOCK_R": split_kv.block_r}
         of_rows = {name: arrays[name] for name in ("output", "lse", "query_start_loc")}
         numbers = {"tokens": tokens, "num_reqs": num_reqs, "lse_h": self.numbers["lse_h"]}
-        arguments = rest.constants(heads, size) | of_rows | numbers | chooses
-        return self._launch(rest.fill, -(-tokens // rest.ROWS), arguments, "counters", "whole", "cut")
+        arguments = filling.constants(heads, size) | of_rows | numbers | chooses
+        return self._launch(filling.fill, -(-tokens // filling.ROWS), arguments, "counters", "whole", "cut")
 
     def _on_hopper(self, counters: Any) -> None:
         from attn.jax.kernels.gpu.hopper_prefill import Out, prefill
@@ -243,7 +243,7 @@ def write_kv(
     k_scale, v_scale: float32, 0-d or [K], which a cache of codes needs. Keys and values of its dtype are stored as they are.
     """
     (tokens, heads, size), (blocks, page) = key.shape, kv_cache.shape[1:3]
-    stored, code = kv_cache.dtype, kv_write.kind_of_code(key.dtype.name, kv_cache.dtype.name)
+    stored, code = kv_cache.dtype, kv_write.format_of(key.dtype.name, kv_cache.dtype.name)
     scales = tuple(None if x is None or not code else jnp.asarray(x, jnp.float32) for x in (k_scale, v_scale))
     block, slot, head, _ = dense_strides(kv_cache.shape[1:])
     arguments = {

@@ -84,26 +84,26 @@ class MLADecodeMetadata:
         A request of more is a batch alone. Waits for the device without host copies of the lengths.
         """
         if most not in self._parts:
-            self._parts[most] = tuple(self._part(*which) for which in _packed(np.diff(self.host_lens()[0]), most))
+            self._parts[most] = tuple(self._part(*bounds) for bounds in _packed(np.diff(self.host_lens()[0]), most))
         return self._parts[most]
 
     def _part(self, first: int, last: int) -> "MLADecodeMetadata":
         """Return the requests first..last, last excluded, as a batch."""
         starts, lens = self.host_lens()
-        tokens, device, which = slice(int(starts[first]), int(starts[last])), self.seq_lens.device, slice(first, last)
+        tokens, device, chosen = slice(int(starts[first]), int(starts[last])), self.seq_lens.device, slice(first, last)
         start = starts[first : last + 1] - starts[first]
         return replace(
             self,
             rows=_rows_of(self.rows, tokens, device),
             query_start_loc=_put(start, device),
-            seq_lens=self.seq_lens[which],
-            block_table=self.block_table[which],
+            seq_lens=self.seq_lens[chosen],
+            block_table=self.block_table[chosen],
             num_reqs=last - first,
             num_tokens=tokens.stop - tokens.start,
             max_query_len=int(np.diff(start).max()),
-            max_seq_len=int(lens[which].max()),
+            max_seq_len=int(lens[chosen].max()),
             query_start_loc_cpu=start,
-            seq_lens_cpu=lens[which],
+            seq_lens_cpu=lens[chosen],
             limits=None if self.limits is None else self.limits[tokens],
             plans={},
             _parts={},
@@ -156,7 +156,7 @@ class MLAPrefillBatch:
     num_tokens: int
     block_size: int
     plans: dict[int, ContextPlan] = field(default_factory=dict)
-    _own: tuple[torch.Tensor, torch.Tensor] | None = None
+    _new_slots: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @functools.cached_property
     def one_by_one(self) -> "tuple[MLAPrefillBatch, ...]":
@@ -174,7 +174,7 @@ class MLAPrefillBatch:
                 context_lens=self.context_lens[one],
                 num_tokens=int(self.query_lens[r]),
                 plans={},
-                _own=None,
+                _new_slots=None,
             )
             parts.append(part)
         return tuple(parts)
@@ -187,11 +187,11 @@ class MLAPrefillBatch:
 
     def own_places(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the places of the new tokens' rows in the cache, cached for the following layers."""
-        if self._own is None:
+        if self._new_slots is None:
             shift = self.context_lens - _starts(self.query_lens)[:-1]
-            counts, shift_there = put_together((self.query_lens, shift), self.block_table.device)
-            self._own = self._places(counts, shift_there, int(self.query_lens.sum()))
-        return self._own
+            counts, device_shift = put_together((self.query_lens, shift), self.block_table.device)
+            self._new_slots = self._places(counts, device_shift, int(self.query_lens.sum()))
+        return self._new_slots
 
     def _places(self, counts: torch.Tensor, shift: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (pages [m], offsets [m]) int64 on the device of `counts` [Rp] tokens of each request, one after another, m =
@@ -208,16 +208,16 @@ class MLAPrefillBatch:
         keys = [np.clip(context[span.first : span.last + 1], span.begin, span.end) - span.begin for span in spans]
         # Everything the device needs comes in one copy, and the places of tokens are computed there: there may be millions.
         arrays = (queries, self.context_lens, -context[:-1], *starts, *keys)
-        new, counts, shift, *there = put_together(arrays, self.block_table.device)
+        new, counts, shift, *cumulative = put_together(arrays, self.block_table.device)
         new_tokens = _prefills(new, queries)
         if not spans:
             return ContextPlan(new_tokens, (), True)
         pages, offsets = self._places(counts, shift, int(context[-1]))
         turns = []
         for i, span in enumerate(spans):
-            chunk = MLAContextChunk(there[len(spans) + i], keys[i], int(keys[i][-1]), int(np.diff(keys[i]).max()))
+            chunk = MLAContextChunk(cumulative[len(spans) + i], keys[i], int(keys[i][-1]), int(np.diff(keys[i]).max()))
             rows, tokens = slice(int(queries[span.first]), int(queries[span.last])), slice(span.begin, span.end)
-            turns.append(ContextTurn(rows, _prefills(there[i], starts[i], chunk), (pages[tokens], offsets[tokens])))
+            turns.append(ContextTurn(rows, _prefills(cumulative[i], starts[i], chunk), (pages[tokens], offsets[tokens])))
         once = all(turn.rows.stop <= after.rows.start for turn, after in itertools.pairwise(turns))
         return ContextPlan(new_tokens, tuple(turns), once)
 
@@ -372,13 +372,13 @@ def _decodes(batch: MLACommonMetadata, requests: "IntArray") -> MLADecodeMetadat
     if not packed[-1]:
         return None
     ordered = requests[-1] == len(requests) - 1  # the first of the batch
-    which = slice(0, len(requests)) if ordered else _put(requests, device)
+    chosen = slice(0, len(requests)) if ordered else _put(requests, device)
     assert batch.block_size is not None
     return MLADecodeMetadata(
         rows=slice(0, int(packed[-1])) if ordered else _put(_runs(starts[requests], q_lens), device),
         query_start_loc=batch.query_start_loc[: len(requests) + 1] if ordered else _put(packed, device),
-        seq_lens=batch.seq_lens[which],
-        block_table=batch.block_table[which],
+        seq_lens=batch.seq_lens[chosen],
+        block_table=batch.block_table[chosen],
         num_reqs=len(requests),
         num_tokens=int(packed[-1]),
         max_query_len=int(q_lens.max()),
@@ -404,11 +404,11 @@ def _packed(sizes: "IntArray", most: int) -> list[tuple[int, int]]:
     return runs
 
 
-def _rows_of(rows: Rows, some: slice, device: torch.device) -> torch.Tensor:
+def _rows_of(rows: Rows, tokens: slice, device: torch.device) -> torch.Tensor:
     """Return some of `rows` as indices, which gather and scatter: a slice's alignment would depend on its place."""
     if isinstance(rows, slice):
-        return torch.arange(rows.start + some.start, rows.start + some.stop, device=device)
-    return rows[some]
+        return torch.arange(rows.start + tokens.start, rows.start + tokens.stop, device=device)
+    return rows[tokens]
 
 
 def _starts(lens: "IntArray") -> "IntArray":

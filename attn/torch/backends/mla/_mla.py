@@ -501,10 +501,10 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         check_masks(self, attn_metadata)
         check_device(self.backend, attn_metadata, query)
         kv_c, k_pe = new or (None, None)
-        for what, tensor in (("query", query), ("kv_c_normed", kv_c), ("k_pe", k_pe)):
+        for name, tensor in (("query", query), ("kv_c_normed", kv_c), ("k_pe", k_pe)):
             if tensor is not None:
-                check_like(self, what, tensor, query)
-                check_rows(self, what, tensor, attn_metadata.num_actual_tokens)
+                check_like(self, name, tensor, query)
+                check_rows(self, name, tensor, attn_metadata.num_actual_tokens)
         if torch.is_grad_enabled():
             check_no_gradient(self, query=query, kv_c_normed=kv_c, k_pe=k_pe)
         self._check_cache(layer, query, kv_cache, attn_metadata.block_size)

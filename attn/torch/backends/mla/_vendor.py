@@ -98,8 +98,8 @@ class UniformMLAImpl(MLACommonImpl):
         out = q.new_zeros(*q.shape[:2], self.kv_lora_rank)
         lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32, device=q.device)
         for length, requests, rows in by_query_len(meta):
-            own = self._decode_rows(call, q[rows], length, meta.seq_lens[requests], meta.block_table[requests])
-            out[rows], lse[:, rows] = own
+            state = self._decode_rows(call, q[rows], length, meta.seq_lens[requests], meta.block_table[requests])
+            out[rows], lse[:, rows] = state
         return out, lse
 
     def _decode_rows(

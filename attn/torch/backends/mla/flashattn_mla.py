@@ -74,7 +74,7 @@ _SERVES: dict[str, tuple[str, tuple[str, tuple[str, ...]], Callable[..., State]]
 def _for(arch: str) -> list[providers.Provider]:
     """Return the providers for an architecture (all, if it is unknown), installed or not, in order of preference."""
     named = {provider.name: provider for provider in providers.PROVIDERS}
-    return [named[name] for name, (own, *_) in _SERVES.items() if name in named and (not arch or arch.startswith(own))]
+    return [named[name] for name, (prefix, *_) in _SERVES.items() if name in named and (not arch or arch.startswith(prefix))]
 
 
 def _why_not(provider: providers.Provider) -> tuple[str, ...]:

@@ -50,7 +50,7 @@ class FlashMLASparseImpl(SparseMLAImpl, backend=FlashMLASparseBackend):
         assert call.indices is not None
         slots = _slots(call.indices, call.meta)
         heads = next(known for known in _HEADS if known >= self.num_heads)
-        q, own = with_heads(call.q, heads), slice(0, self.num_heads)
+        q, real = with_heads(call.q, heads), slice(0, self.num_heads)
         if self.kv_cache_dtype == "fp8_ds_mla":
             schedule, _ = kernels.get_mla_metadata()
             out, lse = kernels.flash_mla_with_kvcache(
@@ -64,10 +64,10 @@ class FlashMLASparseImpl(SparseMLAImpl, backend=FlashMLASparseBackend):
                 is_fp8_kvcache=True,
                 indices=slots[:, None],
             )
-            return state(out[:, 0, own], lse[:, own, 0].T)
+            return state(out[:, 0, real], lse[:, real, 0].T)
         rows = kv_cache.reshape(-1, 1, kv_cache.shape[2])
         out, _, lse = kernels.flash_mla_sparse_fwd(q, rows, slots[:, None], self.scale, self.kv_lora_rank)
-        return state(out[:, own], lse[:, own].T)
+        return state(out[:, real], lse[:, real].T)
 
 
 def _slots(indices: torch.Tensor, meta: MLADecodeMetadata) -> torch.Tensor:

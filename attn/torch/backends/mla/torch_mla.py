@@ -48,8 +48,8 @@ class TorchMLAImpl(MLACommonImpl, backend=TorchMLABackend):
             pages = meta.block_table[r].long()[position // meta.block_size]
             rows = _rows.gather(call.kv_cache, pages, position % meta.block_size)
             rows = _rows.decode(rows, self.kv_cache_dtype, call.layer._k_scale)[None]
-            values, first, own = rows[..., : self.kv_lora_rank], total - (stop - start), slice(start, stop)
-            work = Work(q[own], rows, values, first, 0, out[own], lse[:, own])
+            values, first, q_rows = rows[..., : self.kv_lora_rank], total - (stop - start), slice(start, stop)
+            work = Work(q[q_rows], rows, values, first, 0, out[q_rows], lse[:, q_rows])
             self._attend(work, None if limits is None else limits[start:stop])
         return out, lse
 

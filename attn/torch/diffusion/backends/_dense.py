@@ -61,12 +61,12 @@ class DenseImpl(DenseAttentionImpl):
 
     def _check(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         super()._check(query, key, value)
-        for what, tensor in (("query", query), ("key", key), ("value", value)):
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
             if tensor.device != query.device:
-                raise DeviceError(f"{self._name}: {what} is on {tensor.device}, query on {query.device}")
+                raise DeviceError(f"{self._name}: {name} is on {tensor.device}, query on {query.device}")
             if tensor.requires_grad and torch.is_grad_enabled() and Feature.BACKWARD not in self._capabilities.features:
                 hint = "call under torch.no_grad(), or detach"
-                raise UnsupportedError(f"{self._name}: {what} requires grad: {Feature.BACKWARD.value} not supported ({hint})")
+                raise UnsupportedError(f"{self._name}: {name} requires grad: {Feature.BACKWARD.value} not supported ({hint})")
 
 
 def pack(call: DenseCall) -> tuple[torch.Tensor, torch.Tensor, Any]:

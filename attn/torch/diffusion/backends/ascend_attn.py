@@ -12,7 +12,7 @@ from attn.diffusion.backends.dense import DenseCall
 from attn.torch.diffusion.backends._dense import DenseImpl, bottom_right
 
 _COMPRESSED = 2048  #: the size of the square causal mask that sparse_mode 3 reads
-_CAUSAL, _AS_GIVEN = 3, 0
+_CAUSAL, _DEFAULT_MASK = 3, 0
 _ROWS_WITHOUT_KEYS = 2
 
 
@@ -40,7 +40,7 @@ class AscendAttentionImpl(DenseImpl, backend=AscendAttentionBackend):
         if mask is not None:
             mask = mask & bottom_right(rows, length, query.device) if self.causal else mask
             full = (query.shape[0], 1 if mask.shape[1] == 1 else self.num_heads, rows, length)
-            rules = {"atten_mask": ~mask.expand(full), "sparse_mode": _AS_GIVEN}
+            rules = {"atten_mask": ~mask.expand(full), "sparse_mode": _DEFAULT_MASK}
         elif self.causal:
             triangle = torch.ones(_COMPRESSED, _COMPRESSED, dtype=torch.bool, device=query.device).triu(1)
             rules = {"atten_mask": triangle, "sparse_mode": _CAUSAL}

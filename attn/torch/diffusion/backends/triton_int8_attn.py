@@ -34,6 +34,6 @@ def _mean(call: DenseCall) -> torch.Tensor:
     """Return the mean [B, K, D] float32 of the present keys; 0 if there are none."""
     if call.present is None:
         return call.key.mean(1, dtype=torch.float32)
-    there = call.present[:, :, None, None]
+    present = call.present[:, :, None, None]
     count = call.present.sum(1)[:, None, None].clamp(min=1)
-    return torch.where(there, call.key, 0).sum(1, dtype=torch.float32) / count
+    return torch.where(present, call.key, 0).sum(1, dtype=torch.float32) / count

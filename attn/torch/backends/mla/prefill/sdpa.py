@@ -26,8 +26,8 @@ class TorchSDPAPrefillBackend(MLAPrefillBackend):
         out = q.new_empty(*q.shape[:2], v.shape[-1])
         lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32))
         for r in range(len(queries) - 1):
-            rows, own = slice(queries[r], queries[r + 1]), slice(keys[r], keys[r + 1])
-            work = Work(q[rows], k[own].transpose(0, 1), v[own].transpose(0, 1), 0, 0, out[rows], lse[:, rows])
+            rows, k_rows = slice(queries[r], queries[r + 1]), slice(keys[r], keys[r + 1])
+            work = Work(q[rows], k[k_rows].transpose(0, 1), v[k_rows].transpose(0, 1), 0, 0, out[rows], lse[:, rows])
             if q.device.type != "cpu" or not _by_kernel(work, rules, call.causal):
                 _ragged.attend(work, rules)
         return out, lse
