@@ -26,7 +26,7 @@ from attn.arguments import (
 from attn.backends.abstract import AttentionBackend, AttentionType, MLAAttentionImpl
 from attn.backends.metadata import AttentionMetadata, CommonAttentionMetadata
 from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum
-from attn.capabilities import KINDS, MultipleOf, Request, supports_size
+from attn.capabilities import KINDS, Device, MultipleOf, Request, supports_size
 from attn.distributed import get_dcp_group
 from attn.dtypes import kv_cache_row
 from attn.errors import MetadataError, ShapeError, UnsupportedError
@@ -65,12 +65,20 @@ class MLABackend(AttentionBackend):
     """Base of backends whose cache stores one row per token.
 
     `latent_dims` are the (L, Dr) pairs that the kernels support, `qk_nope_head_dims` and `v_head_dims` the supported sizes of
-    an expanded head; None means any.
+    an expanded head, `most_heads` the largest number of query heads; None means any.
     """
 
     latent_dims: ClassVar[tuple[tuple[int, int], ...] | None] = None
+    most_heads: ClassVar[int | None] = None
     qk_nope_head_dims: ClassVar[tuple[int | MultipleOf, ...] | None] = None
     v_head_dims: ClassVar[tuple[int | MultipleOf, ...] | None] = None
+
+    @classmethod
+    def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
+        why = super().why_not(request, device)
+        if cls.most_heads is not None and (request.num_heads or 0) > cls.most_heads:
+            why.append(f"num_heads={request.num_heads} (supports up to {cls.most_heads})")
+        return why
 
     @staticmethod
     def get_kv_cache_shape(

@@ -50,17 +50,6 @@ class DiffusionAttentionBackendEnum(
 def register_diffusion_backend(
     backend: DiffusionAttentionBackendEnum | str, class_path: str | type | None = None, *, override: bool = False
 ) -> Callable[[type], type]:
-    """Register or override a diffusion backend implementation.
-
-    Args:
-        backend: The DiffusionAttentionBackendEnum member to register, or a name of your own
-        class_path: Optional class path, or the class itself. If not provided and used as decorator, will be
-            auto-generated from the class.
-
-    Returns:
-        Decorator function if class_path is None, otherwise a no-op
-
-    Raises:
-        ValueError: a malformed name or path; TypeError: neither a member nor a name, or not a class.
-    """
+    """Register or override a diffusion backend. backend: a member of `DiffusionAttentionBackendEnum`, or a name of your own;
+    other arguments, the result and the exceptions are those of `attn.register_backend`."""
     return backend_enum.register(DiffusionAttentionBackendEnum, backend, class_path, override=override)

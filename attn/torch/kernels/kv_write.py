@@ -1,6 +1,7 @@
 """Write new keys and values into a paged cache: `attn.kernels.kv_write` launched for torch's tensors."""
 
 import functools
+from typing import Any
 
 import torch
 
@@ -51,16 +52,8 @@ def write_kv_per_token(
     _launch(key, value, key_cache, value_cache, slot_mapping, key_scales, value_scales, per_token=True)
 
 
-def _launch(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    per_token: bool,
-) -> None:
+def _launch(*arrays: Any, per_token: bool) -> None:
+    key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale = arrays
     tokens = min(key.shape[0], slot_mapping.shape[0])
     if tokens == 0:
         return

@@ -43,17 +43,6 @@ _MLA_PREFILL_OVERRIDES: dict[MLAPrefillBackendEnum, str] = MLAPrefillBackendEnum
 def register_mla_prefill_backend(
     backend: MLAPrefillBackendEnum | str, class_path: str | type | None = None, *, override: bool = False
 ) -> Callable[[type], type]:
-    """Register or override an MLA prefill backend implementation.
-
-    Args:
-        backend: The MLAPrefillBackendEnum member to register, or a name for a custom backend.
-        class_path: Optional class path, or the class itself. If not provided and used as decorator, will be
-            auto-generated from the class.
-
-    Returns:
-        Decorator function if class_path is None, otherwise a no-op.
-
-    Raises:
-        ValueError: a malformed name or path; TypeError: neither a member nor a name, or not a class.
-    """
+    """Register or override an MLA prefill backend. backend: a member of `MLAPrefillBackendEnum`, or a name of your own; other
+    arguments, the result and the exceptions are those of `attn.register_backend`."""
     return backend_enum.register(MLAPrefillBackendEnum, backend, class_path, override=override)

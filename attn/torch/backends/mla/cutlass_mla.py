@@ -7,7 +7,7 @@ the log-sum-exp (natural, [R, 128]) that it is passed, and needs a workspace, wh
 
 import torch
 
-from attn.capabilities import Device, Feature, Request
+from attn.capabilities import Feature
 from attn.torch import records
 from attn.torch.backends.mla._metadata import MLACommonMetadataBuilder
 from attn.torch.backends.mla._mla import DecodeCall, MLACommonBackend
@@ -33,13 +33,7 @@ class CutlassMLABackend(MLACommonBackend):
         archs=(("cuda", ("sm_10*",)),),
     )
     latent_dims = ((512, 64),)
-
-    @classmethod
-    def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
-        why = super().why_not(request, device)
-        if request.num_heads is not None and request.num_heads > _HEADS:
-            why.append(f"num_heads={request.num_heads} (supports up to {_HEADS})")
-        return why
+    most_heads = _HEADS
 
 
 class CutlassMLAImpl(UniformMLAImpl, backend=CutlassMLABackend):

@@ -33,12 +33,11 @@ class FlashMLASparseBackend(SparseMLABackend):
         archs=(("cuda", ("sm_90", "sm_100")),),
     )
     latent_dims = ((512, 64),)
+    most_heads = _HEADS[-1]
 
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
         why = super().why_not(request, device)
-        if request.num_heads is not None and request.num_heads > _HEADS[-1]:
-            why.append(f"num_heads={request.num_heads} (supports up to {_HEADS[-1]})")
         if request.kv_cache_dtype == "fp8_ds_mla" and request.block_size not in (None, _PACKED_PAGE):
             why.append(f"block_size={request.block_size} of an fp8_ds_mla cache (supports {_PACKED_PAGE})")
         return why or without_flash_mla()

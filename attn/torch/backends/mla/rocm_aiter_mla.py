@@ -7,7 +7,7 @@ with zeros. Interface of ROCm/aiter at e4048607. The log-sum-exp is natural, [T,
 
 import torch
 
-from attn.capabilities import Device, Feature, Request
+from attn.capabilities import Feature
 from attn.torch import records
 from attn.torch.backends._vendor import token_list
 from attn.torch.backends.mla._metadata import MLADecodeMetadata
@@ -21,13 +21,7 @@ class AiterMLABackend(MLACommonBackend):
     name = "ROCM_AITER_MLA"
     capabilities = records.AITER(head_sizes=(576,), features=frozenset({Feature.MLA, Feature.LSE}))
     latent_dims = ((512, 64),)
-
-    @classmethod
-    def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
-        why = super().why_not(request, device)
-        if request.num_heads is not None and request.num_heads > _HEADS[-1]:
-            why.append(f"num_heads={request.num_heads} (supports up to {_HEADS[-1]})")
-        return why
+    most_heads = _HEADS[-1]
 
 
 class AiterMLAImpl(UniformMLAImpl, backend=AiterMLABackend):
