@@ -45,7 +45,7 @@ def check_array(backend: type[AttentionBackend], name: str, array: Any, framewor
 
 
 def cache_dtype_error(impl: Any, query: Any, kv_cache: Any, needed: Any) -> DTypeError:
-    """Return the error for a cache whose elements are not `needed`: whether the cache's or the query's dtype is wrong."""
+    """Return the error for a cache whose elements are not `needed`. It names the wrong dtype, the cache's or the query's."""
     name, layer_dtype = impl.backend.get_name(), impl.layer_dtype
     query_dtype, cached = dtype_name(query.dtype), dtype_name(kv_cache.dtype)
     if layer_dtype is not None and impl.kv_cache_dtype == "auto" and cached == layer_dtype != query_dtype:
@@ -61,7 +61,7 @@ def check_block_size(name: str, block_size: int, expected: int | None) -> None:
 
 
 def check_num_blocks(name: str, num_blocks: int, checked: int | None) -> None:
-    """Raise `ShapeError` when a cache ends before the last block that the batch's ids were allowed to name."""
+    """Raise `ShapeError` for a cache of fewer blocks than the batch's block ids were checked against."""
     if checked is not None and num_blocks < checked:
         raise ShapeError(
             f"{name}: kv_cache has {num_blocks} blocks, the batch's block ids were checked against {checked}, those of the "
@@ -77,7 +77,7 @@ def dtype_error(impl: Any, name: str, array: Any) -> DTypeError:
 
 
 def check_like(impl: Any, name: str, array: Any, query: Any, of: str = "query") -> None:
-    """Raise unless an array has the query's dtype and, under torch, its device. `of`: what the caller knows the query as."""
+    """Raise unless an array has the query's dtype and, under torch, its device. `of`: the message's name for the query."""
     if array.dtype != query.dtype:
         raise DTypeError(f"{impl.backend.get_name()}: {name} has dtype {array.dtype}, {of} {query.dtype}: must be equal")
     if impl.framework == "torch":

@@ -1,1 +1,1 @@
-"""What a choice was and why, for people: reports on layers, models and machines."""
+"""Reports for people: which backend was chosen for a layer, a model or a machine, and why."""

@@ -153,7 +153,7 @@ def device_named(name: str, framework: str | None = None) -> Device:
 
 
 def _product(name: str) -> str | None:
-    """Return the product that `name` means: its own words, besides which a driver may print others; None: no product."""
+    """Return the product whose words `name` has, beside words that drivers add (`_ADDED`); None if there is none."""
     if (generation := _TPU_KINDS.get(name.lower())) is not None:
         return generation
     words = re.findall(r"[a-z0-9]+", name.lower())
@@ -171,7 +171,7 @@ def _product(name: str) -> str | None:
 
 
 def product_of(name: str) -> str:
-    """Return the name in the tables of this module of a device as its driver prints it; other names as they are."""
+    """Return the name that this module's tables have for a device that its driver calls `name`; an unknown name unchanged."""
     try:
         return device_named(name).name
     except ValueError:

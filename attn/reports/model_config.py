@@ -74,7 +74,7 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class ModelLayers:
-    """The layers of the model in `source`, by kind and in order, its dtype, the fields that were read, and remarks on how."""
+    """The layers of the model in `source`, by kind and in order, its dtype, the fields read, and remarks on the reading."""
 
     source: str
     model_type: str
@@ -121,7 +121,7 @@ class _Reader:
         return name
 
     def section(self, usual: str, defaults: Mapping[str, Any]) -> "_Reader":
-        """Return a reader of an object in a field; of the defaults alone where the file has none."""
+        """Return a reader of the object in a field, or of the defaults if the file does not have the field."""
         fields = self.fields.section(self.name(usual)) if self.has(usual) else Fields({}, f"{self.fields.source}: {usual}")
         return _Reader(fields, _Model(defaults=defaults), self.used, f"{usual}.")
 
@@ -228,7 +228,7 @@ def _dtype(fields: Fields, top: Fields) -> str | None:
 
 
 def _check_usual(top: Fields, fields: Fields, model_type: str) -> None:
-    """Reject a model of unknown type that is not a decoder, or has fields with which the usual ones do not say enough."""
+    """Raise `CheckpointError` for a model of unknown type that is no decoder, or has fields that alter the usual ones."""
     names = top.values.get("architectures") or []
     if names and not any("CausalLM" in str(n) or "ConditionalGeneration" in str(n) for n in names):
         raise top.wrong("architectures", f"a ...ForCausalLM: model_type {model_type!r} is read as a decoder")
@@ -242,7 +242,7 @@ def _check_usual(top: Fields, fields: Fields, model_type: str) -> None:
         raise fields.wrong("num_kv_shared_layers", "0: layers that share a cache are not read")
 
 
-#: Fields that make some layers differ from the others, by rules that a known model type gives.
+#: Fields by which some layers differ from others, in a way that depends on the model type.
 _UNUSUAL = ("local_attention", "full_attention_interval", "attn_layer_period", "attn_layer_indices")
 
 
@@ -334,7 +334,7 @@ def _all_sliding(reader: _Reader, count: int) -> list[str]:
 def _qwen(reader: _Reader, count: int) -> list[str]:
     if not reader.boolean("use_sliding_window") or not reader.has("sliding_window"):
         return ["full_attention"] * count
-    reader.integer("sliding_window")  # refused if it is none, also where no layer is that late
+    reader.integer("sliding_window")  # raises for a value that is not a size, even if no layer has a window
     first = reader.integer("max_window_layers", 0)
     return ["full_attention" if i < first else "sliding_attention" for i in range(count)]
 

@@ -348,7 +348,7 @@ def _pair_flops(layer: LayerKind) -> int:
 
 
 def _choice(row: KindReport, common: Collection[str]) -> list[str]:
-    """Return the candidates and their verdicts, and the notes that not all choices have."""
+    """Return the candidates and their verdicts, and the notes that other choices do not share."""
     if row.selection is None:
         return [f"   no backend: {row.reason}"]
     verdicts = _verdicts(row.selection)

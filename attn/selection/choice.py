@@ -99,7 +99,8 @@ def framework_of_backend(member: Any) -> str | None:
 
 
 def place_of(asked: Asked, framework: str | None, platform: Platform | None, device: Device | None) -> tuple[Platform, Device]:
-    """Return where a layer is to run: as the caller says, else on the framework of the backend requested, else the default.
+    """Return the platform and device of a layer: those that the caller passes, else the current ones of the requested backend's
+    framework, else those of the default framework.
 
     Raises TypeError for a `device` that is not a `Device`.
     """

@@ -61,7 +61,7 @@ class Platform(ABC):
         `selected_backend`: a registry member, or None for automatic selection. Raises `UnsupportedError` with every
         reason if no backend serves.
         """
-        # in a higher layer, so resolved by name: only this method, part of vLLM's interface, needs it
+        # `attn.selector` may not be imported here, so names are resolved; only this method, part of vLLM's interface, calls it
         make_request = resolve_obj_by_qualname("attn.selector.make_request")
         select = resolve_obj_by_qualname("attn.selector.select")
         request = make_request(head_size, dtype, kv_cache_dtype, block_size, use_mla=use_mla)

@@ -47,7 +47,7 @@ def load() -> dict[str, PluginReport]:
     if current is not None and current[0] == allowed:
         return current[1]
     with _lock():
-        # this thread again, from inside a plugin; a load by another thread can only be one interrupted by a fork
+        # a plugin of this thread selects while it loads; another thread's entry is of a load that a fork interrupted
         if _loading is not None and _loading[0] == threading.get_ident():
             return _loading[1]
         if _loaded is not None and _loaded[0] == allowed:
@@ -63,7 +63,7 @@ def load() -> dict[str, PluginReport]:
 
 
 def _load_all(allowed: tuple[str, ...] | None, reports: dict[str, PluginReport]) -> None:
-    while _registered:  # registered under another allow-list
+    while _registered:  # admitted by an earlier value of ATTN_PLUGINS
         _registered.pop().clear_override()
     points = sorted(metadata.entry_points(group=GROUP), key=lambda point: (point.name, point.value))
     known = [point.name for point in points]

@@ -92,7 +92,7 @@ def file_of(device: Device) -> Path:
 
 
 def owner(device: Device) -> dict[str, Any]:
-    """Return the machine and versions that a file must have been written with to be used."""
+    """Return the machine and versions of this process. A file of times that states others is ignored."""
     machine = _processor() if device.platform == "cpu" else ""
     facts = {"device": device.name, **{name: getattr(device, name) for name in ("framework", "platform", "arch")}}
     return {"format": 1, "attn": attn.__version__, "version": version_of(device.framework), "machine": machine, **facts}

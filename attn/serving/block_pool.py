@@ -14,7 +14,7 @@ from attn.errors import AttnError
 
 
 class PoolError(AttnError):
-    """A block is requested that is not there, or given back by a caller that does not use it."""
+    """A caller asks for more blocks than are free, names a block that does not exist, or releases one once too often."""
 
 
 def block_key(tokens: Sequence[int], previous: bytes = b"") -> bytes:

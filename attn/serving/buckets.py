@@ -2,7 +2,8 @@
 
 A step's tokens are padded to one of a few sizes; everything else has one extent: requests, columns of the block table, and
 the bounds of lengths. So there are `len(buckets)` programs whatever the requests are: one for steps in which every request
-decodes one token, and one for each size of other steps. Padding reads nothing and writes nothing: lengths of 0, slots of -1.
+decodes one token, and one for each size of other steps. Padding has lengths of 0 and slots of -1, so that a step reads and
+writes nothing for it.
 
 Extents are powers of two, to which `attn.jax` pads batches: its builders leave these as they are.
 """

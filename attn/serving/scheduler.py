@@ -240,7 +240,8 @@ class Scheduler:
         return token
 
     def _refuse_to_wait(self, request: GenerationRequest) -> None:
-        """Raise `PoolError`: `submit` checked that the whole pool is enough for any request, and none runs."""
+        """Raise `PoolError`: other code holds the blocks that `request` lacks, since `submit` checked that the whole pool is
+        enough for it, and no request runs."""
         raise PoolError(
             f"request {request.request_id} needs {self._blocks_for(len(request.tokens))} blocks: {self.pool.num_free} of "
             f"{self.pool.num_blocks} are free, and the others are not used by requests: release() what was taken from the pool "
@@ -275,7 +276,7 @@ class Scheduler:
         return True
 
     def _admit(self, budget: int) -> list[tuple[GenerationRequest, int]]:
-        """Return the same for waiting requests, in order, while there are blocks for all tokens that they must read."""
+        """Admit waiting requests in order, while the pool has blocks for all of their tokens; return (request, new tokens)."""
         rows: list[tuple[GenerationRequest, int]] = []
         while self.waiting and budget and len(self.running) < self.max_num_reqs:
             request = self.waiting[0]
@@ -330,7 +331,7 @@ class Scheduler:
 
 
 def _listed(name: str, values: Any) -> list[Any]:
-    """Return what has an order, a list or an array of any framework, as a list. Raises `RequestError` for anything else."""
+    """Return a list, or an array of any framework, as a list. Raises `RequestError` for values without order, as a set."""
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, Iterable) or isinstance(values, Set | Mapping):
         raise RequestError(f"{name}={values!r}: must be a list or an array of token ids")

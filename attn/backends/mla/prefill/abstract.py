@@ -60,7 +60,7 @@ class MLAPrefillMetadata:
 
 
 class PrefillCall(NamedTuple):
-    """What `_attend` is asked for: each request's new tokens over themselves, causally, or over its keys of one chunk.
+    """The arguments of `_attend`: each request's new tokens attend one another causally, or the request's keys in one chunk.
 
     q: [T, H, D]; k: [m, H, D]; v: [m, H, Dv], m = T for the new tokens; dense in the last dimension, strided elsewhere (k's
     and v's heads may lie in one array: a backend that needs them contiguous makes them so).
