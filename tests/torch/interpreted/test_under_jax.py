@@ -206,10 +206,10 @@ def test_prompts_of_expanded_heads_conform(case: Any, interpreted: None) -> None
 def test_requests_of_equal_length_stay_whole_and_others_are_cut(interpreted: None) -> None:
     """By one of two launches of one program, which the lengths choose."""
     from attn.jax.kernels.gpu.paged_attention import BatchBounds, KVInputs, paged_attention
-    from attn.kernels.paged_launch import Layer
+    from attn.kernels.paged_launch import LayerParams
 
     requests, page, columns = 8, 16, 13
-    rng, layer = np.random.default_rng(0), Layer(32**-0.5, 0.0, None, 0, 0, None, False, 0, None)
+    rng, layer = np.random.default_rng(0), LayerParams(32**-0.5, 0.0, None, 0, 0, None, False, 0, None)
     query = rng.standard_normal((requests, 2, 32), np.float32)
     cache = rng.standard_normal((2, requests * columns, page, 2, 32), np.float32)
     table = np.arange(requests * columns, dtype=np.int32).reshape(requests, columns)
