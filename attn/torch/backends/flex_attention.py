@@ -156,8 +156,8 @@ class FlexAttentionImpl(PagedAttentionImpl, backend=FlexAttentionBackend):
         step = max(1, _SCORES_AT_ONCE // scores) if uncompiled else len(laid)
         with torch.no_grad():
             parts = []
-            for own, rows, lists in plan.split(step):
-                queries = laid[own]
+            for chunk, rows, lists in plan.split(step):
+                queries = laid[chunk]
                 _flex.vary(0, queries, rows, *lists, key, value, plan.places)
                 _flex.vary(1, lists[1], lists[3])
                 parts.append(_run(rules, shape, uncompiled, (queries, key, value, rows, lists, plan.places, slopes)))

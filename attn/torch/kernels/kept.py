@@ -1,8 +1,8 @@
 """The launches of a call, kept to be repeated: by layers of the same shape, over batches of the same kind.
 
-A call examines its arguments, chooses kernels and compiles them. Where nothing differs in the next call but where tensors are,
-a `Keeper` collects what the first one launched, and `Kept` launches it again with other addresses, as a CUDA graph would on
-the device. It is kept by everything else that calls depend on (`attn.torch.metadata.of_kind`).
+A call examines its arguments, chooses kernels and compiles them. Where only the tensors' addresses differ in the next call,
+a `Keeper` collects the launches of the first one, and `KeptLaunches` repeats them with other addresses, as a CUDA graph would
+on the device. It is kept by everything else that calls depend on (`attn.torch.metadata.of_kind`).
 """
 
 import ctypes
@@ -23,7 +23,7 @@ from attn.torch.kernels.direct import Compiled, is_profiled, keepers, memory_of_
 from attn.torch.kernels.driver import Bound
 
 _ALIGNED = 16  #: bytes, of a call's tensors and of every part of its temporary memory
-Place = tuple[str, Any]  #: what is at an address, see `_Step`
+Origin = tuple[str, Any]  #: what is at an address, see `_Step`
 
 
 class _Step(NamedTuple):
@@ -34,7 +34,7 @@ class _Step(NamedTuple):
     programs: int
     columns: int
     arguments: tuple[Any, ...]
-    changing: tuple[tuple[int, Place], ...]
+    changing: tuple[tuple[int, Origin], ...]
 
 
 class _Operation(NamedTuple):
@@ -68,25 +68,25 @@ class Keeper:
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor | None]) -> None:
-        """tensors: the call's, and then the batch's, as `Kept` takes them, without None; the first one is on the device."""
+        """tensors: of the call, then of the batch, as `KeptLaunches` takes them, without None; the first is on the device."""
         self._tensors = [x for x in tensors if x is not None]
-        self._places: dict[int, Place] = {x.data_ptr(): ("tensor", i) for i, x in enumerate(self._tensors)}
+        self._places: dict[int, Origin] = {x.data_ptr(): ("tensor", i) for i, x in enumerate(self._tensors)}
         # two tensors in one place may be in two the next time
         self._complete = len(self._places) == len(self._tensors) and 0 not in self._places
         self._complete &= not functools.reduce(or_, self._places) % _ALIGNED
         self._temporary, self._of_stream = list[torch.Tensor](), list[tuple[int, int]]()
         self._steps, self._device = list[_Step | _Operation](), 0
-        self.kept: Kept | None = None
+        self.kept: KeptLaunches | None = None
 
     def __enter__(self) -> Self:
         keepers[get_ident()] = self
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, raised: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         del keepers[get_ident()]
-        if kind is None and self._complete and self._steps:
+        if raised is None and self._complete and self._steps:
             sizes = [memory.nbytes for memory in self._temporary]
-            self.kept = Kept(self._tensors, self._device, self._steps, sizes, self._of_stream)
+            self.kept = KeptLaunches(self._tensors, self._device, self._steps, sizes, self._of_stream)
 
     def temporary(self, memory: torch.Tensor) -> None:
         self._places[memory.data_ptr()] = "temporary", len(self._temporary)
@@ -101,7 +101,7 @@ class Keeper:
         self, compiled: Compiled | None, programs: int, columns: int, device: int, addresses: Sequence[int], numbers: Any
     ) -> None:
         """Add a launch. compiled: None if it was interpreted."""
-        changing = list[tuple[int, Place]]()
+        changing = list[tuple[int, Origin]]()
         for i, address in enumerate(addresses):
             if address:
                 changing.append((i, self._places.get(address) or self._inside(address)))
@@ -120,19 +120,19 @@ class Keeper:
         views = list[tuple[int, tuple[int, ...] | None, tuple[int, ...], int]]()
         known = [*enumerate(self._tensors), *((-1 - i, x) for i, x in enumerate(self._temporary))]
         for x in tensors:
-            found = [(i, base) for i, base in known if 0 <= x.data_ptr() - base.data_ptr() < _extent(base)]
-            self._complete &= len(found) == 1
-            for i, base in found[:1]:
+            owners = [(i, base) for i, base in known if 0 <= x.data_ptr() - base.data_ptr() < _extent(base)]
+            self._complete &= len(owners) == 1
+            for i, base in owners[:1]:
                 offset = (x.data_ptr() - base.data_ptr()) // x.itemsize
                 # temporary memory is of the first tensor's dtype, and an offset would be relative to the tensor's storage
                 self._complete &= x.dtype == base.dtype == (self._tensors[0] if i < 0 else x).dtype and (i < 0 or not offset)
                 views.append((i, None if x is base else tuple(x.shape), x.stride(), offset))
         self._steps.append(_Operation(function, tuple(views)))
 
-    def _inside(self, address: int) -> Place:
-        found = [(i, address - begin) for i, (begin, end) in enumerate(self._extents) if begin < address < end]
-        self._complete &= len(found) == 1
-        return "inside", found[0] if found else (0, 0)
+    def _inside(self, address: int) -> Origin:
+        owners = [(i, address - begin) for i, (begin, end) in enumerate(self._extents) if begin < address < end]
+        self._complete &= len(owners) == 1
+        return "inside", owners[0] if owners else (0, 0)
 
     @functools.cached_property
     def _extents(self) -> list[tuple[int, int]]:
@@ -175,7 +175,7 @@ def unkept() -> Iterator[None]:
             keepers[get_ident()] = keeper
 
 
-class Kept:
+class KeptLaunches:
     """Launches that can be repeated for tensors of the same shapes, strides and dtypes at other addresses."""
 
     def __init__(
@@ -193,13 +193,13 @@ class Kept:
         self._stream = triton.runtime.driver.active.get_current_stream
         ends = [0, *accumulate(size + -size % _ALIGNED for size in temporary)]
         self._begins, self._elements = ends[:-1], ends[-1] // like[0].itemsize
-        places = list(dict.fromkeys(place for step in steps if isinstance(step, _Step) for _, place in step.changing))
-        self._inside = [place[1] for place in places if place[0] == "inside"]
+        places = list(dict.fromkeys(origin for step in steps if isinstance(step, _Step) for _, origin in step.changing))
+        self._inside = [origin[1] for origin in places if origin[0] == "inside"]
         # the addresses of a call, in the order in which `__call__` finds them
         order: list[tuple[str, Any]] = [("tensor", i) for i in range(len(like))]
-        order += [("inside", which) for which in self._inside] + [("temporary", i) for i in range(len(temporary))]
-        order += [("stream", (i, which)) for i in range(len(self._of_stream)) for which in (0, 1)]
-        at = {place: i for i, place in enumerate(order)}
+        order += [("inside", index) for index in self._inside] + [("temporary", i) for i in range(len(temporary))]
+        order += [("stream", (i, index)) for i in range(len(self._of_stream)) for index in (0, 1)]
+        at = {origin: i for i, origin in enumerate(order)}
         addresses = struct.Struct(f"={len(order)}Q")
         slots = ctypes.create_string_buffer(addresses.size)
         self._pack = functools.partial(addresses.pack_into, slots, 0)
@@ -208,7 +208,7 @@ class Kept:
             if isinstance(step, _Operation):
                 bound.append(step.bind([begin // size for begin in self._begins], now))
                 continue
-            changing = [(i, at[place]) for i, place in step.changing]
+            changing = [(i, at[origin]) for i, origin in step.changing]
             bound.append(step.compiled.bind(step.programs, step.columns, step.arguments, changing, ctypes.addressof(slots)))
         self._operates = len(bound) > sum([isinstance(step, _Step) for step in steps])
         # memory that launches read, and kernels with their code

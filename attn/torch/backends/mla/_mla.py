@@ -168,8 +168,8 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
             calls = kept.calls
             stages = calls.get(signature)
             if stages is not None and stages.alone:
-                given = hidden_states_or_cq, kv_c_normed, k_pe, kv_cache
-                result = self._repeat(layer, stages, attn_metadata, *given, output)
+                operands = hidden_states_or_cq, kv_c_normed, k_pe, kv_cache
+                result = self._repeat(layer, stages, attn_metadata, *operands, output)
                 if result is not None:
                     return result
         query = self._shaped("query", hidden_states_or_cq, (self.num_heads, self.qk_head_dim))
@@ -299,17 +299,17 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         """Fill the decodes' rows of out [T, H, Dv] and, unless None, lse [H, T]. write: writes new rows to the cache first."""
         rows, query = meta.rows, rows_of(query, meta.rows)
         if isinstance(rows, slice):
-            own, log = rows_of(out, rows), None if lse is None else lse[:, rows]
+            rows_out, log = rows_of(out, rows), None if lse is None else lse[:, rows]
         else:
-            own = out.new_empty(query.shape[0], *out.shape[1:])
+            rows_out = out.new_empty(query.shape[0], *out.shape[1:])
             log = None if lse is None else lse.new_empty(lse.shape[0], query.shape[0])
         indices = self._indices(meta, query.shape[0])
         call = DecodeCall(layer, query, kv_cache, meta, indices, log)  # its queries are absorbed later
-        run = functools.partial(self._attend_decodes, call, own, write)
-        tensors = self._of_decode(layer, kv_cache, query, own, log, *(new or (None, None)), indices)
+        run = functools.partial(self._attend_decodes, call, rows_out, write)
+        tensors = self._of_decode(layer, kv_cache, query, rows_out, log, *(new or (None, None)), indices)
         self._run_stage(stages, _name(indices), run, *tensors)
         if not isinstance(rows, slice):
-            out[rows] = own
+            out[rows] = rows_out
             if lse is not None and log is not None:
                 lse[:, rows] = log
 

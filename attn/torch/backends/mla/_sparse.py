@@ -42,11 +42,11 @@ class SparseMLAImpl(MLACommonImpl):
             raise DTypeError(f"{name}: indexer.topk_indices has dtype {chosen.dtype}: must be torch.int32")
         if chosen.dim() != 2 or chosen.shape[0] < count:
             raise ShapeError(f"{name}: indexer.topk_indices has shape {list(chosen.shape)}: must be [{count} or more, topk]")
-        own = rows_of(chosen, meta.rows)
+        slots = rows_of(chosen, meta.rows)
         if envs.debug("device"):
-            ordered = own.sort(1).values
+            ordered = slots.sort(1).values
             twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).nonzero()
             if len(twice):
                 row, at = twice[0].tolist()
                 raise MetadataError("topk_indices", row, int(ordered[row, at]), "listed at most once per row")
-        return own
+        return slots

@@ -85,7 +85,7 @@ class TritonKernelsImpl(MLACommonImpl):
         """
         from attn.torch.kernels.kept import Stages
 
-        shared, decode, kind = attn_metadata.kept().of_kind, attn_metadata.decode, tuple[Any, ...]()
+        shared, decode, batch_key = attn_metadata.kept().of_kind, attn_metadata.decode, tuple[Any, ...]()
         if shared is None or envs.debug("device"):
             return None
         tensors: list[torch.Tensor | None] = [attn_metadata.slot_mapping]
@@ -96,9 +96,9 @@ class TritonKernelsImpl(MLACommonImpl):
             alone = isinstance(rows, tuple) and rows[0] == 0 < decode.num_tokens and not any(others) and self.signed_scale > 0
             bounds = decode.num_reqs, decode.max_query_len, -(-decode.max_seq_len // 16), decode.uneven
             tensors += decode.tensors()
-            kind = (rows, *bounds, *(static(tensors) or ()))
-        kept = shared.get((signature, kind))
-        kept = keep(shared, (signature, kind), {}) if kept is None else kept
+            batch_key = (rows, *bounds, *(static(tensors) or ()))
+        kept = shared.get((signature, batch_key))
+        kept = keep(shared, (signature, batch_key), {}) if kept is None else kept
         return Stages(kept, [x for x in tensors if x is not None], alone)
 
     def _decode(self, call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor | None]:
