@@ -84,8 +84,8 @@ def _decode(  # type: ignore[no-untyped-def]
         if HAS_MASK:
             # a maximum of one element each: Triton lays out the operands of products by the narrowest load that they depend on
             # without a reduction, and does not read them by `ldmatrix` if that has 8 bits
-            there = tl.load(mask + j[:, None], mask=seen[:, None], other=0).to(tl.int32)
-            seen = seen & (tl.max(there, 1) != 0)
+            in_bounds = tl.load(mask + j[:, None], mask=seen[:, None], other=0).to(tl.int32)
+            seen = seen & (tl.max(in_bounds, 1) != 0)
         v = tl.load(v_at + j.to(tl.int64)[:, None] * v_t + d[None, :], mask=seen[:, None] & inside, other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if HAS_CAP:
@@ -105,9 +105,9 @@ def _decode(  # type: ignore[no-untyped-def]
         _store(output, sinks, result, log, at.to(tl.int64), kv_head, row, d, G, D, HAS_SINKS)
     else:
         logs = scratch + tl.num_programs(0).to(tl.int64) * parts * G * D
-        own = (at.to(tl.int64) * parts + part) * G + row
-        tl.store(scratch + own[:, None] * D + d[None, :], result, mask=(row < G)[:, None] & inside)
-        tl.store(logs + own, log, mask=row < G)
+        out_row = (at.to(tl.int64) * parts + part) * G + row
+        tl.store(scratch + out_row[:, None] * D + d[None, :], result, mask=(row < G)[:, None] & inside)
+        tl.store(logs + out_row, log, mask=row < G)
         tl.debug_barrier()  # every thread has stored before the counter says so
         if tl.atomic_add(counters + at, 1, sem="acq_rel") == parts - 1:
             tl.store(counters + at, 0)
@@ -295,6 +295,6 @@ _operator = library.custom_op("attn::dense_row", _row, mutates_args=())
 
 
 @_operator.register_fake
-def _(query, *rest):  # type: ignore[no-untyped-def]
+def _(query, *arguments):  # type: ignore[no-untyped-def]
     batch, heads, _, size = query.shape
     return query.new_empty(batch, 1, heads, size)
