@@ -90,8 +90,8 @@ DEFECTS = (
     Defect(
         "visibility_tree_transposed",
         "visibility.py",
-        "edge = tree[request, own * inside, node * inside]",
-        "edge = tree[request, node * inside, own * inside]",
+        "edge = tree[request, row_node * inside, node * inside]",
+        "edge = tree[request, node * inside, row_node * inside]",
         MASKS,
         "A token of a tree sees its descendants and not its ancestors.",
     ),
@@ -229,8 +229,8 @@ DEFECTS = (
     Defect(
         "flash_mask_rows_past_the_last",
         "torch/backends/_flash_providers.py",
-        "own * (own < lens.seqlen_q)",
-        "own",
+        "q_row * (q_row < lens.seqlen_q)",
+        "q_row",
         ("torch/backends/test_flash_attn.py",),
         "The mask reads the spans of rows that are not in the batch.",
     ),
@@ -245,8 +245,8 @@ DEFECTS = (
     Defect(
         "flash_mask_provider_of_another_batch",
         "torch/backends/flash_attn.py",
-        "kind = call.query.dtype, block_size, call.query.device, asked",
-        "kind = call.query.dtype, block_size, call.query.device",
+        "chosen_by = call.query.dtype, block_size, call.query.device, asked",
+        "chosen_by = call.query.dtype, block_size, call.query.device",
         ("torch/backends/test_flash_attn.py",),
         "A batch with spans goes to the provider of one without, which ignores them.",
     ),
@@ -1042,8 +1042,8 @@ DEFECTS = (
     Defect(
         "triton_causal_tiles",
         "kernels/paged_attention.py",
-        "rest = tl.minimum(first + right + 1, high)",
-        "rest = tl.minimum(last + right + 1, high)",
+        "tail = tl.minimum(first + right + 1, high)",
+        "tail = tl.minimum(last + right + 1, high)",
         INTERPRETED,
         "A tile of keys that only the last row of a tile sees completely is not masked.",
     ),
@@ -1298,7 +1298,7 @@ DEFECTS = (
     Defect(
         "drivers_words_are_anything",
         "reports/machines.py",
-        "and all(map(_ADDED.fullmatch, rest))",
+        "and all(map(_ADDED.fullmatch, others))",
         "and bool(own)",
         ("reports/test_machines.py",),
         "Words that no driver adds are ignored beside a product's.",
@@ -1970,8 +1970,8 @@ DEFECTS = (
     Defect(
         "bench_last_page",
         "tools/bench/workloads.py",
-        "keys = [(count - 1) * page + rest for",
-        "keys = [count * page + rest for",
+        "keys = [(count - 1) * page + tail for",
+        "keys = [count * page + tail for",
         ("tools/bench/test_workloads.py",),
         "A request of a workload has a page of keys too many.",
     ),
