@@ -339,7 +339,7 @@ def _as_row(call: Call, graph: bool) -> torch.Tensor | None:
     from attn.torch.kernels.dense_decode import row, run_of
 
     def found() -> tuple[torch.Tensor, list[torch.Tensor]]:
-        of_keys = as_bool(call, mask)[:, 0, 0, :keys].expand(len(call.query), -1)
+        of_keys = as_bool(call, mask)[:, 0, 0, :keys].expand(len(call.query), -1).detach()  # no view of it
         return of_keys, run_of(of_keys)
 
     of_keys, run = found() if graph else once(mask, keys, found)

@@ -228,7 +228,7 @@ def _valid(
 
     known = getattr(attention_mask, "attn_described", None)
     if known is not None and known.end == end and not kv_offset:
-        return known.present, known.whole  # `generate` makes a static cache's mask, from which the model makes one again
+        return known.present[:], known.whole  # `generate` makes a static cache's mask, from which the model makes one again
     present = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if present is None:
         return torch.ones(batch, end, dtype=torch.bool, device=device), True
@@ -379,18 +379,19 @@ def _recognised(call: Call, draw: bool) -> Described | torch.Tensor:
     if draw or (call.plain and call.backend is None):
         return as_bool(call, tensor)
 
-    def known() -> Described | torch.Tensor:
-        mask = as_bool(call, tensor)
-        described = recognised(call, mask)
+    def known() -> Described | None:
+        described = recognised(call, as_bool(call, tensor))
         if described is not None:
             described.shared = True
-        return mask if described is None else described
+        return described
 
-    return once(tensor, (call.seen.layer, call.query.shape[:3:2], call.key.shape[2]), known)
+    found = once(tensor, (call.seen.layer, call.query.shape[:3:2], call.key.shape[2]), known)
+    return as_bool(call, tensor) if found is None else found
 
 
 def once(mask: torch.Tensor, what: Any, make: Callable[[], _T]) -> _T:
-    """Return what `make` returns, kept with a mask for the other layers of its step, until it is changed in place."""
+    """Return what `make` returns, kept with a mask for the other layers of its step, until it is changed in place. It must be
+    neither the mask nor a view of it, which would keep the mask for good."""
     if torch.compiler.is_compiling() or mask.is_inference():
         return make()
     kept: dict[Any, tuple[int, Any]] = vars(mask).setdefault("attn_kept", {})

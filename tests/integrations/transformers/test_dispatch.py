@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+import weakref
 from types import ModuleType
 
 import pytest
@@ -553,6 +554,9 @@ def test_tokens_over_a_static_cache_find_the_keys_once_a_step(options, monkeypat
     with torch.inference_mode():
         attended(Layer(), given, mask.clone(), **options)  # a tensor without versions: nothing is kept with it
     assert len(searched) == 4
+    gone = weakref.ref(mask)
+    del mask, rules
+    assert gone() is None, "what was found of a mask keeps it: each step would leave one"
 
 
 @torch.no_grad()
@@ -574,6 +578,11 @@ def test_a_drawn_mask_is_recognised_once_a_step(rows, monkeypatch):
     assert len(found) == 3
     attended(Layer(), given, mask, softcap=5.0, sliding_window=20)  # of another kind
     assert len(found) == 4
+    unknown = torch.rand(2, 1, rows, 14) < 0.5
+    attended(Layer(), given, unknown, softcap=5.0)
+    gone = [weakref.ref(x) for x in (mask, unknown)]
+    del mask, unknown, rules
+    assert [x() for x in gone] == [None, None]
 
 
 @torch.no_grad()
@@ -583,7 +592,10 @@ def test_a_prompt_over_a_static_cache_waits_for_its_padding_once(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "all", lambda x, *given: read.append(x.shape) or all_of(x, *given))
     first = attn_transformers.mask(2, 9, 14, 0, attention_mask=torch.ones(2, 9, dtype=torch.bool))
     again = attn_transformers.mask(2, 9, 14, 0, attention_mask=first)
+    under = attn_transformers.mask(2, 9, 14, 0, mask_function=_windowed(4), attention_mask=first)
     assert len(read) == 1 and again.attn_described.whole and again.shape == (2, 9)
+    windows = [made.attn_described.seen.layer.window[0] for made in (first, again, under)]
+    assert windows == [None, None, 3]  # each its own
 
 
 def test_a_token_that_sees_no_later_key_needs_a_causal_layer():
