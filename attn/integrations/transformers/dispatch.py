@@ -342,7 +342,7 @@ def _as_row(call: Call, graph: bool) -> torch.Tensor | None:
         of_keys = as_bool(call, mask)[:, 0, 0, :keys].expand(len(call.query), -1).detach()  # no view of it
         return of_keys, run_of(of_keys)
 
-    of_keys, run = found() if graph else once(mask, keys, found)
+    of_keys, run = found() if graph else once(mask, (len(call.query), keys), found)
     sinks = call.sinks
     if sinks is not None:
         sinks = sinks.float() if graph else as_float(sinks)

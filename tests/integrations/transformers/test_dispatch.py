@@ -551,9 +551,13 @@ def test_tokens_over_a_static_cache_find_the_keys_once_a_step(options, monkeypat
             want = attn.attention(*(x.transpose(1, 2) for x in given), scale=0.25, layout="BSHD", **rules)
             torch.testing.assert_close(out, want)
     assert searched == [(2, 14)] * 3 and len(asked) == 6
+    of_any = torch.ones(1, 1, 1, 14, dtype=torch.bool)
+    for entries in (2, 1):
+        assert len(attended(Layer(), [x[:entries] for x in given], of_any, **options)) == entries
+    assert searched[3:] == [(2, 14), (1, 14)]
     with torch.inference_mode():
         attended(Layer(), given, mask.clone(), **options)  # a tensor without versions: nothing is kept with it
-    assert len(searched) == 4
+    assert len(searched) == 6
     gone = weakref.ref(mask)
     del mask, rules
     assert gone() is None, "what was found of a mask keeps it: each step would leave one"
