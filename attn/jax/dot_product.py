@@ -168,9 +168,9 @@ def _chosen(call: _DenseCall, backend: DiffusionAttentionBackendEnum | str | Non
 
 
 def _pallas(call: _DenseCall) -> tuple[jax.Array, jax.Array]:
-    from attn.jax.kernels.tpu.flash_attention import Extras, Rules, flash_attention
+    from attn.jax.kernels.tpu.flash_attention import Extras, FlashParams, flash_attention
 
-    rules, extras = Rules(call.visible, call.scale), Extras(kv_lens=call.key_lens)
+    rules, extras = FlashParams(call.visible, call.scale), Extras(kv_lens=call.key_lens)
     out, lse = flash_attention(call.query, call.key, call.value, rules, extras, return_lse=True)
     return out, jnp.swapaxes(lse, 1, 2)
 

@@ -161,6 +161,6 @@ def _kernel_supports(*arrays: Any) -> bool:
 def _by_kernel(rules: Any, q: jax.Array, k: jax.Array, v: jax.Array, extras: Any) -> tuple[jax.Array, jax.Array]:
     from attn.jax.kernels.tpu import flash_attention as kernel
 
-    its = kernel.Rules(LayerMask(rules.causal, rules.window), rules.scale, rules.cap)
+    its = kernel.FlashParams(LayerMask(rules.causal, rules.window), rules.scale, rules.cap)
     arrays = kernel.Extras(alibi_slopes=extras.slopes, sinks=extras.sinks)
     return kernel.flash_attention(q, k, v, its, arrays, return_lse=True)

@@ -25,7 +25,7 @@ from attn.jax import kv_cache as caches
 from attn.jax import records
 from attn.jax.backends._paged import FEATURES, PagedAttentionBackend, PagedAttentionImpl
 from attn.jax.kernels.tpu import ragged_paged_attention as kernel
-from attn.jax.kernels.tpu.flash_attention import Extras, Rules, flash_attention
+from attn.jax.kernels.tpu.flash_attention import Extras, FlashParams, flash_attention
 from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
 from attn.visibility import LayerMask
 
@@ -127,7 +127,7 @@ class PallasAttentionImpl(PagedAttentionImpl, backend=PallasAttentionBackend):
         value = jnp.where(live[:, None, None], call.value, 0)  # a NaN in padding would cost a second pass
         segments = request[None], jnp.where(live, request, ends.shape[0] + 1)[None]
         query, key, value = (x[None] for x in (call.query, call.key, value))
-        rules = Rules(LayerMask(False, self.window), self.scale, self.logits_soft_cap)
+        rules = FlashParams(LayerMask(False, self.window), self.scale, self.logits_soft_cap)
         out, lse = _attend_segments(query, key, value, rules, Extras(*segments, self.alibi_slopes, self.sinks), return_lse=True)
         return out[0], lse[0]
 

@@ -324,7 +324,7 @@ def latent(chip: str, shape: Latent) -> PallasProgram:
         new, more = (jnp.concatenate(others[:2], -1), list(others[2:])) if shape.write else (None, list(others))
         scale = more.pop(0) if stored != dtype else 1.0
         query, of_batch = jnp.concatenate([nope, rope], -1), Batch(*more)  # type: ignore[arg-type]
-        rules = kernel.Rules(RANK, 0.1, max(shape.query_lens), return_lse=shape.lse)
+        rules = kernel.MLAParams(RANK, 0.1, max(shape.query_lens), return_lse=shape.lse)
         return kernel.mla_attention(query, new, cache, of_batch, rules, k_scale=scale, chip=chip, interpret=False)
 
     flops, rows = cost(shape.query_lens, shape.seq_lens, num_heads, RANK + ROPE, value_size=RANK)
@@ -420,7 +420,7 @@ class Dense(NamedTuple):
 
 def dense(chip: str, shape: Dense) -> PallasProgram:
     """`flash_attention` of one sequence; with `backward` also its gradient with respect to q, k, v (and sinks)."""
-    from attn.jax.kernels.tpu.flash_attention import Extras, Rules, flash_attention
+    from attn.jax.kernels.tpu.flash_attention import Extras, FlashParams, flash_attention
 
     (rows, keys), (num_heads, kv_heads), (size, value_size) = shape.lengths, shape.heads, shape.head_sizes
     dtype, sinks, alibi = shape.dtype, shape.sinks, shape.alibi
@@ -443,7 +443,7 @@ def dense(chip: str, shape: Dense) -> PallasProgram:
         slopes, others = (others[0], others[1:]) if alibi else (None, others)
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, logits: jax.Array | None) -> Any:
-            rules = Rules(LayerMask(shape.causal, shape.window), logits_soft_cap=shape.soft_cap)
+            rules = FlashParams(LayerMask(shape.causal, shape.window), logits_soft_cap=shape.soft_cap)
             extras = Extras(sinks=logits, alibi_slopes=None if slopes is None else jax.lax.stop_gradient(slopes))
             extras = extras._replace(**dict(zip(known, others, strict=True)))
             return flash_attention(q, k, v, rules, extras, return_lse=shape.lse, chip=chip, interpret=False)

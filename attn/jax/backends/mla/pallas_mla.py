@@ -43,6 +43,6 @@ class PallasMLAImpl(MLACommonImpl, backend=PallasMLABackend):
 
     def _write_and_decode(self, call: DecodeCall) -> tuple[jax.Array, jax.Array, jax.Array]:
         meta, lse = call.meta, self.need_to_return_lse_for_decode
-        rules = kernel.Rules(self.kv_lora_rank, self.scale, meta.max_query_len, meta.causal, lse)
+        rules = kernel.MLAParams(self.kv_lora_rank, self.scale, meta.max_query_len, meta.causal, lse)
         batch = Batch(*meta.requests, self._slots(meta))
         return _attend(call.query, call.rows, call.kv_cache, batch, rules, k_scale=call.k_scale)

@@ -32,10 +32,10 @@ class PallasAttentionImpl(DenseImpl, backend=PallasAttentionBackend):
         return self._attend_lse(call)[0]
 
     def _attend_lse(self, call: DenseCall) -> tuple[jax.Array, jax.Array]:
-        from attn.jax.kernels.tpu.flash_attention import Extras, Rules, flash_attention
+        from attn.jax.kernels.tpu.flash_attention import Extras, FlashParams, flash_attention
 
         lens = None if call.lens is None else jnp.asarray(call.lens, jnp.int32)
         segments = None if call.lens is not None or call.present is None else call.present.astype(jnp.int32)
         rows = None if segments is None else jnp.ones(call.query.shape[:2], jnp.int32)
-        rules, extras = Rules(LayerMask(self.causal), self.scale), Extras(rows, segments, kv_lens=lens)
+        rules, extras = FlashParams(LayerMask(self.causal), self.scale), Extras(rows, segments, kv_lens=lens)
         return flash_attention(call.query, call.key, call.value, rules, extras, return_lse=True)

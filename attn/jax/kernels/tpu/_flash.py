@@ -34,7 +34,7 @@ class BlockSizes(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rules:
+class FlashParams:
     """The arguments of a call that are not arrays. scale: of the scores; 1 / sqrt(D) when None. logits_soft_cap: cap *
     tanh(score / cap), before ALiBi. block_sizes: of the forward and the backward pass; by default a rule's."""
 
@@ -46,7 +46,7 @@ class Rules:
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """`Rules` after they were checked, and the device."""
+    """`FlashParams` after they were checked, and the device."""
 
     mask: LayerMask
     scale: float

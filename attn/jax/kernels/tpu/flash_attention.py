@@ -22,12 +22,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from attn.jax.kernels.tpu import _flash_backward, _flash_forward, _launch
 from attn.jax.kernels.tpu._chips import chip_of
-from attn.jax.kernels.tpu._flash import TILE, Masks, Rules, Static
+from attn.jax.kernels.tpu._flash import TILE, FlashParams, Masks, Static
 from attn.jax.kernels.tpu._flash_layout import Extras, Layout, layout_of, masks_of
 from attn.jax.kernels.tpu._refs import LOG2_E
 from attn.visibility import Visibility
 
-__all__ = ["Extras", "Rules", "flash_attention"]
+__all__ = ["Extras", "FlashParams", "flash_attention"]
 
 Arrays = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -36,7 +36,7 @@ def flash_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    rules: Rules,
+    rules: FlashParams,
     extras: Extras,
     *,
     return_lse: bool = False,

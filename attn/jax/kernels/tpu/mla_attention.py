@@ -62,7 +62,7 @@ def blocks_for(chip: str, shape: PagedShape) -> Blocks:
     return Blocks(kv_block, large, min(kv_block, 512), min(kv_block, 256))
 
 
-class Rules(NamedTuple):
+class MLAParams(NamedTuple):
     """What a program is made for, beside shapes: L, the factor of scores, at least the longest query, whether a row sees no
     later key, whether the log-sum-exp is returned, and sizes (None: `blocks_for`'s)."""
 
@@ -79,7 +79,7 @@ def mla_attention(
     new: jax.Array | None,
     kv_cache: jax.Array,
     batch: Batch,
-    rules: Rules,
+    rules: MLAParams,
     *,
     k_scale: jax.Array | float = 1.0,
     chip: str | None = None,

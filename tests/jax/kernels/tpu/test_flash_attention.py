@@ -20,7 +20,7 @@ from attn.jax import ops
 from attn.jax.kernels.tpu import flash_attention as module
 from attn.jax.kernels.tpu._chips import CHIPS
 from attn.jax.kernels.tpu._flash_layout import BlockSizes, Extents, block_sizes_for, vmem_bytes
-from attn.jax.kernels.tpu.flash_attention import Extras, Rules
+from attn.jax.kernels.tpu.flash_attention import Extras, FlashParams
 from attn.visibility import LayerMask
 from tests.levels import sampled
 
@@ -54,7 +54,7 @@ def flash_attention(q: Any, k: Any, v: Any, *, causal: bool = False, sliding_win
     extras = Extras(**{name: more.pop(name) for name in Extras._fields if name in more})
     rules = {name: more.pop(name) for name in ("scale", "logits_soft_cap", "block_sizes") if name in more}
     mask = LayerMask(causal, sliding_window or (None, None))
-    return module.flash_attention(q, k, v, Rules(mask, **rules), extras, **more)
+    return module.flash_attention(q, k, v, FlashParams(mask, **rules), extras, **more)
 
 
 def split(rules: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -18,7 +18,7 @@ from attn.jax.kernels.tpu import mla_attention as kernel
 from attn.jax.kernels.tpu._chips import CHIPS
 from attn.jax.kernels.tpu._plan import Batch
 from attn.jax.kernels.tpu._refs import PagedShape
-from attn.jax.kernels.tpu.mla_attention import Blocks, Rules, blocks_for
+from attn.jax.kernels.tpu.mla_attention import Blocks, MLAParams, blocks_for
 from attn.testing import run_case
 from attn.testing.case import Case
 from attn.testing.conformance import candidate_of
@@ -53,7 +53,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(blocks: Blocks = BLOCKS, mode: str = "on_wait", chip: str = "v5e") -> None:
         interpret = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode=mode)
 
-        def step(*arrays: Any, rules: Rules, k_scale: Any) -> Any:
+        def step(*arrays: Any, rules: MLAParams, k_scale: Any) -> Any:
             how = {"interpret": interpret, "chip": chip, "k_scale": k_scale}
             return kernel.mla_attention(*arrays, rules._replace(blocks=blocks), **how)
 
@@ -169,7 +169,7 @@ def test_the_rule_of_block_sizes() -> None:
 def test_tables_that_overflow_smem() -> None:
     with pytest.raises(ValueError, match="bytes of SMEM"):
         jax.eval_shape(
-            lambda q, kv, *batch: kernel.mla_attention(q, None, kv, Batch(*batch), Rules(512, 1.0, 1), chip="v6e"),
+            lambda q, kv, *batch: kernel.mla_attention(q, None, kv, Batch(*batch), MLAParams(512, 1.0, 1), chip="v6e"),
             *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 16, 576), (9, 16, 640))),
             *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((257,), (256,), (256, 2048), (256,))),
         )

@@ -11,7 +11,7 @@ from attn.backends.abstract import MultipleOf
 from attn.backends.mla.prefill.abstract import MLAPrefillBackend, PrefillCall
 from attn.capabilities import Feature
 from attn.jax import records
-from attn.jax.kernels.tpu.flash_attention import Extras, Rules, flash_attention
+from attn.jax.kernels.tpu.flash_attention import Extras, FlashParams, flash_attention
 from attn.visibility import LayerMask
 
 #: Segments of the rows and keys that belong to no request. They differ, so such rows see no key.
@@ -27,7 +27,8 @@ class PallasPrefillBackend(MLAPrefillBackend):
         q, k, v = (x[None] for x in (call.q, call.k, call.v))
         rows = _segments(call.meta.query_start_loc, call.q.shape[0], _NO_ROW)
         keys = _segments(call.key_start_loc, call.k.shape[0], _NO_KEY)
-        out, lse = flash_attention(q, k, v, Rules(LayerMask(call.causal), self.scale), Extras(rows, keys), return_lse=True)
+        params, extras = FlashParams(LayerMask(call.causal), self.scale), Extras(rows, keys)
+        out, lse = flash_attention(q, k, v, params, extras, return_lse=True)
         return out[0], lse[0]
 
 
