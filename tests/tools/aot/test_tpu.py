@@ -126,7 +126,7 @@ def program(times, rows, limit=64 << 20):
             compiler_params=pltpu.CompilerParams(vmem_limit_bytes=limit),
         )(count + 1, x)
     shape = jax.ShapeDtypeStruct((rows, 128), jnp.float32)
-    return _libtpu.Program(call, [shape], [np.array([times], np.int32)], (), 0.0, 0.0, "float32")
+    return _libtpu.PallasProgram(call, [shape], [np.array([times], np.int32)], (), 0.0, 0.0, "float32")
 
 told = {}
 for times in (3, 103):
