@@ -502,8 +502,8 @@ def _renewed(norm, top):  # type: ignore[no-untyped-def]
     """Factor for earlier sums, running sums, and what is subtracted from scores, [64, 8] each. Where a row has a sum above
     2**32, its sums are divided by a power of two; others stay what they are."""
     PTX: gl.constexpr = _renewing()
-    types: gl.constexpr = (gl.float32, gl.float32, gl.float32)
-    return gl.inline_asm_elementwise(PTX[0], PTX[1], [norm, top], types, is_pure=True, pack=4)
+    float32 = norm.dtype  # each output's; Triton 3.9 takes no constants in a list
+    return gl.inline_asm_elementwise(PTX[0], PTX[1], [norm, top], (float32, float32, float32), is_pure=True, pack=4)
 
 
 @gluon.jit
