@@ -60,6 +60,7 @@ class Row(NamedTuple):
     goals: microseconds by (chip, page).
     parts: rows that launch some of the requests or heads separately, and how many of each make up the whole; their sum replaces
         the whole if that cannot be simulated.
+    covered: tokens that a row of the block table covers.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Row(NamedTuple):
     goals: dict[tuple[str, int], float] = {}
     parts: tuple[tuple[str, int], ...] = ()
     chips: tuple[str, ...] = CHIPS
+    covered: int = 32768
 
     @property
     def mask(self) -> LayerMask:
@@ -168,7 +170,6 @@ ROWS = (
         ("mla_v1", "mla_v2"),
         (128,),
         stored="float8_e4m3fn",
-        chips=("v6e",),
     ),
     Row(
         "MLA sparse decode, 2,048 of 64 x 64k, 128 heads",
@@ -178,6 +179,17 @@ ROWS = (
         (),
         (128,),
         chips=("v6e", "v5e"),
+    ),
+    # the batches of short requests and of tensor-parallel shards
+    *(
+        Row(name, "paged", batch, heads, (RPA,), (128,), covered=covered)
+        for name, batch, heads, covered in (
+            ("decode 128 x 60", "128q1s60", (32, 8, 128), 1024),
+            ("decode 128 x 500", "128q1s500", (32, 8, 128), 1024),
+            ("decode 63 x 500 and one of 30,000", "63q1s500_q1s30000", (32, 8, 128), 32768),
+            ("16 prompts of 500", "16q500", (32, 8, 128), 2048),
+            ("decode 48 of 100 to 7,996, 8/1 heads", "_".join(f"q1s{100 + 168 * n}" for n in range(48)), (8, 1, 128), 8192),
+        )
     ),
     Row("prefill 4k, 8/2 heads", "paged", "q4k", (8, 2, 128), (), (128,), chips=("v6e",)),
     Row(
@@ -250,7 +262,6 @@ TPU_MD: dict[tuple[str, str, int, str], float | None] = {
     ("MLA decode 64 x 4k, 128 heads", "v7x", 128, "mla_v1"): 379,
 }  # fmt: skip
 FROM_WHEEL = (RPA, RPA64, "tpuinf_flash", "mla_v1", "mla_v2")
-MAX_LEN = 32768  #: tokens that a block table covers
 TOPK = 2048  #: keys that a row of a sparse layer names
 
 
@@ -295,7 +306,7 @@ def ours(row: Row, chip: str, page: int) -> Any:
     query_lens, seq_lens = batch = row.lens
     heads, kv_heads, size = row.heads
     if row.kind == "latent":
-        return aot.latent(chip, aot.Latent(*batch, heads, page, MAX_LEN // page, stored=row.stored))
+        return aot.latent(chip, aot.Latent(*batch, heads, page, row.covered // page, stored=row.stored))
     if row.kind == "sparse":
         return aot.sparse(chip, aot.Sparse(*batch, heads, TOPK, page))
     if row.kind.startswith("dense"):
@@ -303,7 +314,7 @@ def ours(row: Row, chip: str, page: int) -> Any:
         shape = aot.Dense(lengths, (heads, kv_heads), (size, size), backward=row.kind == "dense_backward")
         return aot.dense(chip, shape)
     more = {"stored": row.stored, "mask": row.mask, "seen": row.seen, "sinks": row.sinks}
-    return aot.ragged(chip, aot.Ragged(*batch, (heads, kv_heads), size, page, MAX_LEN // page, **more))
+    return aot.ragged(chip, aot.Ragged(*batch, (heads, kv_heads), size, page, row.covered // page, **more))
 
 
 def peer(row: Row, chip: str, page: int, kernel: str, wheel: str) -> Any:
@@ -353,7 +364,7 @@ def peer(row: Row, chip: str, page: int, kernel: str, wheel: str) -> Any:
     function = function or getattr(module, "ragged_paged_attention_hd64" if kernel == RPA64 else "ragged_paged_attention")
     function = function.__wrapped__  # without its jit, so that constants stay constants
     pages = sum(-(-length // page) for length in seq_lens) + 8
-    columns = MAX_LEN // page
+    columns = row.covered // page
     starts = np.concatenate([[0], np.cumsum(query_lens)])
     table = np.zeros((requests, columns), np.int32)
     decodes = sum(n == 1 for n in query_lens)

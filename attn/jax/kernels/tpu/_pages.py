@@ -223,8 +223,10 @@ class Loads:
         return copy(new_page(cfg, refs, (-1 - entry) * cfg.tile), refs.kv.at[slot, :, :, rows, :], refs.kv_sem.at[slot])
 
     def first_entry(self, i: jax.Array, b: jax.Array) -> jax.Array:
-        """Where the table names the first page of block b of item i."""
-        return self.field(_plan.TABLE, i) + self.first_page(i) + b * (self.cfg.kv_block // self.cfg.page)
+        """Where the table names the first page of block b of item i; of no item, anywhere that has entries for a block."""
+        per_block = self.cfg.kv_block // self.cfg.page
+        entry = self.field(_plan.TABLE, i) + self.first_page(i) + b * per_block
+        return jnp.minimum(entry, self.refs.table.shape[0] - per_block)
 
     def pages(self, i: jax.Array, b: jax.Array, slot: jax.Array) -> tuple[jax.Array, Callable[[jax.Array | int], Any]]:
         """(the number of pages of block b of item i with a visible key, the copy of the nth of them into `slot`)."""
@@ -286,7 +288,7 @@ class Loads:
         """Start loading block b of item i, if it exists, into `slot`; return (item, block, slot) of the block after it."""
         known = jnp.minimum(i, self.cfg.num_items - 1)
         self.start(known, b, slot, i < self.count)
-        last = (i >= self.count) | (b + 1 >= self.field(_plan.BLOCKS, known))  # no block id is read past the table's end
+        last = b + 1 >= self.field(_plan.BLOCKS, known)
         return jnp.where(last, i + 1, i), jnp.where(last, 0, b + 1), self.after(slot)
 
 
