@@ -3,8 +3,9 @@
 Each program holds packed rows (tokens of one request x the G query heads of a kv head) in consumers of four warps and 64 rows:
 two consumers, or three for heads of at most 64, whose exponentials take about as long as their products. Two producer warps,
 one for keys and one for values, look up pages and copy them with the bulk tensor engine into rings of tiles of 64 or 128 keys.
-Heads are padded to 64, 128 or 256 in shared memory, keys to 192 too, where the engine fills in zeros. Products are of one or
-two parts of a head, each of which has its accumulators (`parts_of`). `hopper_prefill_launch` has the rules for sizes.
+Heads are padded to 64, 128, 256 or 512 in shared memory, keys to 192 too, where the engine fills in zeros. Products are of one
+or two parts of a head, each of which has its accumulators (`parts_of`). Above 256 both consumers have the same rows, and each
+of them half of the values (`SPLIT`). `hopper_prefill_launch` has the rules for sizes.
 A consumer computes the scores of the next tile while it multiplies the last tile's weights with its values, with the
 exponentials in between. In bfloat16, tiles without a mask need no maximum: what is subtracted from scores follows the sums of
 weights (`_weigh_all`). Consumers drift apart until one's exponentials overlap another's products (Shah et al.,
@@ -30,7 +31,7 @@ infinite, a consumer repeats its tile key by key, so that it affects only the ro
 
 Layouts: query [T, H, D], output [T, H, Dv]; caches [N, P, K, D] and [N, P, K, Dv] of any strides (multiples of 16 bytes; last
 dimension dense), or one array [2N, P, K, D] of both, or a call's own keys and values [m, K, D] and [m, K, Dv] as one page, of
-the rows or, `ragged`, of others; lse [H, T] float32, natural log. D is a multiple of 8 up to 256, Dv one that is not padded to
+the rows or, `ragged`, of others; lse [H, T] float32, natural log. D is a multiple of 8 up to 512, Dv one that is not padded to
 more than D is, and G at most 128.
 """
 
@@ -66,6 +67,12 @@ def parts_of(size: int, most: int) -> tuple[tuple[int, int], ...]:
     tail = max(16, 1 << (size - half - 1).bit_length())
     widths = (half, tail) if tail < half else (2 * half,)
     return tuple((at + i * half, min(width, most)) for i, width in enumerate(widths) for at in range(0, width, most))
+
+
+@gluon.constexpr_function
+def most_columns(columns: int) -> int:
+    """As many of a tile's columns as a consumer's accumulators hold."""
+    return min(columns, 256)
 
 
 @gluon.jit
@@ -558,13 +565,13 @@ def _zeros(WIDTH: gl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _add_values(weights, v_ring, stage, acc, DV: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Start the products of weights and a tile of values, one for each part of the values."""
-    PARTS: gl.constexpr = parts_of(DV, v_ring.shape[2])
+def _add_values(weights, v_ring, stage, acc, DV: gl.constexpr, FROM: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Start the products of weights and `DV` columns from `FROM` on of a tile of values, one for each part of them."""
+    PARTS: gl.constexpr = parts_of(DV, most_columns(v_ring.shape[2]))
     started = ()
     for i in gl.static_range(len(PARTS)):
         p = gl.convert_layout(weights, gl.DotOperandLayout(0, acc[i].type.layout, 2))
-        v = v_ring.index(stage).slice(PARTS[i][0], PARTS[i][1], 1)
+        v = v_ring.index(stage).slice(FROM + PARTS[i][0], PARTS[i][1], 1)
         started = started + (warpgroup_mma(p, v, acc[i], is_async=True),)  # type: ignore[assignment]
     return started
 
@@ -669,6 +676,14 @@ def _release(empty, stage):  # type: ignore[no-untyped-def]
     mbarrier.expect(empty.index(stage), 0)
 
 
+@gluon.jit
+def _stage(count, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The stage of the ring that has tile `count`."""
+    if STAGES == 1:  # 0, which the compiler is not to know: it would keep every product's address, more than registers hold
+        return count // (1 << 30)
+    return count % STAGES
+
+
 @gluon.constexpr_function
 def _needs_no_maximum(dtype: Any) -> bool:
     """Whether weights [16 bits] have float32's range, so that tiles without a mask need no maximum (`_weigh_all`)."""
@@ -684,7 +699,7 @@ def _waits_ahead(parts: int, dtype: Any) -> bool:
 @gluon.jit
 def _step(  # type: ignore[no-untyped-def]
     sums, count, q_ring, q_at, keys, values, start, seen, factor, cap,
-    MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, FROM: gl.constexpr,
 ):  # fmt: skip
     """Compute the scores of tile `count` while the values of the previous tile are multiplied with its `weights`.
 
@@ -699,10 +714,10 @@ def _step(  # type: ignore[no-untyped-def]
     k_ring, k_full, k_empty = keys
     v_ring, v_full, v_empty = values
     STAGES: gl.constexpr = k_full.shape[0]
-    AHEAD: gl.constexpr = _waits_ahead(len(acc), v_ring.dtype)
+    AHEAD: gl.constexpr = STAGES > 1 and _waits_ahead(len(acc), v_ring.dtype)
     LATE: gl.constexpr = k_ring.shape[1] == 128
-    stage = count % STAGES
-    old = (count - 1) % STAGES
+    stage = _stage(count, STAGES)
+    old = _stage(count - 1, STAGES)
     mbarrier.wait(k_full.index(stage), count // STAGES & 1)
     s = _scores(q_ring, k_ring, q_at, stage, D, STAGES)
     weights = _narrowed(weights, v_ring.dtype)
@@ -710,7 +725,7 @@ def _step(  # type: ignore[no-untyped-def]
         mbarrier.wait(v_full.index(old), (count - 1) // STAGES & 1)
     if LATE:
         acc = _times(acc, shrink)
-    acc = _add_values(weights, v_ring, old, acc, DV)
+    acc = _add_values(weights, v_ring, old, acc, DV, FROM)
     s = warpgroup_mma_wait(len(acc), deps=[s])
     _release(k_empty, stage)
     if len(top.shape) == 2:
@@ -736,12 +751,16 @@ def _consume(  # type: ignore[no-untyped-def]
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, COPIED: gl.constexpr, PAGED: gl.constexpr,
     NEGATE: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, CHUNK: gl.constexpr,
-    SPAN_RIGHT: gl.constexpr, CONSUMER: gl.constexpr,
+    SPAN_RIGHT: gl.constexpr, SPLIT: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """Consumer of four warps: 64 rows of each of the program's tiles."""
+    """Consumer of four warps: 64 rows of each of the program's tiles; with SPLIT both have the same, and half of the values."""
+    ROWS: gl.constexpr = 0 if SPLIT else CONSUMER * 64
+    FROM: gl.constexpr = CONSUMER * 256 if SPLIT else 0
+    WIDTH: gl.constexpr = most_columns(DV - FROM)
+    BLOCK: gl.constexpr = most_columns(BLOCK_V)
     dtype: gl.constexpr = q_ring.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // most_columns(BLOCK_D), most_columns(BLOCK_D) // 8], [4, 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     spans, prefix, is_causal, left, right = mask
     q_full, q_empty = q_bars
@@ -752,15 +771,15 @@ def _consume(  # type: ignore[no-untyped-def]
     TWO: gl.constexpr = spans is not None  # ranges of keys that a row may see
     ALL: gl.constexpr = _needs_no_maximum(dtype)
     count = 0
-    copy_row = CONSUMER * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, COPY))
+    copy_row = ROWS + gl.arange(0, 64, layout=gl.SliceLayout(1, COPY))
     copy_d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, COPY))
-    row = CONSUMER * 64 + gl.arange(0, 64, layout=ROW)
+    row = ROWS + gl.arange(0, 64, layout=ROW)
     wave = 0
     unit = _take(units_ring, u_bars, wave, 4)
     while unit[0] >= 0:
         r, kv_head, begin, q_len, first, context, k_begin, low, high = unit
         last = context + gl.minimum(first + BLOCK_Q, q_len) - 1
-        q_at = wave % Q_STAGES * CONSUMERS + CONSUMER
+        q_at = wave % Q_STAGES if SPLIT else wave % Q_STAGES * CONSUMERS + CONSUMER
         if COPIED:
             mbarrier.wait(q_full.index(q_at), wave // Q_STAGES & 1)
         else:
@@ -783,7 +802,7 @@ def _consume(  # type: ignore[no-untyped-def]
         tiles = (high - low + BLOCK_N - 1) // BLOCK_N
         # the keys before the last one that all rows see need no mask, so that each row has a maximum before the tiles that need
         # none; this consumer's own first token decides their upper end
-        full_to = context + first + CONSUMER * 64 // G + reach
+        full_to = context + first + ROWS // G + reach
         full_from = _since(last - left, last, CHUNK)
         if prefix is not None:  # it touches what the window lets a row see (`paged_launch`)
             shared = gl.minimum(gl.load(prefix + r), high)
@@ -814,12 +833,12 @@ def _consume(  # type: ignore[no-untyped-def]
         right_of = gl.maximum(right_of, 1)
         left_from = gl.maximum(left_from, right_of)
 
-        acc = _nothing(DV, BLOCK_V)
-        AHEAD: gl.constexpr = _waits_ahead(len(acc), dtype)
+        acc = _nothing(WIDTH, BLOCK)
+        AHEAD: gl.constexpr = STAGES > 1 and _waits_ahead(len(acc), dtype)
         norm = _sums(_zeros(BLOCK_N))
         top = gl.full([64], float("-inf"), gl.float32, ROW)
         if tiles > 0:
-            stage = count % STAGES
+            stage = _stage(count, STAGES)
             mbarrier.wait(k_full.index(stage), count // STAGES & 1)
             s = _scores(q_ring, k_ring, q_at, stage, D, STAGES)
             s = warpgroup_mma_wait(0, deps=[s])
@@ -828,11 +847,13 @@ def _consume(  # type: ignore[no-untyped-def]
             weights, top, norm, shrink = _weigh(s, top, norm, start, seen, factor, cap, 2 if TWO else 1, HAS_LEFT, HAS_CAP)
             if AHEAD:
                 mbarrier.wait(v_full.index(stage), count // STAGES & 1)
-            sums = _narrow(weights, dtype, DV), acc, shrink, top, norm
+            sums = _narrow(weights, dtype, WIDTH), acc, shrink, top, norm
             count += 1
             for _i in range(1, right_of):
                 start -= BLOCK_N
-                sums = _step(sums, count, q_ring, q_at, keys, values, start, seen, factor, cap, 1, HAS_LEFT, HAS_CAP, D, DV)
+                sums = _step(
+                    sums, count, q_ring, q_at, keys, values, start, seen, factor, cap, 1, HAS_LEFT, HAS_CAP, D, WIDTH, FROM
+                )
                 count += 1
             if ALL:
                 weights, acc, shrink, top, norm = sums
@@ -840,7 +861,9 @@ def _consume(  # type: ignore[no-untyped-def]
                 sums = weights, acc, _in_eights(shrink, norm), top, norm
             for _i in range(right_of, left_from):
                 start -= BLOCK_N
-                sums = _step(sums, count, q_ring, q_at, keys, values, start, seen, factor, cap, 0, HAS_LEFT, HAS_CAP, D, DV)
+                sums = _step(
+                    sums, count, q_ring, q_at, keys, values, start, seen, factor, cap, 0, HAS_LEFT, HAS_CAP, D, WIDTH, FROM
+                )
                 count += 1
             if ALL:
                 weights, acc, shrink, top, norm = sums
@@ -854,18 +877,33 @@ def _consume(  # type: ignore[no-untyped-def]
                         seen = upper, lower, also[0], also[1]  # type: ignore[assignment]
                     MASKED: gl.constexpr = 2 if TWO else 1
                     sums = _step(
-                        sums, count, q_ring, q_at, keys, values, start, seen, factor, cap, MASKED, HAS_LEFT, HAS_CAP, D, DV
+                        sums,
+                        count,
+                        q_ring,
+                        q_at,
+                        keys,
+                        values,
+                        start,
+                        seen,
+                        factor,
+                        cap,
+                        MASKED,
+                        HAS_LEFT,
+                        HAS_CAP,
+                        D,
+                        WIDTH,
+                        FROM,
                     )
                     count += 1
             weights, acc, shrink, top, norm = sums
             if COPIED:
                 _release(q_empty, q_at)
-            old = (count - 1) % STAGES
+            old = _stage(count - 1, STAGES)
             if not AHEAD:
                 mbarrier.wait(v_full.index(old), (count - 1) // STAGES & 1)
             if BLOCK_N == 128:
                 acc = _times(acc, shrink)
-            acc = _await(_add_values(_narrowed(weights, dtype), v_ring, old, acc, DV))
+            acc = _await(_add_values(_narrowed(weights, dtype), v_ring, old, acc, WIDTH, FROM))
             _release(v_empty, old)
         elif COPIED:
             _release(q_empty, q_at)
@@ -875,26 +913,26 @@ def _consume(  # type: ignore[no-untyped-def]
         head_sinks = sinks + kv_head * G + row % G if HAS_SINKS else None
         log, share = _share(norm, top, head_sinks, valid, v_factor)
         rows = (begin + first + row // G).to(gl.int64) * o_t + (kv_head * G + row % G) * o_h
-        PARTS: gl.constexpr = parts_of(DV, BLOCK_V)
+        PARTS: gl.constexpr = parts_of(WIDTH, BLOCK)
         results = _rounded(acc, share, dtype)
         for i in gl.static_range(len(PARTS)):
-            _write(output + PARTS[i][0], rows, valid, _of_pairs(results[i], dtype), DV - PARTS[i][0])
+            _write(output + FROM + PARTS[i][0], rows, valid, _of_pairs(results[i], dtype), WIDTH - PARTS[i][0])
         # 0 times a NaN or an infinity may have reached rows that do not see that value, or a weight may be infinite
         if _have_odd(results, valid, dtype) != 0:
             if TWO:
                 also = _span(spans, begin + first + row // G, valid, position, left, CHUNK, SPAN_RIGHT)
                 seen = upper, lower, also[0], also[1]  # type: ignore[assignment]
             queries = query + begin.to(gl.int64) * q_t, q_t, q_h, valid
-            caches = key_cache, value_cache, k_strides, v_strides
+            caches = key_cache, value_cache + FROM, k_strides, v_strides
             acc, most, total = _nan_safe(
-                queries, caches, block_table, table_r, unit, row, seen, factor, cap, DV, BLOCK_D, BLOCK_V, P, D, G, NEGATE,
+                queries, caches, block_table, table_r, unit, row, seen, factor, cap, WIDTH, BLOCK, P, D, G, NEGATE,
                 PAGED, HAS_LEFT, HAS_CAP,
             )  # fmt: skip
             log, share = _share(gl.convert_layout(total, ROW), gl.convert_layout(most, ROW), head_sinks, valid, v_factor)
             results = _rounded(acc, share, dtype)
             for i in gl.static_range(len(PARTS)):
-                _write(output + PARTS[i][0], rows, valid, _of_pairs(results[i], dtype), DV - PARTS[i][0])
-        if HAS_LSE:
+                _write(output + FROM + PARTS[i][0], rows, valid, _of_pairs(results[i], dtype), WIDTH - PARTS[i][0])
+        if HAS_LSE and FROM == 0:
             token = first + row // G
             gl.store(lse + (kv_head * G + row % G) * lse_h + begin + token, log * 0.6931471805599453, mask=valid)
         wave += 1
@@ -978,9 +1016,9 @@ def _have_odd(results, valid, dtype: gl.constexpr):  # type: ignore[no-untyped-d
 
 @gluon.jit
 def _nan_safe(  # type: ignore[no-untyped-def]
-    queries, caches, block_table, table_r, unit, row, seen, factor, cap, DV: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_V: gl.constexpr, P: gl.constexpr, D: gl.constexpr, G: gl.constexpr, NEGATE: gl.constexpr, PAGED: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr,
+    queries, caches, block_table, table_r, unit, row, seen, factor, cap, DV: gl.constexpr, BLOCK_V: gl.constexpr,
+    P: gl.constexpr, D: gl.constexpr, G: gl.constexpr, NEGATE: gl.constexpr, PAGED: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_CAP: gl.constexpr,
 ):  # fmt: skip
     """The weighted sum of values, the maximum and the sum of weights, one key at a time: keys that a row does not see are
     selected away, not multiplied by 0."""
@@ -992,13 +1030,12 @@ def _nan_safe(  # type: ignore[no-untyped-def]
     acc = _nothing(DV, BLOCK_V)
     LAYOUT: gl.constexpr = acc[0].type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, LAYOUT))
+    d = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
     query, q_t, q_h, valid = queries
     at = gl.convert_layout((first + row // G).to(gl.int64) * q_t + (kv_head * G + row % G) * q_h, ROW)
-    in_bounds = gl.convert_layout(valid, ROW)[:, None] & (d < D)[None, :]
-    q = gl.load(query + at[:, None] + d[None, :], mask=in_bounds, other=0.0).to(gl.float32)
+    in_bounds = gl.convert_layout(valid, ROW)[:, None]
     if NEGATE:
-        q = 0.0 - q
+        factor = 0.0 - factor
     upper = gl.convert_layout(seen[0], ROW)
     lower = gl.convert_layout(seen[1], ROW)
     if TWO:
@@ -1014,8 +1051,12 @@ def _nan_safe(  # type: ignore[no-untyped-def]
         else:
             k_at = (k_begin + j).to(gl.int64) * k_slot
             v_at = (k_begin + j).to(gl.int64) * v_slot
-        k = gl.load(key_cache + k_at + kv_head * k_head + d, mask=d < D, other=0.0).to(gl.float32)
-        s = gl.sum(q * k[None, :], 1) * factor
+        s = gl.zeros([64], gl.float32, ROW)
+        for h in range(0, D, 64):  # few columns at a time, read again for each key, so that this needs few registers
+            q = gl.load(query + at[:, None] + h + d[None, :], mask=in_bounds & (h + d < D)[None, :], other=0.0)
+            k = gl.load(key_cache + k_at + kv_head * k_head + h + d, mask=h + d < D, other=0.0)
+            s += gl.sum(q.to(gl.float32) * k.to(gl.float32)[None, :], 1)
+        s = s * factor
         if HAS_CAP:
             s = cap * _tanh(s)
         allowed = j <= upper
@@ -1056,7 +1097,7 @@ def prefill(  # type: ignore[no-untyped-def]
     STAGES: gl.constexpr, Q_STAGES: gl.constexpr, COPIED: gl.constexpr, PAGED: gl.constexpr, RAGGED: gl.constexpr,
     NEGATE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr,
     HAS_LSE: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr, VALUES_AT: gl.constexpr,
-    CHUNK: gl.constexpr, SPAN_RIGHT: gl.constexpr,
+    CHUNK: gl.constexpr, SPAN_RIGHT: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = query.dtype.element_ty
     if value_cache is None:
@@ -1067,18 +1108,19 @@ def prefill(  # type: ignore[no-untyped-def]
     WHOLE: gl.constexpr = PIECES != 3
     Q_TILES: gl.constexpr = PIECES if COPIED and not WHOLE else 1
     Q_COLUMNS: gl.constexpr = BLOCK_D if Q_TILES == 1 else 64
-    q_ring = gl.allocate_shared_memory(dtype, [CONSUMERS * Q_STAGES * Q_TILES, 64, Q_COLUMNS], ring)
+    QUERIES: gl.constexpr = 1 if SPLIT else CONSUMERS  # tiles of 64 rows of a unit
+    q_ring = gl.allocate_shared_memory(dtype, [QUERIES * Q_STAGES * Q_TILES, 64, Q_COLUMNS], ring)
     k_ring = gl.allocate_shared_memory(dtype, [STAGES if WHOLE else STAGES * PIECES, BLOCK_N, BLOCK_D if WHOLE else 64], ring)
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_V], ring)
     units_ring = gl.allocate_shared_memory(gl.int32, [2 * _FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     u_bars = _bars(2)
-    q_bars = _bars(CONSUMERS * Q_STAGES)
+    q_bars = _bars(QUERIES * Q_STAGES)
     k_bars = _bars(STAGES)
     v_bars = _bars(STAGES)
     v_raw = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(CONSUMERS * Q_STAGES):
+    for i in gl.static_range(QUERIES * Q_STAGES):
         mbarrier.init(q_bars[0].index(i), count=1)
-        mbarrier.init(q_bars[1].index(i), count=1)
+        mbarrier.init(q_bars[1].index(i), count=CONSUMERS // QUERIES)
     for i in gl.static_range(2):
         mbarrier.init(u_bars[0].index(i), count=1)
         mbarrier.init(u_bars[1].index(i), count=CONSUMERS + 1)
@@ -1102,17 +1144,17 @@ def prefill(  # type: ignore[no-untyped-def]
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_bars, u_bars, k_bars,
                     v_bars, block_table, sinks, factor, v_factor, cap, mask, o_t, o_h, lse_h, q_t, q_h, k_strides, v_strides,
                     table_r, G, D, DV, BLOCK_D, BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED,
-                    NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, 0,
+                    NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, SPLIT, 0,
                 )),
                 (_consume, (
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_bars, u_bars, k_bars,
                     v_bars, block_table, sinks, factor, v_factor, cap, mask, o_t, o_h, lse_h, q_t, q_h, k_strides, v_strides,
                     table_r, G, D, DV, BLOCK_D, BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED,
-                    NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, 1,
+                    NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, SPLIT, 1,
                 )),
                 (_produce, (
                     q_desc, k_desc, q_ring, k_ring, units_ring, q_bars, u_bars, k_bars, counters, starts, block_table, mask,
-                    min_query, num_reqs, num_pages, table_r, H // G, G, PIECES, P, BOX, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES,
+                    min_query, num_reqs, num_pages, table_r, H // G, G, PIECES, P, BOX, BLOCK_Q, BLOCK_N, QUERIES, STAGES,
                     Q_STAGES, COPIED, PAGED, RAGGED, HAS_RIGHT, CHUNK, SPAN_RIGHT,
                 )),
                 (_produce_values, (
@@ -1130,23 +1172,23 @@ def prefill(  # type: ignore[no-untyped-def]
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_bars, u_bars, k_bars,
                     v_bars, block_table, sinks, factor, v_factor, cap, mask, o_t, o_h, lse_h, q_t, q_h, k_strides, v_strides,
                     table_r, G, D, DV, BLOCK_D, BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED,
-                    NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, 0,
+                    NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, SPLIT, 0,
                 )),
                 (_consume, (
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_bars, u_bars, k_bars,
                     v_bars, block_table, sinks, factor, v_factor, cap, mask, o_t, o_h, lse_h, q_t, q_h, k_strides, v_strides,
                     table_r, G, D, DV, BLOCK_D, BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED,
-                    NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, 1,
+                    NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, SPLIT, 1,
                 )),
                 (_consume, (
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_bars, u_bars, k_bars,
                     v_bars, block_table, sinks, factor, v_factor, cap, mask, o_t, o_h, lse_h, q_t, q_h, k_strides, v_strides,
                     table_r, G, D, DV, BLOCK_D, BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED,
-                    NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, 2,
+                    NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, SPLIT, 2,
                 )),
                 (_produce, (
                     q_desc, k_desc, q_ring, k_ring, units_ring, q_bars, u_bars, k_bars, counters, starts, block_table, mask,
-                    min_query, num_reqs, num_pages, table_r, H // G, G, PIECES, P, BOX, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES,
+                    min_query, num_reqs, num_pages, table_r, H // G, G, PIECES, P, BOX, BLOCK_Q, BLOCK_N, QUERIES, STAGES,
                     Q_STAGES, COPIED, PAGED, RAGGED, HAS_RIGHT, CHUNK, SPAN_RIGHT,
                 )),
                 (_produce_values, (

@@ -1,5 +1,6 @@
 """Launch rules of `hopper_prefill`: its tiles, rings, registers and copies, from shapes and strides. They need no Triton."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from attn.kernels.launch import FUSED, UNBOUNDED, power_of_two
@@ -86,11 +87,26 @@ def has_few_keys(keys: float, size: int) -> bool:
     return keys < (2000 if size <= 64 else 1000)
 
 
-def fits(size: int, width: int, num_reqs: int, group: int, page: int) -> bool:
-    """Whether the kernel supports these sizes of keys and of values, requests, query heads of a kv head, and pages."""
-    if (size | width) % 8 or not 0 < size <= 256 or not 0 < _padded(width) <= _padded(size):
+def fits(size: int, width: int, copied: bool, group: int, page: int) -> bool:
+    """Whether the kernel supports these sizes of keys and of values, query heads of a kv head, and pages. copied: see `copies`;
+    both consumers of heads above 256 read the same queries, which neither of them could store."""
+    if (size | width) % 8 or not 0 < size <= 512 or not 0 < _padded(width) <= _padded(size):
         return False
-    return group <= ROWS and page % 16 == 0
+    return group <= ROWS and page % 16 == 0 and (not splits(size) or (copied and splits(width)))
+
+
+def splits(size: int) -> bool:
+    """Whether both consumers have the same 64 rows, and each of them half of the values: accumulators of 64 rows and 512
+    columns are more than a consumer's registers hold. Both compute all scores, so half as many products again."""
+    return size > 256
+
+
+def copies(group: int, strides: Sequence[int], negate: bool, aligned: bool) -> bool:
+    """Whether the engine copies queries: those of whole rows of each consumer, as they are.
+
+    strides: the query's; aligned: whether it begins at a multiple of 16 bytes.
+    """
+    return 64 % group == 0 and not negate and not (strides[0] | strides[1]) % 8 and aligned
 
 
 def plan_of(arrays: Arrays, num_reqs: int, page: int, paged: bool, params: PrefillParams, aligned: bool) -> PrefillPlan:
@@ -102,12 +118,11 @@ def plan_of(arrays: Arrays, num_reqs: int, page: int, paged: bool, params: Prefi
         k_shape, v_shape = (1, *k_shape), (1, *v_shape)
     kv_heads, width = k_shape[2], v_shape[3]
     group = heads // kv_heads
-    # the engine copies queries of whole rows of both consumers, as they are
-    copied = 64 % group == 0 and not params.negate and not (q_t | q_h) % 8 and aligned
+    copied = copies(group, arrays.of_query, params.negate, aligned)
     box = 1, _box(page, _keys(size, width, params, copied)), 1, 64
     q_map = ((1, tokens, heads, size), (tokens * q_t, q_t, q_h, 1), (1, 64 // group, group, 64)) if copied else None
     strides = o_t, o_h, q_t, q_h, *k_strides[:3], *v_strides[:3]
-    tiles = (tokens // (64 * _consumers(size) // group) + num_reqs) * kv_heads
+    tiles = (tokens // (_rows(size) // group) + num_reqs) * kv_heads
     return PrefillPlan(
         (q_map, (k_shape, k_strides, box), (v_shape, v_strides, box)), strides, (heads, group, size, width, page), tiles
     )
@@ -121,12 +136,12 @@ def constants(sizes: tuple[int, ...], params: PrefillParams, variant: Variant, v
     return {
         "cap": params.cap, "left": params.left, "right": params.right, "min_query": params.min_query, "H": heads, "G": group,
         "D": size, "DV": width, "BLOCK_D": _padded(size), "BLOCK_V": _padded(width), "P": page,
-        "BOX": _box(page, keys), "BLOCK_Q": 64 * consumers // group, "BLOCK_N": keys,
+        "BOX": _box(page, keys), "BLOCK_Q": _rows(size) // group, "BLOCK_N": keys,
         "CONSUMERS": consumers, "STAGES": _stages(size), "Q_STAGES": 2 if variant.copied and size <= 128 else 1,
         "COPIED": variant.copied, "PAGED": variant.paged, "RAGGED": variant.ragged, "NEGATE": params.negate,
         "CHUNK": params.chunk, "SPAN_RIGHT": params.span_right, "HAS_LEFT": params.left < UNBOUNDED or params.chunk > 0,
         "HAS_RIGHT": params.right < UNBOUNDED or variant.mixed, "HAS_CAP": params.cap != 0, "HAS_SINKS": variant.sinks,
-        "HAS_LSE": variant.lse,
+        "HAS_LSE": variant.lse, "SPLIT": splits(size),
         "CONSUMER_REGS": registers[0], "PRODUCER_REGS": registers[1], "VALUES_AT": values_at, "num_warps": 4, **FUSED,
     }  # fmt: skip
 
@@ -149,9 +164,14 @@ def _consumers(size: int) -> int:
     return 3 if size <= 64 else 2
 
 
+def _rows(size: int) -> int:
+    """Packed rows of a unit of work."""
+    return 64 if splits(size) else 64 * _consumers(size)
+
+
 def _stages(size: int) -> int:
     """Tiles of keys, and of values, in the ring buffer."""
-    return 4 if size <= 64 else 2
+    return 4 if size <= 64 else 1 if splits(size) else 2
 
 
 def _box(page: int, keys: int) -> int:

@@ -188,7 +188,15 @@ def test_float16_needs_the_maximum(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("heads", "size", "page"),
-    [((6, 2), 128, 48), ((2, 2), 64, 16), ((8, 1), 256, 128), ((4, 2), 96, 16), ((2, 1), 160, 32)],
+    [
+        ((6, 2), 128, 48),
+        ((2, 2), 64, 16),
+        ((8, 1), 256, 128),
+        ((4, 2), 96, 16),
+        ((2, 1), 160, 32),
+        ((8, 2), 512, 32),
+        ((2, 1), 320, 16),
+    ],
 )
 @pytest.mark.parametrize("name", ["images in a window", "everything"])
 def test_other_heads_and_pages(name: str, heads: tuple[int, int], size: int, page: int) -> None:

@@ -1170,8 +1170,8 @@ DEFECTS = (
     Defect(
         "hopper_prefill_rows_without_a_maximum",
         "kernels/hopper_prefill.py",
-        "full_to = context + first + CONSUMER * 64 // G + reach\n",
-        "full_to = context + first + CONSUMER * 64 // G + reach + 1\n",
+        "full_to = context + first + ROWS // G + reach\n",
+        "full_to = context + first + ROWS // G + reach + 1\n",
         ("kernels/test_hopper_prefill.py",),
         "A row whose scores are all small has seen no key before a tile that computes no maximum.",
     ),

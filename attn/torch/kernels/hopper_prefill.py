@@ -10,7 +10,18 @@ import torch
 from attn.kernels import hopper
 from attn.kernels.gluon import descriptor
 from attn.kernels.hopper_prefill import prefill as _prefill
-from attn.kernels.hopper_prefill_launch import ONE_PAGE, ROWS, Arrays, Map, PrefillParams, Variant, constants, fits, plan_of
+from attn.kernels.hopper_prefill_launch import (
+    ONE_PAGE,
+    ROWS,
+    Arrays,
+    Map,
+    PrefillParams,
+    Variant,
+    constants,
+    copies,
+    fits,
+    plan_of,
+)
 from attn.kernels.launch import LOG2E, UNBOUNDED
 from attn.torch.kernels.direct import Prepared, Repeated, Signature, memory_of_stream, multiprocessors, signature_of
 
@@ -18,11 +29,13 @@ _ARRAYS = 12  #: of the kernel, without the counters
 
 
 def serves(
-    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, num_reqs: int, group: int, page: int
+    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, group: int, page: int, negate: bool = False
 ) -> bool:
-    """Whether the kernel supports these shapes, dtypes and addresses; the caller checks features."""
+    """Whether the kernel supports these shapes, dtypes and addresses; the caller checks features. negate: whether the scale is
+    negative."""
     size, width = query.shape[-1], value_cache.shape[-1]
-    if query.dtype not in (torch.bfloat16, torch.float16) or not fits(size, width, num_reqs, group, page):
+    copied = copies(group, query.stride(), negate, not query.data_ptr() % 16)
+    if query.dtype not in (torch.bfloat16, torch.float16) or not fits(size, width, copied, group, page):
         return False
     for cache in (key_cache, value_cache):
         if cache.dtype != query.dtype or cache.data_ptr() % 16 or functools.reduce(or_, cache.stride()[:-1]) % 8:
@@ -138,7 +151,7 @@ class EqualPrompts:
         batch, heads, rows, _ = query.shape
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         dense = query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
-        if not dense or not serves(q, k, v, batch, heads // key.shape[1], ONE_PAGE):
+        if not dense or not serves(q, k, v, heads // key.shape[1], ONE_PAGE, self._params.negate):
             return None
         flat, lists = q.flatten(0, 1), (*_equal(batch, rows, query.device), None, None, None, None)
         arrays = torch.empty_like(flat, memory_format=torch.contiguous_format), None, flat, k, v, *lists

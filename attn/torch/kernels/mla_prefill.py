@@ -38,7 +38,7 @@ def mla_prefill(
     if arch() == "sm_90" and hopper.is_on("hopper_prefill"):
         from attn.torch.kernels import hopper_prefill
 
-        if hopper_prefill.serves(query, key, value, requests, 1, ROWS):
+        if hopper_prefill.serves(query, key, value, 1, ROWS):
             params, pointers = PrefillParams(negate=scale < 0, right=0 if causal else UNBOUNDED), (*arrays, None, None)
             params = params.seeing((key.shape[0] - tokens / 2) / requests, size)
             hopper_prefill.prefill(pointers, params, (abs(scale) * LOG2E, 1.0), multiprocessors(query.device), ragged=True)

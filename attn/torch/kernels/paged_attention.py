@@ -161,7 +161,7 @@ def paged_attention(
     serves, tuned = False, _UNTUNED
     if name == "sm_90" and max_query_len > 1 and hopper.is_on("hopper_prefill"):
         page = shape[2] if len(shape) == 5 else 128
-        serves = _hopper_prefill().serves(query, key_cache, value_cache, num_reqs, group, page)
+        serves = _hopper_prefill().serves(query, key_cache, value_cache, group, page, scale < 0)
     if TUNED and not fixed_split:
         tuned = tuple([TUNED.get((step, name, group, size, query.itemsize, stored)) for step in ("decode", "prefill")])
     scales = (None if k_scale is None else k_scale.stride(), None if v_scale is None else v_scale.stride())

@@ -69,6 +69,29 @@ CASES: dict[str, dict[str, Any]] = {
     "ranges": {"spans": (64, 40, True), "stale": True, "wild": True},
     "ranges in a window, sinks": {"spans": (300, 200, True), "left": 30, "sinks": True},
     "everything": {"spans": (64, 40, True), "prefix": [120, 5, 400], "mixed": True, "right": None, "chunk": 200, "cap": 20.0},
+    "head size 512": {"size": 512, "stale": True, "wild": True},
+    "head size 512, own keys": {"size": 512, "paged": False, "lens": [(300, 300), (1, 1), (530, 530)]},
+    "head size 512, float16, sinks, window": {
+        "size": 512,
+        "dtype": torch.float16,
+        "sinks": True,
+        "left": 100,
+        "heads": (16, 1),
+    },
+    "head size 320, soft cap, both directions": {"size": 320, "cap": 20.0, "right": None, "page": 64},
+    "head size 512, everything": {
+        "size": 512,
+        "spans": (64, 40, True),
+        "prefix": [120, 5, 400],
+        "mixed": True,
+        "right": None,
+        "chunk": 200,
+    },
+    "scores larger at first": {"scores": lambda at: (1003.0 - at) / 8},
+    "scores larger at first, head size 64": {"scores": lambda at: (1003.0 - at) / 8, "size": 64, "right": None},
+    "scores beyond float32 at first": {"scores": lambda at: torch.where(at < 40, 300.0, 0.0)},
+    "scores beyond float32 at first, head size 256": {"scores": lambda at: torch.where(at < 40, 300.0, 0.0), "size": 256},
+    "small scores": {"scores": lambda at: -200.0 + 0 * at, "lens": [(300, 427), (77, 1003)]},
     "everything, many": {
         "spans": (64, 40, True),
         "prefix": [7 * i for i in range(40)],
@@ -92,7 +115,7 @@ def test_it_is_attention(name: str, few_keys: bool) -> None:
     given: dict[str, Any] = {
         "lens": [(300, 301), (1, 55), (77, 1003)], "heads": (8, 2), "size": 128, "page": 16, "dtype": torch.bfloat16,
         "cap": 0.0, "left": None, "right": 0, "sinks": False, "stale": False, "wild": False, "paged": True, "chunk": None,
-        "mixed": False, "prefix": None, "spans": None, "cut": False, **CASES[name],
+        "mixed": False, "prefix": None, "spans": None, "cut": False, "scores": None, **CASES[name],
     }  # fmt: skip
     (heads, kv_heads), size, page, lens, dtype = (given[k] for k in ("heads", "size", "page", "lens", "dtype"))
     generator = torch.Generator("cuda").manual_seed(0)
@@ -121,6 +144,11 @@ def test_it_is_attention(name: str, few_keys: bool) -> None:
             value[table[0, (lens[0][1] - 1) // page].long(), (lens[0][1] - 1) % page, :, :5] = torch.inf
     else:
         key, value = random(tokens, kv_heads, size), random(tokens, kv_heads, size)
+    if given["scores"] is not None:  # added to those of keys by position
+        query[..., 0] = size**0.5
+        for r, (_, s) in enumerate(lens):
+            at = torch.arange(s, device="cuda")
+            key[table[r, at // page].long(), at % page, :, 0] = given["scores"](at.float())[:, None].to(dtype)
     window = given["left"], given["right"]
     spans = None if given["spans"] is None else spans_of(lens, *given["spans"])
     prefix = None if given["prefix"] is None else np.array(given["prefix"], np.int32)
@@ -128,7 +156,7 @@ def test_it_is_attention(name: str, few_keys: bool) -> None:
     batch = BatchMask(spans=spans, prefix=prefix, is_causal=is_causal)
     mask = Visibility(LayerMask(window[1] == 0, window, given["chunk"], given["cut"]), batch)
     reach = batch.map(lambda array: torch.from_numpy(array).cuda())._asdict() | {"chunk_size": given["chunk"]}
-    assert hopper_prefill.serves(query, key, value, len(lens), heads // kv_heads, page)
+    assert hopper_prefill.serves(query, key, value, heads // kv_heads, page)
     output = torch.full_like(query, torch.nan)
     lse = torch.full((heads, tokens), torch.nan, device="cuda")
     bounds = max(q for q, _ in lens), max(s for _, s in lens), size**-0.5

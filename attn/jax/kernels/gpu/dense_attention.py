@@ -99,7 +99,7 @@ def _on_hopper(
 
     table = np.arange(key.shape[0], dtype=np.int32)[:, None]
     prompts = Prompts(query, starts, key, value, lens=lens, table=table, one_page=True)
-    if not serves(prompts):
+    if not serves(prompts, layer.scale < 0):
         return None
     lse = jnp.empty((query.shape[1], query.shape[0]), jnp.float32) if return_lse else None
     out = Out(jnp.empty(query.shape, query.dtype), lse, jnp.zeros(2, jnp.int32))

@@ -10,7 +10,7 @@ import jax
 from attn.jax.kernels.gpu.launch import Boxed, dense_strides, launch
 from attn.kernels import hopper
 from attn.kernels.hopper_prefill import prefill as _prefill
-from attn.kernels.hopper_prefill_launch import ONE_PAGE, ROWS, Arrays, PrefillParams, Variant, constants, fits, plan_of
+from attn.kernels.hopper_prefill_launch import ONE_PAGE, ROWS, Arrays, PrefillParams, Variant, constants, copies, fits, plan_of
 from attn.visibility import PLAIN, BatchMask
 
 _STRIDES = ("o_t", "o_h", "q_t", "q_h", "k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head")
@@ -51,14 +51,16 @@ class Out(NamedTuple):
     counters: jax.Array
 
 
-def serves(batch: Prompts) -> bool:
-    """Whether the kernel supports these shapes and dtypes; the caller checks the architecture and features."""
+def serves(batch: Prompts, negate: bool = False) -> bool:
+    """Whether the kernel supports these shapes and dtypes; the caller checks the architecture and features. negate:
+    whether the scale is negative."""
     query, keys = batch.query, batch.keys
     values = keys if batch.values is None else batch.values
     if query.dtype.name not in ("bfloat16", "float16") or not query.dtype == keys.dtype == values.dtype:
         return False
     (_, heads, size), kv_heads = query.shape, keys.shape[-2]
-    return fits(size, values.shape[-1], batch.starts.shape[0] - 1, heads // kv_heads, batch.page)
+    group = heads // kv_heads
+    return fits(size, values.shape[-1], copies(group, (heads * size, size), negate, True), group, batch.page)
 
 
 def prefill(out: Out, batch: Prompts, params: PrefillParams, factor: float, arch: str, processors: int) -> Out:

@@ -109,7 +109,7 @@ def paged_attention(
         queries=min(extents.max_query_len, _FEW + 1),
         same=same,
         wide=wide,
-        hopper=arch == "sm_90" and extents.max_query_len > 1 and _serves(arrays),
+        hopper=arch == "sm_90" and extents.max_query_len > 1 and _serves(arrays, layer.scale < 0),
     )
     rules = Launches(kinds, layer)
     call = _LaunchSequence(rules, arch, arrays, read, strides, blocks if keys.cache is not None else 0)
@@ -133,13 +133,13 @@ def _prompts(arrays: dict[str, Any]) -> Any:
     return Prompts(arrays["query"], arrays["query_start_loc"], sinks=arrays["sinks"], mask=mask, **keys)
 
 
-def _serves(arrays: dict[str, Any]) -> bool:
+def _serves(arrays: dict[str, Any], negate: bool) -> bool:
     """Whether the Hopper prefill supports the arrays."""
     if not hopper.is_on("hopper_prefill"):
         return False
     from attn.jax.kernels.gpu import hopper_prefill
 
-    return hopper_prefill.serves(_prompts(arrays))
+    return hopper_prefill.serves(_prompts(arrays), negate)
 
 
 _STRIDES = ("o_t", "o_h", "q_t", "q_h", "k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head")
