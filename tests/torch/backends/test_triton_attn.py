@@ -75,7 +75,7 @@ def test_the_plan_of_a_batch() -> None:
     assert plan([(4, 900)] * 3 + [(1, 900)], 32, 8) == (0, None, False, False)
     assert plan([(512, 8192)] + [(1, 4096)] * 63, 32, 8) == (70, False, True, False)
     assert plan([(2048, 2048)] * 2 + [(1, 1024)] * 32, 32, 8) == (132, False, True, False)
-    assert plan([(2039, 2039), (691, 691)], 28, 4) == (132, False, True, False)
+    assert plan([(2039, 2039), (691, 691)], 28, 4) == (132, True, True, False)
     assert [plan([(n, n)] * 4, 32, 8, size)[1] for n, size in ((800, 128), (2048, 64), (8192, 64))] == [True, True, False]
     assert plan([(300, 300), (4096, 4096)], 32, 8, sliding_window=256)[1]
 
