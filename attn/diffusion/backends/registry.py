@@ -50,6 +50,8 @@ class DiffusionAttentionBackendEnum(
 def register_diffusion_backend(
     backend: DiffusionAttentionBackendEnum | str, class_path: str | type | None = None, *, override: bool = False
 ) -> Callable[[type], type]:
-    """Register or override a diffusion backend. backend: a member of `DiffusionAttentionBackendEnum`, or a name of your own;
+    """Register or override a diffusion backend implementation.
+
+    backend: a member of `DiffusionAttentionBackendEnum`, or a name of your own;
     other arguments, the result and the exceptions are those of `attn.register_backend`."""
     return backend_enum.register(DiffusionAttentionBackendEnum, backend, class_path, override=override)

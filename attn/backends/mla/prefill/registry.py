@@ -43,6 +43,8 @@ _MLA_PREFILL_OVERRIDES: dict[MLAPrefillBackendEnum, str] = MLAPrefillBackendEnum
 def register_mla_prefill_backend(
     backend: MLAPrefillBackendEnum | str, class_path: str | type | None = None, *, override: bool = False
 ) -> Callable[[type], type]:
-    """Register or override an MLA prefill backend. backend: a member of `MLAPrefillBackendEnum`, or a name of your own; other
+    """Register or override an MLA prefill backend implementation.
+
+    backend: a member of `MLAPrefillBackendEnum`, or a name of your own; other
     arguments, the result and the exceptions are those of `attn.register_backend`."""
     return backend_enum.register(MLAPrefillBackendEnum, backend, class_path, override=override)
