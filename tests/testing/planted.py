@@ -1574,8 +1574,8 @@ DEFECTS = (
     Defect(
         "transformers_plan_sinks",
         "integrations/transformers/dispatch.py",
-        "found[0] is not sinks or found[1] != version",
-        "found[0] is not sinks",
+        "cached[0] is not sinks or cached[1] != version",
+        "cached[0] is not sinks",
         ("integrations/transformers/test_dispatch.py",),
         "Sinks that were loaded later are not used.",
     ),

@@ -63,9 +63,9 @@ from attn.integrations.transformers.call import NAME, UNKNOWN, Call, refuse_unkn
 from attn.integrations.transformers.dispatch import (
     attend,
     facts_of,
-    found,
     launch_of,
     launched,
+    run_for,
     runs,
     selected,
     weights,
@@ -172,7 +172,7 @@ def _function(backend: str | None) -> Callable[..., Any]:
                 facts = facts_of(query, keys, values, s_aux, options)
                 run = runs.get(facts)
                 if run is None and facts is not None:
-                    run = found(facts, query, keys, values, s_aux)
+                    run = run_for(facts, query, keys, values, s_aux)
                 if run is not None:
                     return run(query, keys, values, s_aux, None), None
         if graph:

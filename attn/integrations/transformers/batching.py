@@ -17,7 +17,7 @@ from attn.capabilities import AttentionType, supports_size
 from attn.errors import UnsupportedError
 from attn.integrations.transformers.call import NAME, Call, replaced, requested, widened
 from attn.integrations.transformers.packing import attend_packed, layer_of, size_for
-from attn.integrations.transformers.steps import Pages, Step, in_place, pages_of, step_of
+from attn.integrations.transformers.steps import Pages, Step, cache_view, pages_of, step_of
 from attn.selector import selection_state
 from attn.torch import kv_cache as caches
 from attn.torch.layer import Attention
@@ -189,8 +189,10 @@ def _capturing(x: torch.Tensor) -> bool:
 
 def _windows(config: Any) -> set[int | None]:
     """Return the windows of a model's layers, None for full ones."""
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
-    return {getattr(config, "sliding_window", None) if layer_type == "sliding_attention" else None for layer_type in kinds}
+    layer_types = getattr(config, "layer_types", None) or ["sliding_attention"]
+    return {
+        getattr(config, "sliding_window", None) if layer_type == "sliding_attention" else None for layer_type in layer_types
+    }
 
 
 def attend_paged(call: Call, cache: Any, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -228,7 +230,7 @@ def attend_paged(call: Call, cache: Any, kwargs: dict[str, Any]) -> torch.Tensor
 
 def _updated(call: Call, pages: Pages, layer: Attention, views: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """Write a step's new keys and values to transformers' pages; return these as a cache of the layer's backend."""
-    kv_cache = in_place(layer.backend, *views)
+    kv_cache = cache_view(layer.backend, *views)
     layer.impl.do_kv_cache_update(layer, call.key[0].transpose(0, 1), call.value[0].transpose(0, 1), kv_cache, pages.written)
     return kv_cache
 

@@ -65,12 +65,12 @@ def request(backend: str | None, causal: bool, window: int | None) -> tuple[Visi
     seen = visible(causal, window)
     if backend is not None:
         return seen, Requested(backend, f'attn_implementation="{NAME}:{backend}"')
-    requested_by = _of_kind(causal, window is not None)
+    requested_by = _request_source(causal, window is not None)
     return seen, Requested(requested_by.partition("=")[2], requested_by) if requested_by else Requested()
 
 
 @torch.compiler.assume_constant_result
-def _of_kind(causal: bool, windowed: bool) -> str:
+def _request_source(causal: bool, windowed: bool) -> str:
     """Return `source=BACKEND` of the backend requested for a kind of layer, or "". Encoders include cross attention."""
     attn_type = AttentionType.DECODER if causal else AttentionType.ENCODER_ONLY
     member, source = asked_for_kind(layer_kind(attn_type, {Feature.SLIDING_WINDOW} if windowed else ()))
@@ -137,12 +137,12 @@ class Call:
         return f"{type(self.module).__name__}{'' if index is None else f' of layer {index}'}"
 
     @property
-    def place(self) -> str:
+    def label(self) -> str:
         """The layer's name, and what requested its backend by name."""
         return f"{self.layer_name} ({self.asked.by})" if self.backend else self.layer_name
 
     def refusal(self, what: str, advice: str) -> UnsupportedError:
-        return UnsupportedError(f"{self.place}: {what} not supported; {advice}")
+        return UnsupportedError(f"{self.label}: {what} not supported; {advice}")
 
     def non_causal_window(self) -> UnsupportedError:
         return self.refusal("a non-causal window without a mask", "let transformers make the mask")

@@ -137,7 +137,7 @@ def deciding(facts: tuple[Any, ...]) -> tuple[Any, ...]:
     return fits, heads, k[1], size, k[3], v[3], sizes_that_decide(rows, k[2]), *rest
 
 
-def found(
+def run_for(
     facts: tuple[Any, ...], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
 ) -> Run | None:
     """Return what computes calls of these facts, and keep it in `runs` if it does so for any layer; None if none was launched
@@ -243,10 +243,10 @@ _floats: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
 def as_float(sinks: torch.Tensor) -> torch.Tensor:
     """Return a module's sinks in float32, converted again only when they have changed."""
     version = -1 if sinks.is_inference() else sinks._version
-    found = _floats.get(id(sinks))
-    if found is None or found[0] is not sinks or found[1] != version or version < 0:
-        found = kept(_floats, id(sinks), (sinks, version, sinks.detach().float()))
-    return found[2]
+    cached = _floats.get(id(sinks))
+    if cached is None or cached[0] is not sinks or cached[1] != version or version < 0:
+        cached = kept(_floats, id(sinks), (sinks, version, sinks.detach().float()))
+    return cached[2]
 
 
 def by_dense(call: Call) -> torch.Tensor:
@@ -338,11 +338,11 @@ def _as_row(call: Call, graph: bool) -> torch.Tensor | None:
         return None
     from attn.torch.kernels.dense_decode import row, run_of
 
-    def found() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def keys_and_run() -> tuple[torch.Tensor, list[torch.Tensor]]:
         of_keys = as_bool(call, mask)[:, 0, 0, :keys].expand(len(call.query), -1).detach()  # no view of it
         return of_keys, run_of(of_keys)
 
-    of_keys, run = found() if graph else once(mask, (len(call.query), keys), found)
+    of_keys, run = keys_and_run() if graph else once(mask, (len(call.query), keys), keys_and_run)
     sinks = call.sinks
     if sinks is not None:
         sinks = sinks.float() if graph else as_float(sinks)

@@ -107,8 +107,8 @@ def mask(
 
     model = None
     if "config" in kwargs and not torch.compiler.is_compiling():
-        kind: Any = type(kwargs["config"])  # not its `__class__`: a configuration looks attributes up in Python
-        model = _computes_itself(kind)
+        config_class: Any = type(kwargs["config"])  # not its `__class__`: a configuration looks attributes up in Python
+        model = _computes_itself(config_class)
     if model is not None:
         raise UnsupportedError(
             f'{model}: attn_implementation="{NAME}" not supported: its layers compute attention without transformers\' '
@@ -237,7 +237,7 @@ def _valid(
 
 
 def _reached(described: Described, pattern: Pattern, q_offset: int, kv_offset: int) -> bool:
-    """Describe chunks and spans, beside the window of `found`; False if they cannot be described exactly.
+    """Describe chunks and spans, beside the window of `described`; False if they cannot be described exactly.
 
     Keys before the chunk of an entry's first row are marked as not valid, so that positions count from a chunk's start.
     """
@@ -385,8 +385,8 @@ def _recognised(call: Call, draw: bool) -> Described | torch.Tensor:
             described.shared = True
         return described
 
-    found = once(tensor, (call.seen.layer, call.query.shape[:3:2], call.key.shape[2]), known)
-    return as_bool(call, tensor) if found is None else found
+    description = once(tensor, (call.seen.layer, call.query.shape[:3:2], call.key.shape[2]), known)
+    return as_bool(call, tensor) if description is None else description
 
 
 def once(mask: torch.Tensor, what: Any, make: Callable[[], _T]) -> _T:
@@ -434,8 +434,8 @@ def recognised(call: Call, drawn: torch.Tensor) -> Described | None:
         return None
     drawn = drawn[:, 0].expand(len(call.query), -1, -1)
     rows, visible = drawn.shape[1], drawn.any(1)
-    some = visible.any(0).nonzero()
-    end = max(int(some[-1]) + 1 if len(some) else 0, rows if causal else 1)
+    used_keys = visible.any(0).nonzero()
+    end = max(int(used_keys[-1]) + 1 if len(used_keys) else 0, rows if causal else 1)
     if end > drawn.shape[2]:
         return None
     present, drawn = visible[:, :end], drawn[..., :end]
@@ -471,5 +471,5 @@ def _computes_itself(config_class: Any) -> str | None:
     source = inspect.getsource(sys.modules[model.__module__])
     if getattr(config_class, "model_type", None) in _PARTLY:
         return str(model.__name__)
-    own = re.search(r"^class \w*Attention\w*\(nn\.Module\):", source, re.MULTILINE)
-    return str(model.__name__) if own and "ALL_ATTENTION_FUNCTIONS" not in source else None
+    attention_class = re.search(r"^class \w*Attention\w*\(nn\.Module\):", source, re.MULTILINE)
+    return str(model.__name__) if attention_class and "ALL_ATTENTION_FUNCTIONS" not in source else None

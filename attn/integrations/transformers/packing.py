@@ -61,7 +61,7 @@ def _first_size(call: Call, heads: tuple[int, int], options: dict[str, Any], blo
         if block_size is None and not supports_size(layer.kv_cache_spec.block_size, allowed):
             layer = Attention(*heads, **options, block_size=size_for(layer.selection.name))
     except UnsupportedError as error:
-        raise UnsupportedError(f"{call.place}: {error}\n{_who_serves(call, heads, options)}", error.reasons) from None
+        raise UnsupportedError(f"{call.label}: {error}\n{_who_serves(call, heads, options)}", error.reasons) from None
     return layer.to(call.query.device)
 
 
@@ -101,9 +101,9 @@ def pack(call: Call) -> torch.Tensor:
     if valid is None:
         q_lens, k_lens = [rows] * batch, [call.key.shape[2]] * batch
     else:
-        own = (call.seen.layer.causal or call.square) and not valid.all_rows  # rows are the last keys' tokens
+        rows_padded = (call.seen.layer.causal or call.square) and not valid.all_rows  # rows are the last keys' tokens
         q_lens, k_lens, _ = valid.lens()
-        q_lens = q_lens if own else [rows] * batch
+        q_lens = q_lens if rows_padded else [rows] * batch
     query, key, value = rows_first(call)
     layer, spans = _layer_for(call, q_lens, k_lens), call.seen.batch.spans
     impl: Any = layer.impl
@@ -151,8 +151,8 @@ def _each(impl: RaggedAttentionImpl, call: Call, q_lens: list[int]) -> torch.Ten
     rows, length = query.shape[1], key.shape[1]
     whole = sum(q_lens) == len(q_lens) * rows
     out = torch.empty_like(query) if whole else torch.zeros_like(query)
-    for b, own in enumerate(call.valid.present):
-        one, keys, real = slice(b, b + 1), own, own[-rows:]
+    for b, present in enumerate(call.valid.present):
+        one, keys, real = slice(b, b + 1), present, present[-rows:]
         if firsts is not None:  # the rows are the last keys' tokens
             start = max(0, firsts[b] - (length - rows))
             keys, real = slice(firsts[b], firsts[b] + k_lens[b]), slice(start, start + q_lens[b])
@@ -235,7 +235,7 @@ def _checked(call: Call, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     for name, x, (what, end) in zip(BOUNDARIES, starts, ends, strict=True):
         if torch.compiler.is_compiling():
             increasing = (x[0] == 0) & (x[-1] == end) & (x.diff() >= 0).all()
-            torch._assert_async(increasing, f"{call.place}: {name} must increase from 0 to the number of {what}")
+            torch._assert_async(increasing, f"{call.label}: {name} must increase from 0 to the number of {what}")
         elif min(_lens(x), default=0) < 0 or sum(_lens(x)) != end or int(x[0]):
             advice = f"it must increase from 0 to {end}; a call over cached keys needs a mask instead"
             raise call.refusal(f"{name} = {x.tolist()} over {end} {what}", advice)

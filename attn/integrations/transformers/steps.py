@@ -84,7 +84,7 @@ def pages_of(cache: Any, index: int, kwargs: dict[str, Any]) -> Pages:
     )
 
 
-def in_place(backend: Any, key_pages: torch.Tensor, value_pages: torch.Tensor) -> torch.Tensor:
+def cache_view(backend: Any, key_pages: torch.Tensor, value_pages: torch.Tensor) -> torch.Tensor:
     """View transformers' pages of one layer, keys and values [N, P, K, D] in one storage, as a cache of a backend."""
     apart = value_pages.storage_offset() - key_pages.storage_offset()
     both = key_pages.as_strided((2, *key_pages.shape), (apart, *key_pages.stride()), key_pages.storage_offset())
@@ -168,10 +168,10 @@ def _made_on_device(pages: Pages, layer: Attention, rows: int, gathered: bool) -
         page = torch.arange(pages_at_most, device=device)
         request = torch.searchsorted(ends, page, right=True).clamp_(max=requests - 1)
         position = ((page - first[request]) * size)[:, None] + torch.arange(size, device=device)
-        there = (position < lens[request, None]).flatten()
-        taken = (starts[request, None] + position).flatten() * there
+        is_key = (position < lens[request, None]).flatten()
+        taken = (starts[request, None] + position).flatten() * is_key
         # an index that is not of a new key, which transformers would place there
-        slots = where[taken] * there
+        slots = where[taken] * is_key
         table = first[:, None] + torch.arange(columns, device=device)
     else:
         at = starts[:-1, None] + torch.arange(0, columns * size, size, device=device)
