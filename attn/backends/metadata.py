@@ -376,8 +376,8 @@ class CommonAttentionMetadata:
         if spans is None or seq is None or query_lens is None:
             return
         first, last = spans[: int(query_lens.sum())].T
-        own = np.repeat(seq, query_lens)
-        bad = ((first < 0) | (last < first) | (last >= own)) & ~((first == -1) & (last == -1))
+        row_seq_lens = np.repeat(seq, query_lens)
+        bad = ((first < 0) | (last < first) | (last >= row_seq_lens)) & ~((first == -1) & (last == -1))
         if bad.any():
             t = int(bad.argmax())
             r = int(np.repeat(np.arange(len(query_lens)), query_lens)[t])
@@ -477,21 +477,21 @@ def _check_causal(causal: Any, num_reqs: int) -> None:
 
 
 @functools.cache
-def _kind(dtype: Any) -> str:
+def _dtype_name(dtype: Any) -> str:
     """Return a dtype's name; cached, since NumPy takes a microsecond to format one."""
     return str(dtype).removeprefix("torch.")
 
 
-def _check_array(name: str, array: Any, want: tuple[int | None, ...], kinds: tuple[str, ...]) -> None:
+def _check_array(name: str, array: Any, want: tuple[int | None, ...], dtypes: tuple[str, ...]) -> None:
     """Check rank, the extents in `want` that are not None, and dtype, by attributes that every framework's arrays have."""
     shape = getattr(array, "shape", None)
     if shape is None:
-        raise DTypeError(f"{name} is a {type(array).__name__}: must be an array of {' or '.join(kinds)}")
+        raise DTypeError(f"{name} is a {type(array).__name__}: must be an array of {' or '.join(dtypes)}")
     if len(shape) != len(want) or (want[0] is not None and shape[0] != want[0]):
         words = ", ".join("*" if w is None else str(w) for w in want)
         raise ShapeError(f"{name} has shape {list(shape)}: must be [{words}]")
-    if _kind(array.dtype) not in kinds:
-        raise DTypeError(f"{name} has dtype {_kind(array.dtype)}: must be {' or '.join(kinds)}")
+    if _dtype_name(array.dtype) not in dtypes:
+        raise DTypeError(f"{name} has dtype {_dtype_name(array.dtype)}: must be {' or '.join(dtypes)}")
 
 
 def _check_mirror(name: str, array: Any, extent: int) -> None:
@@ -551,8 +551,8 @@ def spans_of(groups: "Sequence[Sequence[int]] | Sequence[IntArray]", query_lens:
     if len(groups) != len(query_lens):
         raise ShapeError(f"groups has {len(groups)} entries: must be {len(query_lens)}, one per request")
     spans = [np.empty((0, 2), np.int32)]
-    for r, (own, n) in enumerate(zip(groups, query_lens, strict=True)):
-        ids = np.asarray(own)
+    for r, (token_groups, n) in enumerate(zip(groups, query_lens, strict=True)):
+        ids = np.asarray(token_groups)
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise DTypeError(f"groups[{r}] must be a sequence of integers, one per token of the request")
         if not 0 <= n <= len(ids):

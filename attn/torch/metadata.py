@@ -84,8 +84,8 @@ def exportable(cls: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def of_kind(kind: tuple[Any, ...]) -> dict[Any, Any]:
-    """Return what calls over batches of a kind keep for later ones, the same dictionary each time. kind: see `Kept`."""
+def shared_calls(batch_key: tuple[Any, ...]) -> dict[Any, Any]:
+    """Return what calls over batches with this key keep for later ones, the same dictionary each time. See `Kept`."""
     return {}
 
 
@@ -100,8 +100,8 @@ def keep(kept: dict[Any, Any], key: Any, value: Any) -> Any:
 class Kept:
     """What layers keep of their calls over a batch while its fields are these, by everything else that calls depend on.
 
-    calls: for this batch; of_kind: for later batches of the same kind too, which are equal in what checks and launches depend
-    on but addresses and the longest request, and hold no memory of theirs. None unless the batch's tensors are plain ones.
+    calls: for this batch; shared_calls: for later batches too that are equal in what checks and launches depend on but
+    addresses and the longest request; it holds no memory of theirs. None unless the batch's tensors are plain ones.
     """
 
     def __init__(self, batch: "type[PagedAttentionMetadata]", fields: tuple[Any, ...]) -> None:
@@ -115,10 +115,12 @@ class Kept:
         return facts
 
     @functools.cached_property
-    def of_kind(self) -> dict[Any, Any] | None:
+    def shared_calls(self) -> dict[Any, Any] | None:
         *arrays, num_reqs, num_tokens, most_rows, _, causal, mask, block_size = self.fields[: len(LAUNCHED_BY)]
-        found = static((*arrays, *mask))
-        return None if found is None else of_kind((self._batch, num_reqs, num_tokens, most_rows, causal, block_size, *found))
+        facts = static((*arrays, *mask))
+        return (
+            None if facts is None else shared_calls((self._batch, num_reqs, num_tokens, most_rows, causal, block_size, *facts))
+        )
 
     @functools.cached_property
     def addresses(self) -> list[int]:
@@ -247,8 +249,10 @@ def check_device(backend: Any, batch: Any, query: torch.Tensor) -> None:
     device, name = query.device, backend.get_name()
     is_interpreted = getattr(backend, "is_interpreted", None)
     if device.type == "cpu" and not torch.compiler.is_compiling() and is_interpreted is not None and not is_interpreted():
-        kinds = ", ".join(backend.capabilities.platforms)
-        raise DeviceError(f"{name}: query is on cpu: must be on a device of {kinds}, like the layer, its cache and its batch")
+        platforms = ", ".join(backend.capabilities.platforms)
+        raise DeviceError(
+            f"{name}: query is on cpu: must be on a device of {platforms}, like the layer, its cache and its batch"
+        )
     for field in ARRAYS:
         placed_on = getattr(batch, field).device
         if placed_on != device:
@@ -294,17 +298,17 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
 
         whole: what a builder for the same cache made of `batch`, whose mirrors of the lengths are on the host.
         """
-        own, requests = batch, slice(first, last)
+        selected, requests = batch, slice(first, last)
         arrays, mask = [getattr(whole, name) for name in ARRAYS], whole.mask
         if last - first < batch.num_reqs:
             assert batch.query_start_loc_cpu is not None
-            own, begin = batch.select(first, last), int(batch.query_start_loc_cpu[first])
-            starts, rows = arrays[0][first : last + 1], slice(begin, begin + own.num_actual_tokens)
+            selected, begin = batch.select(first, last), int(batch.query_start_loc_cpu[first])
+            starts, rows = arrays[0][first : last + 1], slice(begin, begin + selected.num_actual_tokens)
             arrays = [starts - begin if begin else starts, *(x[requests] for x in arrays[1:3]), arrays[3][rows]]
             arrays = [aligned(x, strides=False) for x in arrays]
             if not mask.is_plain:
                 mask = mask.select(requests, rows).map(functools.partial(aligned, strides=False))
-        return self._built(own, arrays, mask, fast_build)
+        return self._built(selected, arrays, mask, fast_build)
 
     def _built(
         self, batch: CommonAttentionMetadata, arrays: Sequence[Any], mask: BatchMask, fast_build: bool
@@ -326,9 +330,9 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         target = None if self.device is None else torch.device(self.device)
         if target is None or target.type == "cpu":
             return [self._put(getattr(batch, name), dtype) for name, dtype in zip(ARRAYS, _DTYPES, strict=True)], None
-        given = batch.query_start_loc, batch.seq_lens, batch.pages or batch.block_table, batch.slot_mapping
-        there, pages = _copies(given, batch.seq_lens_cpu, self.kv_cache_spec.block_size, target)
-        return [self._put(x, _DTYPES[i]) if x is given[i] else x for i, x in enumerate(there)], pages
+        arrays = batch.query_start_loc, batch.seq_lens, batch.pages or batch.block_table, batch.slot_mapping
+        on_device, pages = _copies(arrays, batch.seq_lens_cpu, self.kv_cache_spec.block_size, target)
+        return [self._put(x, _DTYPES[i]) if x is arrays[i] else x for i, x in enumerate(on_device)], pages
 
     def _put(self, array: Any, dtype: torch.dtype) -> Any:
         if array is None or (type(array) is torch.Tensor and array.dtype is dtype and array.device == self.device):
@@ -357,7 +361,7 @@ def _table(ids: torch.Tensor, begins: torch.Tensor, columns: int) -> torch.Tenso
 
 
 def _copies(
-    given: Sequence[Any], seq_lens: "IntArray | None", block_size: int, device: torch.device
+    arrays: Sequence[Any], seq_lens: "IntArray | None", block_size: int, device: torch.device
 ) -> tuple[list[Any], Pages | None]:
     """Return copies on `device` of those of a batch's `ARRAYS` that are on the host, others as they are, and the rows of its
     table, if they were read.
@@ -365,7 +369,7 @@ def _copies(
     Slots are copied as int64 and others as int32. A table that is mostly padding is copied without it; the device makes rows of
     equal lengths again.
     """
-    parts = {i: x for i, x in enumerate(given) if isinstance(x, _ON_HOST)}
+    parts = {i: x for i, x in enumerate(arrays) if isinstance(x, _ON_HOST)}
     table, pages, columns = parts.get(_TABLE), None, 0
     if table is not None:
         if isinstance(table, Pages):
@@ -377,17 +381,17 @@ def _copies(
             columns, parts[_BEGINS] = table.shape[1], pages.begins
     if _SLOTS in parts:
         parts[_SLOTS] = np.ascontiguousarray(parts[_SLOTS], np.int64).view(np.int32)
-    there = [*given, None]
+    on_device = [*arrays, None]
     if parts:
         for i, copy in zip(parts, put_together(list(parts.values()), device), strict=True):
-            there[i] = copy
+            on_device[i] = copy
     if columns:
-        there[_TABLE] = _table(there[_TABLE], there[_BEGINS], columns)
+        on_device[_TABLE] = _table(on_device[_TABLE], on_device[_BEGINS], columns)
     elif table is not None:
-        there[_TABLE] = there[_TABLE].view(table.shape)
+        on_device[_TABLE] = on_device[_TABLE].view(table.shape)
     if _SLOTS in parts:
-        there[_SLOTS] = there[_SLOTS].view(torch.int64)
-    return there[:_BEGINS], pages
+        on_device[_SLOTS] = on_device[_SLOTS].view(torch.int64)
+    return on_device[:_BEGINS], pages
 
 
 def put_together(parts: "Sequence[IntArray | Pages]", device: torch.device) -> list[torch.Tensor]:
@@ -397,17 +401,17 @@ def put_together(parts: "Sequence[IntArray | Pages]", device: torch.device) -> l
     A GPU copies them from pinned memory while the host goes on; torch keeps that memory until the copy is done, and for later
     batches.
     """
-    places, size = list[slice](), 0
+    sections, size = list[slice](), 0
     for part in parts:
         n = part.size
-        places.append(slice(size, size + n))
+        sections.append(slice(size, size + n))
         size += n + -n % 4
     staged = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
     host = staged.numpy()
-    for place, part in zip(places, parts, strict=True):
+    for section, part in zip(sections, parts, strict=True):
         if isinstance(part, Pages):
-            part.copy_to(host[place])
+            part.copy_to(host[section])
         else:
-            host[place] = part
-    there = staged.to(device, non_blocking=True)
-    return [there[place] for place in places]
+            host[section] = part
+    on_device = staged.to(device, non_blocking=True)
+    return [on_device[section] for section in sections]

@@ -187,7 +187,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             known = kept.calls.get(signature)
             if known is None and signature is not None and not envs.debug("device"):
                 batch_key = self._kind_of_batch(attn_metadata, kv_cache)
-                shared = None if batch_key is None else kept.of_kind
+                shared = None if batch_key is None else kept.shared_calls
                 if shared is not None and (known := shared.get((signature, batch_key))) is not None:
                     kept.calls[signature] = known = known._replace(held={})
             if known is not None and known.launches is not None:
@@ -237,8 +237,8 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         return result if lse is None else (result, lse)
 
     def _kind_of_batch(self, attn_metadata: PagedAttentionMetadata, kv_cache: Any) -> Any:
-        """Return what the launches that `_run_first` keeps depend on of a batch beside its `Kept.of_kind`; None if they must
-        not be repeated over another batch."""
+        """Return what the launches that `_run_first` keeps depend on of a batch beside its `Kept.shared_calls`; None if they
+        must not be repeated over another batch."""
         return attn_metadata.max_seq_len
 
     def _stages(self, call: PagedCall) -> "Stages | None":

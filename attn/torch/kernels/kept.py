@@ -2,7 +2,7 @@
 
 A call examines its arguments, chooses kernels and compiles them. Where only the tensors' addresses differ in the next call,
 a `Keeper` collects the launches of the first one, and `KeptLaunches` repeats them with other addresses, as a CUDA graph would
-on the device. It is kept by everything else that calls depend on (`attn.torch.metadata.of_kind`).
+on the device. It is kept by everything else that calls depend on (`attn.torch.metadata.shared_calls`).
 """
 
 import ctypes

@@ -17,7 +17,7 @@ from attn.errors import DTypeError, UnsupportedError
 from attn.torch import kv_cache as caches
 from attn.torch.backends._triton import _BatchPlan
 from attn.torch.kernels import kept
-from attn.torch.metadata import of_kind
+from attn.torch.metadata import shared_calls
 
 H, K, D, P = 4, 2, 64, 16
 used = []
@@ -158,7 +158,7 @@ calls = [
 ]
 def forget(metadata):
     metadata.__dict__.pop("_kept", None)
-    of_kind.cache_clear()
+    shared_calls.cache_clear()
 
 mla = [
     (plain, "write bmm shares attend merge bmm"),

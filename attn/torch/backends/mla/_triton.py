@@ -85,7 +85,7 @@ class TritonKernelsImpl(MLACommonImpl):
         """
         from attn.torch.kernels.kept import Stages
 
-        shared, decode, batch_key = attn_metadata.kept().of_kind, attn_metadata.decode, tuple[Any, ...]()
+        shared, decode, batch_key = attn_metadata.kept().shared_calls, attn_metadata.decode, tuple[Any, ...]()
         if shared is None or envs.debug("device"):
             return None
         tensors: list[torch.Tensor | None] = [attn_metadata.slot_mapping]
