@@ -481,17 +481,17 @@ def _weigh(  # type: ignore[no-untyped-def]
 @gluon.constexpr_function
 def _renewing() -> tuple[str, str]:
     """PTX of `_renewed` for a thread's four sums, of which two are of one row, and its operands."""
-    rows = (0, 1), (2, 3)
+    rows, bound = ((0, 1), (2, 3)), "0f4F800000"  # 2**32
     lines = ["{ .reg .pred some, any, large; .reg .f32 most, other, by; .reg .b32 bits;"]
     lines += [f"mov.f32 ${i}, 0f3F800000; mov.f32 ${4 + i}, ${12 + i}; mov.f32 ${8 + i}, ${16 + i};" for i in range(4)]
-    lines += ["setp.gt.f32 some, $12, 0f4F800000;"]
-    lines += [f"setp.gt.or.f32 some, ${12 + i}, 0f4F800000, some;" for i in range(1, 4)]
+    lines += [f"setp.gt.f32 some, $12, {bound};"]
+    lines += [f"setp.gt.or.f32 some, ${12 + i}, {bound}, some;" for i in range(1, 4)]
     lines += ["vote.sync.any.pred any, some, 0xffffffff;", "@!any bra DONE;"]
     for a, b in rows:
         lines += [f"max.f32 most, ${12 + a}, ${12 + b};"]
         for lane in (1, 2):
             lines += [f"shfl.sync.bfly.b32 other, most, {lane}, 31, 0xffffffff;", "max.f32 most, most, other;"]
-        lines += ["setp.gt.f32 large, most, 0f4F800000;", "mov.b32 bits, most;", "shr.u32 bits, bits, 23;"]
+        lines += [f"setp.gt.f32 large, most, {bound};", "mov.b32 bits, most;", "shr.u32 bits, bits, 23;"]
         lines += ["min.u32 bits, bits, 253;", "selp.b32 bits, bits, 127, large;"]
         lines += ["sub.u32 bits, bits, 127;", "cvt.rn.f32.u32 by, bits;", "sub.u32 bits, 127, bits;"]
         lines += ["shl.b32 bits, bits, 23;", "mov.b32 other, bits;"]
@@ -518,8 +518,8 @@ def _weigh_all(s, top, norm, factor, cap, HAS_CAP: gl.constexpr):  # type: ignor
     """`_weigh` of a tile of which every row sees every key, without its maximum: what is subtracted follows the sums of earlier
     tiles. top: [64, 8].
 
-    A weight may be as large as bfloat16 can be, 2**127 times what the largest of earlier tiles was. If one is larger, the
-    results of its row are infinite or NaN, and are computed again (`_nan_safe`).
+    Sums of earlier tiles are at most 2**32 (`_renewed`), so a weight may be at least 2**95 times as large as those. One beyond
+    bfloat16's range makes the results of its row infinite or NaN, and they are computed again (`_nan_safe`).
     """
     if HAS_CAP:
         s = cap * _tanh(s * factor)
@@ -698,7 +698,7 @@ def _waits_ahead(parts: int, dtype: Any) -> bool:
 
 @gluon.jit
 def _step(  # type: ignore[no-untyped-def]
-    sums, count, q_ring, q_at, keys, values, start, seen, factor, cap,
+    sums, count, inputs, start, seen, factor, cap,
     MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, FROM: gl.constexpr,
 ):  # fmt: skip
     """Compute the scores of tile `count` while the values of the previous tile are multiplied with its `weights`.
@@ -711,6 +711,7 @@ def _step(  # type: ignore[no-untyped-def]
     a loop, but would await products before all of them. With heads in one part that is slower if tiles need a maximum.
     """
     weights, acc, shrink, top, norm = sums
+    q_ring, q_at, keys, values = inputs
     k_ring, k_full, k_empty = keys
     v_ring, v_full, v_empty = values
     STAGES: gl.constexpr = k_full.shape[0]
@@ -780,6 +781,7 @@ def _consume(  # type: ignore[no-untyped-def]
         r, kv_head, begin, q_len, first, context, k_begin, low, high = unit
         last = context + gl.minimum(first + BLOCK_Q, q_len) - 1
         q_at = wave % Q_STAGES if SPLIT else wave % Q_STAGES * CONSUMERS + CONSUMER
+        inputs = q_ring, q_at, keys, values
         if COPIED:
             mbarrier.wait(q_full.index(q_at), wave // Q_STAGES & 1)
         else:
@@ -851,9 +853,7 @@ def _consume(  # type: ignore[no-untyped-def]
             count += 1
             for _i in range(1, right_of):
                 start -= BLOCK_N
-                sums = _step(
-                    sums, count, q_ring, q_at, keys, values, start, seen, factor, cap, 1, HAS_LEFT, HAS_CAP, D, WIDTH, FROM
-                )
+                sums = _step(sums, count, inputs, start, seen, factor, cap, 1, HAS_LEFT, HAS_CAP, D, WIDTH, FROM)
                 count += 1
             if ALL:
                 weights, acc, shrink, top, norm = sums
@@ -861,9 +861,7 @@ def _consume(  # type: ignore[no-untyped-def]
                 sums = weights, acc, _in_eights(shrink, norm), top, norm
             for _i in range(right_of, left_from):
                 start -= BLOCK_N
-                sums = _step(
-                    sums, count, q_ring, q_at, keys, values, start, seen, factor, cap, 0, HAS_LEFT, HAS_CAP, D, WIDTH, FROM
-                )
+                sums = _step(sums, count, inputs, start, seen, factor, cap, 0, HAS_LEFT, HAS_CAP, D, WIDTH, FROM)
                 count += 1
             if ALL:
                 weights, acc, shrink, top, norm = sums
@@ -876,24 +874,7 @@ def _consume(  # type: ignore[no-untyped-def]
                         also = _span(spans, begin + first + row // G, valid, position, left, CHUNK, SPAN_RIGHT)
                         seen = upper, lower, also[0], also[1]  # type: ignore[assignment]
                     MASKED: gl.constexpr = 2 if TWO else 1
-                    sums = _step(
-                        sums,
-                        count,
-                        q_ring,
-                        q_at,
-                        keys,
-                        values,
-                        start,
-                        seen,
-                        factor,
-                        cap,
-                        MASKED,
-                        HAS_LEFT,
-                        HAS_CAP,
-                        D,
-                        WIDTH,
-                        FROM,
-                    )
+                    sums = _step(sums, count, inputs, start, seen, factor, cap, MASKED, HAS_LEFT, HAS_CAP, D, WIDTH, FROM)
                     count += 1
             weights, acc, shrink, top, norm = sums
             if COPIED:

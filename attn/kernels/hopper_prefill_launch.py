@@ -104,9 +104,9 @@ def splits(size: int) -> bool:
 def copies(group: int, strides: Sequence[int], negate: bool, aligned: bool) -> bool:
     """Whether the engine copies queries: those of whole rows of each consumer, as they are.
 
-    strides: the query's; aligned: whether it begins at a multiple of 16 bytes.
+    strides: the query's, of its last dimension too; aligned: whether it begins at a multiple of 16 bytes.
     """
-    return 64 % group == 0 and not negate and not (strides[0] | strides[1]) % 8 and aligned
+    return 64 % group == 0 and not negate and all(stride % 8 == 0 for stride in strides[:-1]) and aligned
 
 
 def plan_of(arrays: Arrays, num_reqs: int, page: int, paged: bool, params: PrefillParams, aligned: bool) -> PrefillPlan:

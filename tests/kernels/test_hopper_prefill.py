@@ -223,3 +223,17 @@ def test_programs_without_a_unit_read_no_spans() -> None:
     """They look up a unit beyond the last one, whose rows would be before the first row of the batch."""
     lens = [(20, 20)]
     run(lens, mask=Visibility(CAUSAL, BatchMask(spans=spans_of(lens, 8, 4, False))), programs=5)
+
+
+def test_which_heads_it_serves() -> None:
+    """Both consumers of heads above 256 read queries that only the engine can copy for them."""
+    dense = 16 * 512, 512, 1
+    assert launch.copies(4, dense, False, True)
+    assert not any(
+        (launch.copies(3, dense, False, True), launch.copies(4, dense, True, True), launch.copies(4, dense, False, False))
+    )
+    assert not launch.copies(4, (1 << 20, 8192, 514, 1), False, True)  # of a batch [B, S, H, D]
+    for copied in (False, True):
+        assert launch.fits(512, 512, copied, 4, 16) == launch.fits(320, 264, copied, 4, 16) == copied
+        assert launch.fits(256, 256, copied, 3, 16) and not launch.fits(512, 128, copied, 4, 16)
+    assert not launch.fits(520, 520, True, 4, 16)

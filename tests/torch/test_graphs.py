@@ -129,8 +129,8 @@ def test_an_encoder_layer() -> None:
 def test_gradients_in_a_graph_are_refused() -> None:
     layer = attn.torch.Attention(H, D, num_kv_heads=K, backend="CPU_ATTN")
     query, key, value = arrays(6)
-    # torch 2.11 names the line that raised, not the message
-    with pytest.raises(Exception, match="gradients in a graph not supported"):
+    # torch 2.11 cites the line that raised instead of its message
+    with pytest.raises(Exception, match=r"(CPU_ATTN|impl\.backend\.get_name\(\)\}): gradients in a graph not supported"):
         torch.compile(layer, fullgraph=True, backend="eager")(
             query.requires_grad_(), key, value, layer.new_kv_cache(16), batch_of([5, 1], [5, 21], layer)
         )

@@ -60,7 +60,7 @@ def serves(batch: Prompts, negate: bool = False) -> bool:
         return False
     (_, heads, size), kv_heads = query.shape, keys.shape[-2]
     group = heads // kv_heads
-    return fits(size, values.shape[-1], copies(group, (heads * size, size), negate, True), group, batch.page)
+    return fits(size, values.shape[-1], copies(group, dense_strides(query.shape), negate, True), group, batch.page)
 
 
 def prefill(out: Out, batch: Prompts, params: PrefillParams, factor: float, arch: str, processors: int) -> Out:
