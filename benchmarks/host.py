@@ -5,14 +5,15 @@
     python -m benchmarks.host --adapters
 
 Needs Triton but no GPU: tensors are on the CPU, a placeholder driver stands for a GPU (sm_90), for which kernels are compiled,
-and a launch only counts. So a figure contains the checks, the launch rules, torch's operators and Triton's handling of the
-arguments, and excludes the driver's part, which is in proportion to the number of launches. Layers are tiny, and matrix
-products are replaced by their dispatch alone, because a CPU would compute them. "first" is the first layer's call over a batch,
-"us" that of the layers after it, which repeat its launches. With --entries each kernel's function is also called alone, with
-the arguments that the layer's first call passes to it. --build times what makes a batch instead: `from_lens` of lists of block
-ids, of arrays of them and of a table, and a builder of a device without memory (`meta`), from such a batch of arrays, from one
-whose table was padded, and from tensors on that device, for which launches cost nothing. --adapters times a layer's call by
-FLASH_ATTN and FLASHINFER instead, of 64 decodes of which nothing is written, around a vendor's function that does nothing.
+and a launch only counts. TRITON_ATTN makes the launches that it would on an H200. So a figure contains the checks, the launch
+rules, torch's operators and Triton's handling of the arguments, and excludes the driver's part, which is in proportion to the
+number of launches. Layers are tiny, and matrix products are replaced by their dispatch alone, because a CPU would compute
+them. "first" is the first layer's call over a batch, "us" that of the layers after it, which repeat its launches. With
+--entries each kernel's function is also called alone, with the arguments that the layer's first call passes to it. --build
+times what makes a batch instead: `from_lens` of lists of block ids, of arrays of them and of a table, and a builder of a
+device without memory (`meta`), from such a batch of arrays, from one whose table was padded, and from tensors on that device,
+for which launches cost nothing. --adapters times a layer's call by FLASH_ATTN and FLASHINFER instead, of 64 decodes of which
+nothing is written, around a vendor's function that does nothing.
 Figures are the least of several runs, in processor time; torch's own attention over one key, in the same run, gives the scale.
 """
 
@@ -39,6 +40,7 @@ from attn.backends.registry import AttentionBackendEnum
 from attn.tools.aot.triton import _placeholder
 from attn.torch import kv_cache as caches
 from attn.torch.backends import _flash_providers
+from attn.torch.backends._triton import TritonPagedImpl
 from attn.torch.backends.mla.prefill.triton import TritonPrefillBackend
 from attn.torch.kernels import direct
 from attn.torch.kernels import driver as direct_driver
@@ -105,6 +107,15 @@ def without_kernels() -> Iterator[list[str]]:
         yield seen
 
 
+def _plan(self: Any, metadata: Any, kv_cache: torch.Tensor) -> Any:
+    """`TritonPagedImpl._plan` for the multiprocessors of an H200, which it does not make for tensors on the CPU."""
+    if (plans := metadata.__dict__.setdefault("_plans", {})).get(self) is None:
+        starts, lens = metadata.query_start_loc_cpu, metadata.seq_lens_cpu
+        bounds = metadata.max_query_len, kv_cache.element_size()
+        plans[self] = self._planned(starts[1:] - starts[:-1], lens, *bounds, "sm_90", 132)
+    return plans[self]
+
+
 class Calls(NamedTuple):
     """A layer's eager calls over one batch: the first one, and one that repeats its launches."""
 
@@ -116,6 +127,8 @@ def calls_of(backend: str, kv_cache_dtype: str, query_lens: list[int]) -> Calls:
     """Return a layer's eager calls over a batch: requests of up to 4 rows with `KEYS` keys each, prompts without context."""
     cls: Any = AttentionBackendEnum[backend].get_class()
     cls.is_interpreted = staticmethod(lambda: True)  # else tensors on the CPU are an error
+    if issubclass(cls.get_impl_cls(), TritonPagedImpl):
+        cls.get_impl_cls()._plan = _plan
     dtype, mla, tokens = torch.bfloat16, "MLA" in backend, sum(query_lens)
     size, kv_heads = (RANK + ROPE, 1) if mla else (128, HEADS)
     ragged = len(query_lens) > 64

@@ -193,6 +193,10 @@ class Launches:
         rows = {"DECODE": True, "min_query": 0, "max_query": UNBOUNDED if self.kinds.together else self.tokens}
         return self._tiled(self._split if block_r else self._whole, self.tokens, block_r) | rows
 
+    def has_decodes(self, singles: bool) -> bool:
+        """Whether decodes need their launch. singles: whether there may be requests of one token."""
+        return singles or self.tokens > 1 or not self._prompts
+
     def tiles(self, num_reqs: int, tokens: int) -> int:
         """The most tiles of rows per kv head in a decode's launch: one for each request, or more if all are together."""
         return num_reqs + (tokens // self.tokens if self.kinds.together else 0)

@@ -94,6 +94,11 @@ class Known(NamedTuple):
     held: dict[str, Any]
 
 
+def is_captured(x: torch.Tensor) -> bool:
+    """Whether what a call does with its tensor `x` is captured in a graph, which serves other lengths too."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 @functools.cache
 def _runs_triton(device: torch.device) -> bool:
     """Whether Triton is installed and compiles for a GPU: AMD's, and NVIDIA's from Ampere on."""
@@ -385,7 +390,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         """Whether a row may see no key: not if each sees its own, and no graph is captured, which serves other lengths too."""
         if self.attn_type != AttentionType.DECODER or not call.meta.has_own_keys:
             return True
-        return call.query.is_cuda and torch.cuda.is_current_stream_capturing()
+        return is_captured(call.query)
 
     def _attend(self, call: PagedCall) -> torch.Tensor | None:
         """Fill rows below `num_actual_tokens` of `call.output` and, unless None, of `call.lse`, from the cache.

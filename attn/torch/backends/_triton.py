@@ -2,9 +2,10 @@
 
 Nothing in this module waits for the device or depends on its values, so a forward can be captured in a CUDA graph and
 replayed for any batch within the bounds of its metadata. The host's copy of the lengths, if there is one, only selects among
-launches that are all correct. By default split-KV is planned for all decodes of a batch. A layer that requests
-`batch_invariant` uses the general kernels only, with splits at fixed positions, and no measured launches (docs/semantics.md
-§17); its arrays must begin at multiples of 16 bytes, as torch allocates them.
+launches that are all correct, and outside of captures leaves out that of decodes where there are none. By default split-KV is
+planned for all decodes of a batch. A layer that requests `batch_invariant` uses the general kernels only, with splits at fixed
+positions, and no measured launches (docs/semantics.md §17); its arrays must begin at multiples of 16 bytes, as torch allocates
+them.
 """
 
 import functools
@@ -26,14 +27,13 @@ from attn.kernels.memory import group_reason
 from attn.kernels.paged_launch import GENERAL
 from attn.torch import kv_cache as caches
 from attn.torch.backends import _hopper
-from attn.torch.backends._paged import QKV, PagedAttentionBackend, PagedAttentionImpl
+from attn.torch.backends._paged import QKV, PagedAttentionBackend, PagedAttentionImpl, is_captured
 from attn.torch.interpreter import judged_on, prepare
 from attn.torch.kernels.runs import Runs
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
 
 if TYPE_CHECKING:  # loaded with Triton
     from attn.backends.metadata import IntArray
-    from attn.torch.kernels.kept import KeptLaunches
 
 FEATURES = PAGED_FEATURES | {Feature.PER_HEAD_SCALES, Feature.OUTPUT_SCALE, Feature.NAN_SAFE, Feature.BATCH_INVARIANT}
 KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", *sorted(PER_TOKEN_HEAD))
@@ -100,12 +100,14 @@ class TritonPagedBackend(PagedAttentionBackend):
 
 class _BatchPlan(NamedTuple):
     """The launches of a batch: multiprocessors reserved for the prefill while it overlaps decodes (0: all), whether its rows
-    see few keys (None: unknown), whether decodes skip split-KV, and whether prompts are in the decodes' launch."""
+    see few keys (None: unknown), whether decodes skip split-KV, whether prompts are in the decodes' launch, and whether there
+    may be requests of one token."""
 
     prefill_programs: int = 0
     few_keys: bool | None = None
     whole: bool = False
     together: bool = False
+    singles: bool = True
 
 
 _UNKNOWN = _BatchPlan()
@@ -140,13 +142,17 @@ class TritonPagedImpl(PagedAttentionImpl):
     def _stages(self, call: PagedCall) -> None:
         """All launches are kept."""
 
-    def _run_first(self, call: PagedCall, qkv: QKV) -> "KeptLaunches | None":
+    def _run_first(self, call: PagedCall, qkv: QKV) -> Callable[..., bool] | None:
         from attn.torch.kernels.kept import Keeper
 
         tensors = self._launched(call.layer, call.output, call.lse, *qkv, call.kv_cache)
         with Keeper((*tensors, *call.meta.tensors())) as keeper:
             self._run(call)
-        return keeper.kept
+        launches = keeper.kept
+        if launches is None or self._plan(call.meta, call.kv_cache).singles:
+            return launches
+        # a graph may be replayed with decodes, which these launches leave out
+        return lambda tensors, batch: not is_captured(tensors[0]) and launches(tensors, batch)
 
     def _writes_by_kernel(self, key: torch.Tensor, kv_cache: torch.Tensor) -> bool:
         return True  # interpreted on a CPU, and an operator of traced graphs, as the attention is
@@ -156,6 +162,8 @@ class TritonPagedImpl(PagedAttentionImpl):
 
         meta, (key_cache, value_cache, token_scales) = call.meta, self._parts(call.kv_cache)
         plan = self._plan(meta, key_cache)
+        if not plan.singles and is_captured(call.query):  # a graph may be replayed with decodes
+            plan = plan._replace(singles=True)
         scales = {"k_scale": token_scales[0], "v_scale": token_scales[1]} if token_scales is not None else self._scales(call)
         arguments: dict[str, Any] = dict(
             self._common(call, key_cache, value_cache),
@@ -221,7 +229,7 @@ class TritonPagedImpl(PagedAttentionImpl):
             nbytes = 2 * self.num_kv_heads * self.head_size * itemsize * int(keys[q_lens == 1].sum())
             programs = prefill_programs(4 * self.num_heads * self.head_size * pairs, nbytes, processors)
             few_keys = has_few_keys(pairs / max(1.0, float(rows.sum())), self.head_size)
-        return _BatchPlan(programs, few_keys, whole)
+        return _BatchPlan(programs, few_keys, whole, singles=bool((q_lens == 1).any()))
 
     def _attend_ragged(self, call: PagedCall) -> None:
         from attn.torch.kernels.paged_attention import paged_attention

@@ -16,7 +16,7 @@ Strides = tuple[int, ...]
 Factors = tuple[float, float]
 Tuned = tuple[Launch | None, ...]
 Flags = tuple[bool, bool, bool, bool]
-_Prompts = tuple[int, bool | None]
+_Prompts = tuple[int, bool | None, bool]
 _UNTUNED: Tuned = (None, None)
 
 
@@ -43,7 +43,7 @@ class _Launches:
         self, arrays: Arrays, strides: Strides, factors: Factors, bounds: tuple[int, int, int], whole: bool, prompts: _Prompts
     ) -> None:
         """Launch them. bounds: requests, tokens and keys of each at most; whole: `paged_attention`'s; prompts: its
-        `prefill_programs` and `few_keys`."""
+        `prefill_programs`, `few_keys` and `singles`."""
         output, lse, starts, sinks, _, _, query, key_cache, value_cache, seq_lens, table, _, tree, *mask, _ = arrays
         rules, layer, kv_heads = self._rules, self._rules.layer, self._rules.kv_heads
         num_reqs, max_query_len, max_seq_len = bounds
@@ -58,7 +58,7 @@ class _Launches:
         elif self._prefill is not None:
             tiles = query.shape[0] // rules.prefill_tokens + num_reqs  # type: ignore[union-attr]
             self._prefill(tiles * kv_heads, (None, *arrays), *numbers, *no_plan, *strides)
-        if not rules.paged:
+        if not (rules.paged and rules.has_decodes(prompts[2])):
             return
         tiles = rules.tiles(num_reqs, query.shape[0])  # type: ignore[union-attr]
         split_kv = rules.parts(tiles, max_seq_len, whole)
@@ -122,6 +122,7 @@ def paged_attention(
     few_keys: bool | None = None,
     whole: bool = False,
     together: bool = False,
+    singles: bool = True,
 ) -> None:
     """Compute output [T, H, D] and, unless None, lse [H, T] for every token of every request.
 
@@ -139,7 +140,7 @@ def paged_attention(
     number of multiprocessors for the prefill of a mixed batch that runs concurrently with the decode (Hopper); 0 for all.
     few_keys: whether rows of prompts see few keys (`hopper_prefill_launch.has_few_keys`), None if that is not known.
     whole: do not cut the keys of decodes into parts (`launch.are_whole`). together: prompts, of at most `launch.TOGETHER`
-    rows, are in the launch of the decodes (`launch.run_together`).
+    rows, are in the launch of the decodes (`launch.run_together`). singles: whether there may be requests of one token.
     """
     num_reqs, (tokens, heads, size) = query_start_loc.shape[0] - 1, query.shape
     if num_reqs < 1 or tokens == 0 or max_query_len == 0:
@@ -169,5 +170,5 @@ def paged_attention(
     queries = min(max_query_len, TOGETHER if together else (256 if TUNED else 16) + 1)
     flags, signature = (same, wide, serves, together), signature_of(arrays, strides)
     launches = _launches(name, signature, shape, scales, rules, queries, flags, tuned)
-    prompts = prefill_programs, few_keys
+    prompts = prefill_programs, few_keys, singles
     launches(arrays, strides, (k_factor, v_factor), (num_reqs, max_query_len, max_seq_len), whole, prompts)

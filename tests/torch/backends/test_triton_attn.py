@@ -53,7 +53,7 @@ quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::Deprecatio
 
 def test_the_plan_of_a_batch() -> None:
     """What the lengths say about launches: (processors of prompts, whether their rows see few keys, whether decodes are whole,
-    whether both are one)."""
+    whether both are one, whether some request has one token)."""
     pytest.importorskip("triton")
 
     def plan(batch: list[tuple[int, int]], heads: int, kv_heads: int, size: int = 128, itemsize: int = 2, **more: Any) -> Any:
@@ -63,19 +63,19 @@ def test_the_plan_of_a_batch() -> None:
         return tuple(impl._planned(q_lens, seq_lens, int(q_lens.max()), itemsize, arch, 132))
 
     small = [(57, 57), (1, 22), (1, 1338)]
-    assert plan(small, 16, 16) == plan(small, 16, 16, itemsize=1) == (0, None, False, True)
-    assert plan(small, 16, 16, arch="sm_80") == (0, None, False, True)
-    assert plan(small[:2], 16, 16) == (0, None, True, True)  # too few keys to be cut: one launch in all
-    assert plan(small, 16, 16, sliding_window=100) == (0, None, True, True)
+    assert plan(small, 16, 16) == plan(small, 16, 16, itemsize=1) == (0, None, False, True, True)
+    assert plan(small, 16, 16, arch="sm_80") == (0, None, False, True, True)
+    assert plan(small[:2], 16, 16) == (0, None, True, True, True)  # too few keys to be cut: one launch in all
+    assert plan(small, 16, 16, sliding_window=100) == (0, None, True, True, True)
     apart = {"arch": "gfx942"}, {"size": 256}, {"itemsize": 4}, {"cls": BlocksparseFlashAttentionBackend}
     assert [plan(small, 16, 16, **options)[3] for options in apart] == [False] * len(apart)
     # one token more, speculation, decodes alone, and prompts that fill the device
     assert [plan(b, 32, 8)[3] for b in ([(65, 65), (1, 9)], [(4, 900)] * 3, [(1, 900)], [(60, 60)] * 200)] == [False] * 4
     # this launch has no prompts, so no multiprocessors are reserved
-    assert plan([(4, 900)] * 3 + [(1, 900)], 32, 8) == (0, None, False, False)
-    assert plan([(512, 8192)] + [(1, 4096)] * 63, 32, 8) == (70, False, True, False)
-    assert plan([(2048, 2048)] * 2 + [(1, 1024)] * 32, 32, 8) == (132, False, True, False)
-    assert plan([(2039, 2039), (691, 691)], 28, 4) == (132, True, True, False)
+    assert plan([(4, 900)] * 3 + [(1, 900)], 32, 8) == (0, None, False, False, True)
+    assert plan([(512, 8192)] + [(1, 4096)] * 63, 32, 8) == (70, False, True, False, True)
+    assert plan([(2048, 2048)] * 2 + [(1, 1024)] * 32, 32, 8) == (132, False, True, False, True)
+    assert plan([(2039, 2039), (691, 691)], 28, 4) == (132, True, True, False, False)
     assert [plan([(n, n)] * 4, 32, 8, size)[1] for n, size in ((800, 128), (2048, 64), (8192, 64))] == [True, True, False]
     assert plan([(300, 300), (4096, 4096)], 32, 8, sliding_window=256)[1]
 

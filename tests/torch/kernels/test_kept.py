@@ -15,6 +15,7 @@ from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.registry import AttentionBackendEnum
 from attn.errors import DTypeError, UnsupportedError
 from attn.torch import kv_cache as caches
+from attn.torch.backends import _triton
 from attn.torch.backends._triton import _BatchPlan
 from attn.torch.kernels import kept
 from attn.torch.metadata import shared_calls
@@ -52,6 +53,7 @@ def counted(name, function):
 torch.bmm, torch.Tensor.copy_ = counted("bmm", torch.bmm), counted("copy", torch.Tensor.copy_)
 HALF, FP8 = torch.bfloat16, torch.float8_e4m3fn
 DECODES, MIXED, FEW = ([1] * 5, [40, 900, 7, 300, 65]), ([1, 33, 1], [400, 70, 9]), ([5, 5], [200, 90])
+PROMPTS = [33, 40], [400, 70]
 
 def batch_of(lens, causal=True, spans=False, prefix=False, tree=False):
     query_lens, seq_lens = lens
@@ -66,14 +68,14 @@ def batch_of(lens, causal=True, spans=False, prefix=False, tree=False):
 class Layer:
     # one layer, and the tensors of its calls over a batch
     def __init__(self, lens, cache="auto", arrangement="", lse=False, sinks=False, backend="TRITON_ATTN", batch={},
-                 together=False, **options):
+                 plan=None, **options):
         self.cls = AttentionBackendEnum[backend].get_class()
         self.cls.is_interpreted = staticmethod(lambda: True)  # else tensors on the CPU are an error
         extras = {"sinks": torch.rand(H), "alibi_slopes": torch.rand(H)} if sinks else {}
         self.impl = self.cls.get_impl_cls()(H, D, 0.1, K, kv_cache_dtype=cache, **extras, **options)
         self.impl.need_to_return_lse_for_decode = lse
-        if together:
-            self.impl._plan = lambda *_: _BatchPlan(together=True)
+        if plan:
+            self.impl._plan = lambda *_: plan
         self.scales = SimpleNamespace(_k_scale=torch.ones(K), _v_scale=torch.ones(K))
         self.spec = KVCacheSpec(P, K, D, "bfloat16", cache, 512)
         self.batch, tokens = batch_of(lens, **batch), sum(lens[0])
@@ -152,7 +154,10 @@ calls = [
     (dict(lens=MIXED), "write prefill attention merge"),
     (dict(lens=MIXED, lse=True, arrangement="slices"), "write prefill attention merge"),
     (dict(lens=MIXED, cache="fp8"), "write attention attention merge"),
-    (dict(lens=MIXED, together=True), "write attention merge"),
+    (dict(lens=MIXED, plan=_BatchPlan(together=True)), "write attention merge"),
+    (dict(lens=PROMPTS, plan=_BatchPlan(singles=False)), "write prefill"),
+    (dict(lens=PROMPTS, plan=_BatchPlan(singles=False), cache="fp8"), "write attention"),
+    (dict(lens=FEW, plan=_BatchPlan(singles=False)), "write attention merge"),
     (dict(lens=FEW, batch=dict(tree=True)), "write attention merge"),
     (dict(lens=FEW, batch=dict(prefix=True)), "write attention merge"),
 ]
@@ -217,6 +222,16 @@ assert metadata.kept().calls
 metadata.max_seq_len = 400
 assert not metadata.kept().calls
 is_new(Layer(**plain))
+
+# a captured graph may be replayed with decodes: it has the launches that serve any lengths, whatever was kept before
+one = Layer(lens=PROMPTS, plan=_BatchPlan(singles=False))
+metadata = one.build()
+one(metadata)
+assert len(one(metadata)) == 2 and not used
+is_captured, _triton.is_captured = _triton.is_captured, lambda x: True
+assert [name for name, *_ in one(metadata)] == "write prefill attention merge".split() and used
+_triton.is_captured = is_captured
+assert len(one(metadata)) == 2 and not used
 
 # requests are cut alike from some length on, and shorter ones if they need as many tiles
 for lens, most, is_same in (

@@ -189,6 +189,29 @@ def test_a_batch_in_one_launch(case: str, whole: bool, monkeypatch: pytest.Monke
         torch.testing.assert_close(ours, apart, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("q_lens", [[20, 0, 33], [3, 2, 0]])
+def test_a_batch_without_requests_of_one_token(q_lens: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts alone are one launch, and a few tokens of each request are decodes whatever is known of single ones."""
+    seq_lens, generator = [45, 9, 200], torch.Generator().manual_seed(7)
+    query = torch.randn(sum(q_lens), 2, SIZE, generator=generator).to(DEVICE, torch.float16)
+    caches = [torch.randn(39, PAGE, 1, SIZE, generator=generator).to(DEVICE, torch.float16) for _ in "kv"]
+    starts, lens = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, *np.cumsum(q_lens)], seq_lens))
+    table = torch.randperm(39, generator=generator).int().view(3, 13).to(DEVICE)
+    found, launched, call = [], list[bool](), module.Prepared.__call__
+    monkeypatch.setattr(module.Prepared, "__call__", lambda *a, **k: launched.append(True) or call(*a, **k))
+    counts = []
+    for singles in (True, False):
+        launched.clear()
+        output = torch.full_like(query, torch.nan)
+        paged_attention(
+            output, None, query, *caches, starts, lens, table, max(q_lens), 200, 0.2, right=0, whole=True, singles=singles
+        )
+        found.append(output)
+        counts.append(len(launched))
+    assert counts == ([2, 1] if max(q_lens) > 16 else [1, 1])
+    assert not bool(found[0].isnan().any()) and torch.equal(*found)
+
+
 @triton.jit
 def _items(
     found,
