@@ -58,6 +58,7 @@ from attn.integrations.transformers.batching import (
     paged_backends,
     paged_name,
     refuse_unpaged,
+    short_warm_up,
 )
 from attn.integrations.transformers.call import NAME, UNKNOWN, Call, refuse_unknown, request, requested
 from attn.integrations.transformers.dispatch import (
@@ -125,7 +126,7 @@ def paged(model: Any, backend: str | None = None) -> Generator[Any, None, None]:
     before = model.config._attn_implementation
     model.config._attn_implementation = paged_name() if backend is None else f"{paged_name()}:{backend}"
     try:
-        with graphs_where_possible(model, backend):
+        with graphs_where_possible(model, backend), short_warm_up():
             yield model
     finally:
         model.config._attn_implementation = before

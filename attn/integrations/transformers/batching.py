@@ -6,6 +6,8 @@ in CUDA graphs, as it does by default. For any other backend they are read on th
 
 import contextlib
 import copy
+import importlib
+import sys
 import weakref
 from collections.abc import Generator
 from typing import Any
@@ -158,6 +160,27 @@ def graphs_where_possible(model: Any, backend: str | None) -> Generator[None, No
         del model.init_continuous_batching
         if before is not None:
             model.init_continuous_batching = before
+
+
+@contextlib.contextmanager
+def short_warm_up() -> Generator[None, None, None]:
+    """Within the block, the request that transformers makes up to capture its largest step has no more older keys than rows.
+
+    In 5.20 and before, its keys fill the cache: attention of 8,192 rows over millions of keys, computed twice, takes seconds.
+    5.23 limits them too. The step is padded to the same extents, by which later graphs fit in its memory.
+    """
+    package, name = "transformers.generation.continuous_batching", "create_warmup_future_states"
+    caller: Any = importlib.import_module(f"{package}.continuous_api")  # the caller in 5.6, which has no other module
+    caller = sys.modules.get(f"{package}.model_runner", caller)
+    make = getattr(caller, name, None)
+    if make is None:
+        yield
+        return
+    setattr(caller, name, lambda num, status, rows, older, cache: make(num, status, rows, min(older, rows), cache))
+    try:
+        yield
+    finally:
+        setattr(caller, name, make)
 
 
 #: The implementation of each manager of continuous batching that was started here.

@@ -212,6 +212,25 @@ def test_captured_steps_are_eager_ones(kind, captures):
     check_texts(model, answers, MIXED)
 
 
+def test_the_warm_up_fills_no_cache(captures, monkeypatch):
+    """Its attention would take seconds. Arrays have the sizes of the largest step, so later graphs fit in its memory."""
+    model, made, make = decoder("llama"), [], steps._made_on_device
+
+    def counted(pages, *given):
+        if not made:  # the first one is not captured
+            made.append((int(pages.row_starts[-1]), int(pages.key_starts[-1]), len(pages.read)))
+        return make(pages, *given)
+
+    monkeypatch.setattr(steps, "_made_on_device", counted)
+    monkeypatch.setattr(module, "_capturing", lambda x: False)
+    with lengths_on_device(), attn_transformers.paged(model, "TORCH_SDPA"):
+        generate(model, use_async_batching=False)
+    config = batching()
+    rows, keys, read = made[0]
+    assert rows == config.max_batch_tokens and keys <= 2 * rows
+    assert read > 2 * rows
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_from_the_device_are_those_from_the_host(kind, monkeypatch):
     """Layer by layer and step by step. The metadata of a step is made once for each kind of layer, without reads."""
