@@ -69,7 +69,7 @@ class Blocks(NamedTuple):
     row_tile: int
     segment: int
     slots: int = 3
-    #: Scores per straight stretch of code: the matrix unit idles at its ends, and compile time grows with its length.
+    #: Scores per unrolled block of code: the matrix unit idles at its ends, and compile time grows with its length.
     stretch: int = STRETCH
     #: Keys of the last step of a large item that sees no more of its `key_tile`; 0: all steps have as many.
     last: int = 0

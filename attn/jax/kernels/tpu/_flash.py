@@ -1,4 +1,4 @@
-"""What both passes of dense attention share: the configuration, the masks, and which keys a group of rows sees.
+"""The configuration and the masks of dense attention's two passes, and which keys a group of rows sees.
 
 All arrays are transposed, with query rows on lanes and keys or the head on sublanes. A *unit* is G * Q lanes: Q successive
 positions of the G query heads that share a kv head, head by head, so that all of them see the same keys. A *group* is the
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from attn.jax.kernels.tpu._launch import Device
+from attn.jax.kernels.tpu._launch import TpuDevice
 from attn.jax.kernels.tpu._refs import LANES, LOG2_E, Ref, dot
 from attn.visibility import LayerMask
 
@@ -52,7 +52,7 @@ class Static:
     scale: float
     logits_soft_cap: float | None
     block_sizes: tuple[BlockSizes, BlockSizes] | None
-    device: Device
+    device: TpuDevice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Masks(NamedTuple):
     key_segments: Ref  # [1, keys, 128] int32, or None
 
 
-class Place(NamedTuple):
+class GridStep(NamedTuple):
     """The position of a grid step: sequence, group, the position of the group's first row, and the sequence's keys."""
 
     sequence: jax.Array
@@ -116,24 +116,24 @@ class Tile:
     limit: Any = None  # if masked: keys from this index on are not seen
     diagonal: bool = False  # the unit's last: its last Q keys have the rows' own positions, and all before are seen
 
-    def parts(self, most: int) -> Iterator["Tile"]:
-        """Tiles of at most `most` keys, a multiple of 128 and of Q."""
-        for begin in range(0, self.count, most):
-            count = min(most, self.count - begin)
+    def split(self, size: int) -> Iterator["Tile"]:
+        """Split into tiles of at most `most` keys, a multiple of 128 and of Q."""
+        for begin in range(0, self.count, size):
+            count = min(size, self.count - begin)
             last = begin + count == self.count
             first = pl.multiple_of(self.first + begin, LANES)
             yield dataclasses.replace(self, first=first, count=count, diagonal=self.diagonal and last)
 
 
-Stretch = Callable[[list[Tile]], None]
+AttendTiles = Callable[[list[Tile]], None]
 
 
-def place(cfg: Config, masks: Masks, sequence: jax.Array, group: jax.Array) -> Place:
+def grid_step(cfg: Config, masks: Masks, sequence: jax.Array, group: jax.Array) -> GridStep:
     position = masks.bounds[2 * sequence] + group * cfg.reach
-    return Place(sequence, group, position, masks.bounds[2 * sequence + 1])
+    return GridStep(sequence, group, position, masks.bounds[2 * sequence + 1])
 
 
-def seen_keys(cfg: Config, at: Place, first: Any, count: int) -> tuple[jax.Array, jax.Array]:
+def seen_keys(cfg: Config, at: GridStep, first: Any, count: int) -> tuple[jax.Array, jax.Array]:
     """[low, high): the keys that any of `count` successive rows sees, the first of which is at position `first`."""
     (left, right), low, high = cfg.mask.window, jnp.int32(0), at.length
     if cfg.mask.causal:
@@ -145,7 +145,7 @@ def seen_keys(cfg: Config, at: Place, first: Any, count: int) -> tuple[jax.Array
     return low, jnp.clip(high, 0, cfg.keys)
 
 
-def clear_chunks(cfg: Config, at: Place, low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
+def clear_chunks(cfg: Config, at: GridStep, low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
     """[start, stop): the chunks of keys [low, high) that every row of the group sees completely, segments aside."""
     (left, right), begin, end = cfg.mask.window, low, jnp.minimum(high, at.length)
     if cfg.mask.causal:
@@ -158,11 +158,11 @@ def clear_chunks(cfg: Config, at: Place, low: jax.Array, high: jax.Array) -> tup
     return start, jnp.maximum(start, lax.div(jnp.maximum(end, 0), cfg.chunk))
 
 
-def each_chunk(cfg: Config, masks: Masks, at: Place, attend: Stretch, finish: Callable[[], None]) -> None:
-    """Call attend(tiles), each list one stretch of code, until every row of the group has seen all its keys; then finish().
+def each_chunk(cfg: Config, masks: Masks, at: GridStep, attend: AttendTiles, finish: Callable[[], None]) -> None:
+    """Call attend(tiles), each list one unrolled block, until every row of the group has seen all its keys; then finish().
 
-    A chunk that all rows see is one stretch with all units. A causal group's diagonal, if it is aligned with chunks, comes
-    last: one stretch without the keys that no row sees, whose tiles finish their units. Of the other keys, those that no
+    A chunk that all rows see is one block with all units. A causal group's diagonal, if it is aligned with chunks, comes
+    last: one block without the keys that no row sees, whose tiles finish their units. Of the other keys, those that no
     row of a unit sees are skipped, and the rest is processed unit by unit, masked.
     """
     limit: Any = cfg.keys
@@ -188,9 +188,9 @@ def each_chunk(cfg: Config, masks: Masks, at: Place, attend: Stretch, finish: Ca
         if not cfg.segments:
             clear()
             return
-        alike = one_segment(cfg, masks, at, c)
-        pl.when(alike)(clear)
-        pl.when(jnp.logical_not(alike))(lambda: by_unit(c))
+        same = one_segment(cfg, masks, at, c)
+        pl.when(same)(clear)
+        pl.when(jnp.logical_not(same))(lambda: by_unit(c))
 
     last = lax.div(high + (cfg.chunk - 1), cfg.chunk)
     first = jnp.minimum(lax.div(low, cfg.chunk), last)
@@ -206,7 +206,7 @@ def each_chunk(cfg: Config, masks: Masks, at: Place, attend: Stretch, finish: Ca
         pl.when(jnp.logical_not(aligned))(finish)
 
 
-def _diagonal(cfg: Config, at: Place) -> list[Tile]:
+def _diagonal(cfg: Config, at: GridStep) -> list[Tile]:
     """Unit u sees the keys at the positions of the units before it, and its own up to the diagonal."""
     tiles = []
     step = max(cfg.chunk, cfg.positions)
@@ -219,41 +219,41 @@ def _diagonal(cfg: Config, at: Place) -> list[Tile]:
     return tiles
 
 
-def overlaps(cfg: Config, masks: Masks, at: Place, unit: jax.Array, chunk: jax.Array, limit: Any) -> jax.Array:
+def overlaps(cfg: Config, masks: Masks, at: GridStep, unit: jax.Array, chunk: jax.Array, limit: Any) -> jax.Array:
     """Whether some row of the unit may see some key of the chunk below `limit`."""
     low, high = seen_keys(cfg, at, at.position + unit * cfg.positions, cfg.positions)
-    some = (chunk * cfg.chunk < jnp.minimum(high, limit)) & (chunk * cfg.chunk + cfg.chunk > low)
+    overlapping = (chunk * cfg.chunk < jnp.minimum(high, limit)) & (chunk * cfg.chunk + cfg.chunk > low)
     if cfg.segments:
         least, greatest = _unit_span(cfg, masks, at, unit)
         key_least, key_greatest = _chunk_span(cfg, masks, at, chunk)
-        some &= (least <= key_greatest) & (greatest >= key_least)
-    return some
+        overlapping &= (least <= key_greatest) & (greatest >= key_least)
+    return overlapping
 
 
-def one_segment(cfg: Config, masks: Masks, at: Place, chunk: jax.Array) -> jax.Array:
+def one_segment(cfg: Config, masks: Masks, at: GridStep, chunk: jax.Array) -> jax.Array:
     """Whether the group and the chunk consist of one common segment."""
     least, greatest = _chunk_span(cfg, masks, at, chunk)
-    alike = least == greatest
+    same = least == greatest
     for u in range(cfg.units):
         unit_least, unit_greatest = _unit_span(cfg, masks, at, u)
-        alike &= (unit_least == least) & (unit_greatest == least)
-    return alike
+        same &= (unit_least == least) & (unit_greatest == least)
+    return same
 
 
-def _unit_span(cfg: Config, masks: Masks, at: Place, unit: Any) -> tuple[jax.Array, jax.Array]:
+def _unit_span(cfg: Config, masks: Masks, at: GridStep, unit: Any) -> tuple[jax.Array, jax.Array]:
     total = cfg.units * cfg.groups
     base = at.sequence * 2 * (total + cfg.chunks) + at.group * cfg.units + unit
     return masks.spans[base], masks.spans[base + total]
 
 
-def _chunk_span(cfg: Config, masks: Masks, at: Place, chunk: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _chunk_span(cfg: Config, masks: Masks, at: GridStep, chunk: jax.Array) -> tuple[jax.Array, jax.Array]:
     total = cfg.units * cfg.groups
     base = at.sequence * 2 * (total + cfg.chunks) + 2 * total + chunk
     return masks.spans[base], masks.spans[base + cfg.chunks]
 
 
 def scores(
-    cfg: Config, masks: Masks, at: Place, tile: Tile, queries: jax.Array, keys: jax.Array
+    cfg: Config, masks: Masks, at: GridStep, tile: Tile, queries: jax.Array, keys: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
     """([keys, rows] in units of log2, -inf where not seen; their derivative by the uncapped scores, or None for 1).
 
@@ -267,11 +267,11 @@ def scores(
     else:
         s *= cfg.scale * LOG2_E
     unit, first, count = tile.unit, tile.first, tile.count
-    own = lax.broadcasted_iota(jnp.int32, (1, cfg.rows), 1) & (cfg.positions - 1)
-    position = at.position + unit * cfg.positions + own
+    offset = lax.broadcasted_iota(jnp.int32, (1, cfg.rows), 1) & (cfg.positions - 1)
+    position = at.position + unit * cfg.positions + offset
     if cfg.alibi:
-        away = (first + lax.broadcasted_iota(jnp.int32, s.shape, 0) - position).astype(jnp.float32)
-        s += masks.rules[0, SLOPE : SLOPE + 1] * (away if cfg.mask.causal else -jnp.abs(away))
+        dist = (first + lax.broadcasted_iota(jnp.int32, s.shape, 0) - position).astype(jnp.float32)
+        s += masks.rules[0, SLOPE : SLOPE + 1] * (dist if cfg.mask.causal else -jnp.abs(dist))
     if tile.masked:
         (left, right), j = cfg.mask.window, first + lax.broadcasted_iota(jnp.int32, s.shape, 0)
         seen = j < jnp.minimum(at.length, tile.limit)
@@ -286,13 +286,13 @@ def scores(
         before = count - cfg.positions
         shape = (cfg.positions, cfg.rows)
         seen = lax.broadcasted_iota(jnp.int32, shape, 0) <= lax.broadcasted_iota(jnp.int32, shape, 1) & (cfg.positions - 1)
-        edge = jnp.where(_of_segment(cfg, masks, unit, first + before, cfg.positions, seen), s[before:], -jnp.inf)
+        diagonal = jnp.where(_of_segment(cfg, masks, unit, first + before, cfg.positions, seen), s[before:], -jnp.inf)
         if before:
-            free = s[:before]
+            unmasked = s[:before]
             if cfg.segments:
-                free = jnp.where(_of_segment(cfg, masks, unit, first, before, None), free, -jnp.inf)
-            edge = jnp.concatenate([free, edge])
-        s = edge
+                unmasked = jnp.where(_of_segment(cfg, masks, unit, first, before, None), unmasked, -jnp.inf)
+            diagonal = jnp.concatenate([unmasked, diagonal])
+        s = diagonal
     return s, slope
 
 
@@ -300,5 +300,5 @@ def _of_segment(cfg: Config, masks: Masks, unit: Any, first: Any, count: int, se
     if not cfg.segments:
         return seen
     of_keys = masks.key_segments[0, pl.ds(first, count), :]
-    alike = jnp.tile(of_keys, (1, cfg.rows // LANES)) == masks.row_segments[0, unit]
-    return alike if seen is None else seen & alike
+    same = jnp.tile(of_keys, (1, cfg.rows // LANES)) == masks.row_segments[0, unit]
+    return same if seen is None else seen & same

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from attn.jax.kernels.tpu._flash import TILE, Config, Masks, Place, Tile, each_chunk, place, scores
+from attn.jax.kernels.tpu._flash import TILE, Config, GridStep, Masks, Tile, each_chunk, grid_step, scores
 from attn.jax.kernels.tpu._refs import Ref, dot
 
 
@@ -34,13 +34,13 @@ class Refs:
     dq: Ref  # [1, 1, units, D, rows]
     dk: Ref  # [1, 1, D, keys] float32, before multiplying by `scale`
     dv: Ref  # [1, 1, Dv, keys] float32
-    kept: Ref  # [2, 2, TILE, rows]: of two tiles in turn, the probabilities and the gradients of the scores
+    p_ds: Ref  # [2, 2, TILE, rows]: double-buffered tiles of the probabilities and of the scores' gradients
     acc: Ref  # [units, D, rows] float32
 
 
 def run(cfg: Config, split: int, refs: Refs) -> None:
     """A group's step, which requires `acc` to be zero and leaves it zero; `split` successive heads' units share a kv head."""
-    at = place(cfg, refs.masks, pl.program_id(0), pl.program_id(2))
+    at = grid_step(cfg, refs.masks, pl.program_id(0), pl.program_id(2))
 
     @pl.when((at.group == 0) & (lax.rem(pl.program_id(1), split) == 0))
     def _clear() -> None:
@@ -60,20 +60,20 @@ def _finish(cfg: Config, refs: Refs, unit: Any) -> None:
     refs.acc[unit] = jnp.zeros(refs.acc.shape[1:], jnp.float32)
 
 
-def _attend(cfg: Config, refs: Refs, at: Place, tiles: list[Tile]) -> None:
-    """Process all tiles in one stretch; sums come one tile late, so that the matrix unit has work meanwhile."""
-    late = None
-    for i, tile in enumerate([part for whole in tiles for part in whole.parts(TILE)]):
-        kept = refs.kept.at[i % 2, :, : tile.count]
-        kept[0], kept[1] = _probabilities(cfg, refs, at, tile)
-        if late is not None:
-            late()
-        late = functools.partial(_add, cfg, refs, tile, kept)
-    if late is not None:
-        late()
+def _attend(cfg: Config, refs: Refs, at: GridStep, tiles: list[Tile]) -> None:
+    """Process all tiles in one unrolled block; sums run one tile behind, so that the matrix unit has work meanwhile."""
+    pending = None
+    for i, tile in enumerate([part for whole in tiles for part in whole.split(TILE)]):
+        p_ds = refs.p_ds.at[i % 2, :, : tile.count]
+        p_ds[0], p_ds[1] = _probabilities(cfg, refs, at, tile)
+        if pending is not None:
+            pending()
+        pending = functools.partial(_add, cfg, refs, tile, p_ds)
+    if pending is not None:
+        pending()
 
 
-def _probabilities(cfg: Config, refs: Refs, at: Place, tile: Tile) -> tuple[jax.Array, jax.Array]:
+def _probabilities(cfg: Config, refs: Refs, at: GridStep, tile: Tile) -> tuple[jax.Array, jax.Array]:
     """[keys, rows] each: p, and the gradient of the products of queries and keys, without `scale`."""
     keys = pl.ds(tile.first, tile.count)
     s, slope = scores(cfg, refs.masks, at, tile, refs.query[0, 0, tile.unit], refs.keys[0, 0, keys, :])
@@ -82,15 +82,15 @@ def _probabilities(cfg: Config, refs: Refs, at: Place, tile: Tile) -> tuple[jax.
     ds = p * (dp - refs.delta[0, 0, tile.unit])
     if slope is not None:
         ds *= slope
-    free = 0 if tile.masked or cfg.segments else tile.count - cfg.positions * tile.diagonal  # keys that all rows see
-    if free < tile.count:  # 0 * NaN, where a row's cotangent is NaN
-        edge = jnp.where(s[free:] == -jnp.inf, 0.0, ds[free:])
-        ds = jnp.concatenate([ds[:free], edge]) if free else edge
-    return p.astype(refs.kept.dtype), ds.astype(refs.kept.dtype)
+    unmasked = 0 if tile.masked or cfg.segments else tile.count - cfg.positions * tile.diagonal  # keys that all rows see
+    if unmasked < tile.count:  # 0 * NaN, where a row's cotangent is NaN
+        masked = jnp.where(s[unmasked:] == -jnp.inf, 0.0, ds[unmasked:])
+        ds = jnp.concatenate([ds[:unmasked], masked]) if unmasked else masked
+    return p.astype(refs.p_ds.dtype), ds.astype(refs.p_ds.dtype)
 
 
-def _add(cfg: Config, refs: Refs, tile: Tile, kept: Ref) -> None:
-    keys, p, ds = pl.ds(tile.first, tile.count), kept[0], kept[1]
+def _add(cfg: Config, refs: Refs, tile: Tile, p_ds: Ref) -> None:
+    keys, p, ds = pl.ds(tile.first, tile.count), p_ds[0], p_ds[1]
     refs.dv[0, 0, :, keys] += dot(refs.d_out[0, 0, tile.unit], p, 1, 1)
     refs.dk[0, 0, :, keys] += dot(refs.query[0, 0, tile.unit], ds, 1, 1)
     refs.acc[tile.unit] += dot(refs.key_columns[0, 0, :, keys], ds, 1, 0)

@@ -1,10 +1,10 @@
-"""The forward pass: no running maximum, and long straight stretches of code.
+"""The forward pass: no running maximum, and long unrolled blocks of code.
 
 Exponentials are computed from unshifted scores. That is exact as long as a row's sum is well within the range of float32,
-which holds for scores below 66 in magnitude; a unit with a row outside this range is recomputed, with the maximum found
-first. So no step waits for a maximum, the sum is never rescaled, and the order of keys is free: products, exponentials and
-products of different units overlap. The keys at the rows' own positions, the diagonal of a causal group, are one stretch
-that skips what no row sees; the others take one stretch per chunk, with all units of the group in each.
+which holds for scores below 66 in magnitude; a unit with a row outside this range is recomputed with a running
+maximum. So no step waits for a maximum, the sum is never rescaled, and the order of keys is free: products, exponentials
+and products of different units overlap. The keys at the rows' own positions, the diagonal of a causal group, are one block
+that skips what no row sees; the others take one block per chunk, with all units of the group in each.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from attn.jax.kernels.tpu._flash import SINK, Config, Masks, Place, Tile, each_chunk, overlaps, place, scores, seen_keys
+from attn.jax.kernels.tpu._flash import SINK, Config, GridStep, Masks, Tile, each_chunk, grid_step, overlaps, scores, seen_keys
 from attn.jax.kernels.tpu._refs import LOG2_E, Ref, dot
 
 #: A log-sum-exp up to this magnitude needs no maximum: it leaves 30 binary digits below for terms of the sum.
@@ -35,12 +35,12 @@ class Refs:
     lse: Ref  # [1, 1, units, 1, rows] float32
     total: Ref  # [units, 8, rows] float32: sums of exponentials, the 8 rows not yet added
     acc: Ref  # [units, Dv, rows] float32
-    top: Ref  # [8, rows] float32: the maximum, if needed
+    m: Ref  # [8, rows] float32: the maximum, if needed
 
 
 def run(cfg: Config, refs: Refs) -> None:
     """A group's step. It requires `total` and `acc` to be zero and leaves them zero."""
-    at = place(cfg, refs.masks, pl.program_id(0), pl.program_id(2))
+    at = grid_step(cfg, refs.masks, pl.program_id(0), pl.program_id(2))
 
     @pl.when((pl.program_id(1) == 0) & (at.group == 0))
     def _clear() -> None:
@@ -53,97 +53,97 @@ def run(cfg: Config, refs: Refs) -> None:
     each_chunk(cfg, refs.masks, at, functools.partial(_attend, cfg, refs, at), finish)
 
 
-def _attend(cfg: Config, refs: Refs, at: Place, tiles: list[Tile]) -> None:
-    """Process all tiles in one stretch, skewed so that the matrix unit has work during exponentials.
+def _attend(cfg: Config, refs: Refs, at: GridStep, tiles: list[Tile]) -> None:
+    """Process all tiles in one unrolled block, software-pipelined so that the matrix unit has work during exponentials.
 
-    The products of keys come one tile early, those of values one late.
+    The products of keys run one tile ahead, those of values one tile behind.
     """
-    wrong: list[jax.Array] = []
-    waiting = None
+    failed: list[jax.Array] = []
+    pending = None
     s = _tile_scores(cfg, refs, at, tiles[0])
     for i, tile in enumerate(tiles):
-        ahead = _tile_scores(cfg, refs, at, tiles[i + 1]) if i + 1 < len(tiles) else None
-        if waiting is not None:
-            wrong += _add_values(cfg, refs, at, *waiting)
+        next_scores = _tile_scores(cfg, refs, at, tiles[i + 1]) if i + 1 < len(tiles) else None
+        if pending is not None:
+            failed += _add_values(cfg, refs, at, *pending)
         p = jnp.exp2(s)
         refs.total[tile.unit] += jnp.sum(p.reshape(-1, 8, cfg.rows), axis=0)
-        waiting = tile, p.astype(refs.query.dtype)
-        if ahead is not None:
-            s = ahead
-    if waiting is not None:
-        wrong += _add_values(cfg, refs, at, *waiting)
-    if wrong:
-        _check(cfg, refs, at, wrong)
+        pending = tile, p.astype(refs.query.dtype)
+        if next_scores is not None:
+            s = next_scores
+    if pending is not None:
+        failed += _add_values(cfg, refs, at, *pending)
+    if failed:
+        _check(cfg, refs, at, failed)
 
 
-def _tile_scores(cfg: Config, refs: Refs, at: Place, tile: Tile) -> jax.Array:
+def _tile_scores(cfg: Config, refs: Refs, at: GridStep, tile: Tile) -> jax.Array:
     keys = refs.keys[0, 0, pl.ds(tile.first, tile.count), :]
     return scores(cfg, refs.masks, at, tile, refs.query[0, 0, tile.unit], keys)[0]
 
 
-def _add_values(cfg: Config, refs: Refs, at: Place, tile: Tile, p: jax.Array) -> list[jax.Array]:
+def _add_values(cfg: Config, refs: Refs, at: GridStep, tile: Tile, p: jax.Array) -> list[jax.Array]:
     """Returns `_finish`'s result for a unit's last tile."""
     refs.acc[tile.unit] += dot(refs.values[0, 0, :, pl.ds(tile.first, tile.count)], p, 1, 0)
     return [_finish(cfg, refs, at, tile.unit)] if tile.diagonal else []
 
 
-def _finish(cfg: Config, refs: Refs, at: Place, unit: Any) -> jax.Array:
+def _finish(cfg: Config, refs: Refs, at: GridStep, unit: Any) -> jax.Array:
     """Write a unit's results; [1, rows]: 1 for each real row whose sum needs a maximum, is empty, or is NaN, else 0."""
     total = jnp.sum(refs.total[unit], axis=0, keepdims=True)
     _write(cfg, refs, unit, jnp.zeros_like(total), total)
     return _outside(cfg, at, unit, refs.lse[0, 0, unit])
 
 
-def _outside(cfg: Config, at: Place, unit: Any, lse: jax.Array) -> jax.Array:
+def _outside(cfg: Config, at: GridStep, unit: Any, lse: jax.Array) -> jax.Array:
     lane = lax.broadcasted_iota(jnp.int32, lse.shape, 1) & (cfg.positions - 1)
     row = (at.group * cfg.units + unit) * cfg.positions + lane
-    fine = (jnp.abs(lse) <= _LARGEST) | (row < cfg.first_row) | (row >= cfg.first_row + cfg.num_rows)
-    return jnp.where(fine, 0.0, 1.0)
+    in_range = (jnp.abs(lse) <= _LARGEST) | (row < cfg.first_row) | (row >= cfg.first_row + cfg.num_rows)
+    return jnp.where(in_range, 0.0, 1.0)
 
 
-def _check(cfg: Config, refs: Refs, at: Place, wrong: list[jax.Array]) -> None:
-    """Recompute the units that have a wrong row."""
+def _check(cfg: Config, refs: Refs, at: GridStep, failed: list[jax.Array]) -> None:
+    """Recompute the units that have a row out of range."""
 
-    @pl.when(jnp.max(functools.reduce(jnp.maximum, wrong)) > 0)
-    def _some() -> None:
+    @pl.when(jnp.max(functools.reduce(jnp.maximum, failed)) > 0)
+    def _recompute_units() -> None:
         def unit(u: jax.Array, _: None) -> None:
             pl.when(jnp.max(_outside(cfg, at, u, refs.lse[0, 0, u])) > 0)(lambda: _exact(cfg, refs, at, u))
 
         lax.fori_loop(0, cfg.units, unit, None)
 
 
-def _write(cfg: Config, refs: Refs, unit: Any, top: jax.Array, total: jax.Array) -> None:
-    """Write out and lse of a unit, and zeros for the next; top, total: [1, rows]."""
+def _write(cfg: Config, refs: Refs, unit: Any, m: jax.Array, total: jax.Array) -> None:
+    """Write out and lse of a unit, and zeros for the next; m, total: [1, rows]."""
     weight = total
     if cfg.sinks:
-        weight = total + jnp.exp2(refs.masks.rules[0, SINK : SINK + 1] - top)
+        weight = total + jnp.exp2(refs.masks.rules[0, SINK : SINK + 1] - m)
     empty = total == 0.0
     normaliser = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, weight))
     refs.out[0, 0, unit] = (refs.acc[unit] * normaliser).astype(refs.out.dtype)
-    refs.lse[0, 0, unit] = (top + jnp.log2(total)) * (1 / LOG2_E)
+    refs.lse[0, 0, unit] = (m + jnp.log2(total)) * (1 / LOG2_E)
     refs.total[unit] = jnp.zeros(refs.total.shape[1:], jnp.float32)
     refs.acc[unit] = jnp.zeros(refs.acc.shape[1:], jnp.float32)
 
 
-def _exact(cfg: Config, refs: Refs, at: Place, unit: jax.Array) -> None:
-    """Recompute a unit, with every chunk masked and its maximum found first."""
-    refs.top[...] = jnp.full(refs.top.shape, -jnp.inf, jnp.float32)
+def _exact(cfg: Config, refs: Refs, at: GridStep, unit: jax.Array) -> None:
+    """Recompute a unit, with every chunk masked and a running maximum."""
+    refs.m[...] = jnp.full(refs.m.shape, -jnp.inf, jnp.float32)
 
     def step(c: jax.Array, _: None) -> None:
         @pl.when(overlaps(cfg, refs.masks, at, unit, c, cfg.keys))
         def _chunk() -> None:
             tile = Tile(unit, pl.multiple_of(c * cfg.chunk, cfg.chunk), cfg.chunk, masked=True, limit=cfg.keys)
             s = _tile_scores(cfg, refs, at, tile)
-            old = refs.top[...]
-            new = jnp.maximum(old, jnp.max(s, axis=0, keepdims=True))
+            old_m = refs.m[...]
+            new = jnp.maximum(old_m, jnp.max(s, axis=0, keepdims=True))
             safe = jnp.where(new == -jnp.inf, 0.0, new)
-            p, rescale = jnp.exp2(s - safe[:1]), jnp.exp2(old - safe)
-            refs.top[...] = new
+            p, rescale = jnp.exp2(s - safe[:1]), jnp.exp2(old_m - safe)
+            refs.m[...] = new
             refs.total[unit] = refs.total[unit] * rescale + jnp.sum(p.reshape(-1, 8, cfg.rows), axis=0)
             refs.acc[unit] = refs.acc[unit] * rescale[:1]
             _add_values(cfg, refs, at, tile, p.astype(refs.query.dtype))
 
     low, high = seen_keys(cfg, at, at.position + unit * cfg.positions, cfg.positions)
     lax.fori_loop(lax.div(low, cfg.chunk), lax.div(high + (cfg.chunk - 1), cfg.chunk), step, None)
-    top = refs.top[:1]
-    _write(cfg, refs, unit, jnp.where(top == -jnp.inf, 0.0, top), jnp.sum(refs.total[unit], axis=0, keepdims=True))
+    m = refs.m[:1]
+    _write(cfg, refs, unit, jnp.where(m == -jnp.inf, 0.0, m), jnp.sum(refs.total[unit], axis=0, keepdims=True))

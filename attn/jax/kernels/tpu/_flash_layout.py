@@ -60,39 +60,39 @@ class Layout:
 
     def padded_rows(self, x: jax.Array, **kwargs: Any) -> jax.Array:
         """Pad axis 1 of x from S to the rows of all units."""
-        behind = self.units * self.cfg.positions - self.rows - self.cfg.first_row
-        return jnp.pad(x, [(0, 0), (self.cfg.first_row, behind)] + [(0, 0)] * (x.ndim - 2), **kwargs)
+        after = self.units * self.cfg.positions - self.rows - self.cfg.first_row
+        return jnp.pad(x, [(0, 0), (self.cfg.first_row, after)] + [(0, 0)] * (x.ndim - 2), **kwargs)
 
     def padded_keys(self, x: jax.Array, **kwargs: Any) -> jax.Array:
         """Pad axis 1 of x from M to the keys of all launches."""
         return jnp.pad(x, [(0, 0), (0, self.launches * self.cfg.keys - self.num_keys)] + [(0, 0)] * (x.ndim - 2), **kwargs)
 
-    def _cut(self, x: jax.Array, **kwargs: Any) -> jax.Array:
+    def _by_unit(self, x: jax.Array, **kwargs: Any) -> jax.Array:
         """[B, S, H, E] -> [B, units, Q, K1, G, E]."""
         rows = self.padded_rows(x, **kwargs)
         return rows.reshape(self.batch, self.units, self.cfg.positions, self.unit_heads, self.cfg.heads, -1)
 
     def columns(self, x: jax.Array, **kwargs: Any) -> jax.Array:
         """[B, S, H, E] -> [B, K1, units, E, rows]."""
-        parts = self._cut(x, **kwargs)
-        return parts.transpose(0, 3, 1, 5, 4, 2).reshape(self.batch, self.unit_heads, self.units, -1, self.cfg.rows)
+        units = self._by_unit(x, **kwargs)
+        return units.transpose(0, 3, 1, 5, 4, 2).reshape(self.batch, self.unit_heads, self.units, -1, self.cfg.rows)
 
     def of_columns(self, x: jax.Array) -> jax.Array:
         """[B, K1, units, E, rows] -> [B, S, H, E]."""
         size = x.shape[3]
-        parts = x.reshape(self.batch, self.unit_heads, self.units, size, self.cfg.heads, self.cfg.positions)
-        rows = parts.transpose(0, 2, 5, 1, 4, 3).reshape(self.batch, -1, self.unit_heads * self.cfg.heads, size)
+        units = x.reshape(self.batch, self.unit_heads, self.units, size, self.cfg.heads, self.cfg.positions)
+        rows = units.transpose(0, 2, 5, 1, 4, 3).reshape(self.batch, -1, self.unit_heads * self.cfg.heads, size)
         return rows[:, self.cfg.first_row : self.cfg.first_row + self.rows]
 
     def of_keys(self, x: jax.Array) -> jax.Array:
         """[B, M, K, E] -> [launches, B, K, keys, E]."""
-        parts = self.padded_keys(x).reshape(self.batch, self.launches, self.cfg.keys, *x.shape[2:])
-        return parts.transpose(1, 0, 3, 2, 4)
+        keys = self.padded_keys(x).reshape(self.batch, self.launches, self.cfg.keys, *x.shape[2:])
+        return keys.transpose(1, 0, 3, 2, 4)
 
     def from_keys(self, x: jax.Array) -> jax.Array:
         """[launches, B, K, keys, E] -> [B, M, K, E]."""
-        parts = x.transpose(1, 0, 3, 2, 4)
-        return parts.reshape(self.batch, -1, *parts.shape[3:])[:, : self.num_keys]
+        keys = x.transpose(1, 0, 3, 2, 4)
+        return keys.reshape(self.batch, -1, *keys.shape[3:])[:, : self.num_keys]
 
     def by_rule(self, x: jax.Array | None) -> jax.Array:
         """[H] -> [K1, rows] float32."""
@@ -111,16 +111,16 @@ def layout_of(static: Static, q: jax.Array, v: jax.Array, extras: Extras, *, bac
         heads = group
     window = static.mask.window != (None, None)
     extents = Extents(heads, rows, num_keys, head_size, value_size, q.dtype.itemsize, backward, window)
-    given = static.block_sizes
-    sizes = block_sizes_for(static.device.chip, extents) if given is None else given[backward]
+    chosen = static.block_sizes
+    sizes = block_sizes_for(static.device.chip, extents) if chosen is None else chosen[backward]
     chunk = sizes.chunk
     while sizes.units * sizes.positions % chunk:
         chunk //= 2  # groups are aligned to chunks
     first_row = (num_keys - rows) % chunk if static.mask.causal and rows > sizes.positions else 0
     needed = -(-(rows + first_row) // sizes.positions)
-    most = min(sizes.units, needed)
+    max_units = min(sizes.units, needed)
     # the fewest padding units of any choice; of equal ones the largest
-    choices = [n for n in range(max(1, most // 2), most + 1) if n >= needed or n * sizes.positions % chunk == 0]
+    choices = [n for n in range(max(1, max_units // 2), max_units + 1) if n >= needed or n * sizes.positions % chunk == 0]
     units = min(choices, key=lambda n: (-(-needed // n) * n, -n))
     groups = -(-needed // units)
     # a causal group's diagonal is complete
@@ -128,9 +128,9 @@ def layout_of(static: Static, q: jax.Array, v: jax.Array, extras: Extras, *, bac
     keys = min(-(-span // chunk) * chunk, sizes.keys)
     of_rows = heads, sizes.positions, units, groups, chunk, keys, first_row, rows
     of_extras = extras.alibi_slopes is not None, False, extras.q_segment_ids is not None
-    parts: list[Any] = [*vars(static).values(), *of_rows, *of_extras]
+    fields: list[Any] = [*vars(static).values(), *of_rows, *of_extras]
     split = group // heads
-    return Layout(Config(*parts), batch, rows, num_kv_heads * split, split, -(-num_keys // keys), num_keys)
+    return Layout(Config(*fields), batch, rows, num_kv_heads * split, split, -(-num_keys // keys), num_keys)
 
 
 def block_sizes_for(chip: str, extents: Extents) -> BlockSizes:
@@ -142,7 +142,7 @@ def block_sizes_for(chip: str, extents: Extents) -> BlockSizes:
     units = max(1, min(8, 4096 // lanes) // (1 if itemsize == 2 else 4) // (2 if backward else 1))
     chunk = 512 if num_keys > 256 else 256 if num_keys > 128 else 128
     if num_keys >= 2048 and itemsize == 2 and vmem >= 64 * MIB and not (window or backward):
-        chunk = 1024  # then few chunks are masked, and a stretch's ends cost as much as 250 registers of scores
+        chunk = 1024  # then few chunks are masked, and the ends of an unrolled block cost as much as 250 registers of scores
 
     def fits(units: int, chunk: int, keys: int) -> bool:
         return vmem_bytes(BlockSizes(positions, units, chunk, keys), extents) <= vmem * 5 // 8
@@ -188,8 +188,8 @@ def masks_of(layout: Layout, extras: Extras) -> dict[str, jax.Array]:
         of_keys = of_keys.reshape(batch, layout.launches, cfg.chunks, cfg.chunk).swapaxes(0, 1)
         spans = [of_rows.min(3), of_rows.max(3)]
         by_launch = [jnp.broadcast_to(x.reshape(1, batch, -1), (layout.launches, batch, layout.units)) for x in spans]
-        parts = [*by_launch, of_keys.min(3), of_keys.max(3)]
-        arrays["spans"] = jnp.concatenate(parts, axis=2).reshape(layout.launches, -1)
+        extremes = [*by_launch, of_keys.min(3), of_keys.max(3)]
+        arrays["spans"] = jnp.concatenate(extremes, axis=2).reshape(layout.launches, -1)
         arrays["row_segments"] = jnp.tile(of_rows, (1, 1, 1, cfg.heads))
         lanes = of_keys.reshape(layout.launches, batch, cfg.keys, 1)
         arrays["key_segments"] = jnp.broadcast_to(lanes, (*lanes.shape[:3], LANES))

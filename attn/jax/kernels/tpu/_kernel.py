@@ -53,8 +53,8 @@ def _longs(cfg: Config, refs: Refs) -> _pages.ItemOps:
         def step(first: jax.Array, size: int) -> _long.Step:
             return _long.Step(slot, first, begin + first, size)
 
-        def whole(first: jax.Array, size: int, parts: Callable[[jax.Array], None]) -> None:
-            """Keys that every row sees in one step, and others by parts."""
+        def whole(first: jax.Array, size: int, split: Callable[[jax.Array], None]) -> None:
+            """Process keys that every row sees in one step; call split(first) for others."""
             clear = _long.is_clear(cfg, item, begin + first, begin + first + size)
 
             @pl.when(clear)
@@ -62,15 +62,15 @@ def _longs(cfg: Config, refs: Refs) -> _pages.ItemOps:
                 _long.attend(cfg, refs, item, step(first, size), 0)
                 _long.recompute(cfg, refs, item, step(first, size))
 
-            pl.when(jnp.logical_not(clear))(lambda: parts(first))
+            pl.when(jnp.logical_not(clear))(lambda: split(first))
 
         def edge(first: jax.Array) -> None:
             """The same keys in smaller steps, with masks for those that need them."""
             stop = jnp.minimum(item.high - begin - first, cfg.chunk)
             steps = lax.div(jnp.maximum(stop, 0) + (cfg.key_tile - 1), cfg.key_tile)
-            strangers = (stop < cfg.chunk) | (begin + first < item.low)
+            has_unseen = (stop < cfg.chunk) | (begin + first < item.low)
 
-            @pl.when((stop > 0) & strangers)
+            @pl.when((stop > 0) & has_unseen)
             def _() -> None:
                 # no step reads others, but one that is compared with several ranges is never short
                 least = cfg.last if cfg.last and cfg.ranges < 2 else cfg.key_tile
@@ -84,15 +84,15 @@ def _longs(cfg: Config, refs: Refs) -> _pages.ItemOps:
             def small(at: jax.Array) -> None:
                 clear = _long.is_clear(cfg, item, begin + at, begin + at + cfg.key_tile)
                 pl.when(clear)(lambda: _long.attend(cfg, refs, item, step(at, cfg.key_tile), 0))
-                one = jnp.logical_not(clear)
+                masked = jnp.logical_not(clear)
                 if item.more is not None and cfg.ranges > 1:
-                    pl.when(one & (item.more > 0))(lambda: _long.attend(cfg, refs, item, step(at, cfg.key_tile), cfg.ranges))
-                    one &= item.more == 0
+                    pl.when(masked & (item.more > 0))(lambda: _long.attend(cfg, refs, item, step(at, cfg.key_tile), cfg.ranges))
+                    masked &= item.more == 0
                 if cfg.last:
-                    few = one & (item.high - begin - at <= cfg.last)
-                    pl.when(few)(lambda: _long.attend(cfg, refs, item, step(at, cfg.last), 1))
-                    one &= jnp.logical_not(few)
-                pl.when(one)(lambda: _long.attend(cfg, refs, item, step(at, cfg.key_tile), 1))
+                    is_short = masked & (item.high - begin - at <= cfg.last)
+                    pl.when(is_short)(lambda: _long.attend(cfg, refs, item, step(at, cfg.last), 1))
+                    masked &= jnp.logical_not(is_short)
+                pl.when(masked)(lambda: _long.attend(cfg, refs, item, step(at, cfg.key_tile), 1))
                 _long.recompute(cfg, refs, item, step(at, cfg.key_tile))
 
             lax.fori_loop(0, steps, one, None)

@@ -1,4 +1,4 @@
-"""What launches of the paged kernels share: the device, buffers, the limit on scalars, and the pallas_call."""
+"""The launch of a paged kernel: the device, buffers, the limit on scalars, and the pallas_call."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -12,20 +12,20 @@ from attn.jax.kernels.tpu._plan import Plan
 from attn.jax.kernels.tpu._refs import PagedConfig, block_shape
 
 
-class Device(NamedTuple):
+class TpuDevice(NamedTuple):
     """A chip, and how it is interpreted: False or `pltpu.InterpretParams`."""
 
     chip: str
     interpret: Any
 
 
-def device(chip: str | None, interpret: Any) -> Device:
+def device(chip: str | None, interpret: Any) -> TpuDevice:
     """For None: the TPU that is compiled for, without interpreting; without a TPU, a v5e in the interpreter."""
     if chip is None:
         chip = target()
     if interpret is None:
         interpret = pltpu.InterpretParams() if chip is None else False
-    return Device(chip or "v5e", interpret)
+    return TpuDevice(chip or "v5e", interpret)
 
 
 def compiler_params(chip: str, *semantics: str) -> pltpu.CompilerParams:
@@ -61,14 +61,14 @@ def write_buffers(cfg: PagedConfig, stored: Any) -> dict[str, Any]:
         return {}
     stage = pltpu.VMEM((cfg.ring, cfg.planes, cfg.num_kv_heads, cfg.tile, cfg.lanes), stored)
     ring = pltpu.SemaphoreType.DMA((cfg.ring,))
-    made = {"old": stage, "new": stage, "read_sem": ring, "write_sem": ring}
-    return made | ({"run_sem": pltpu.SemaphoreType.DMA(())} if cfg.num_runs else {})
+    scratch = {"old": stage, "new": stage, "read_sem": ring, "write_sem": ring}
+    return scratch | ({"run_sem": pltpu.SemaphoreType.DMA(())} if cfg.num_runs else {})
 
 
 def paged(
     body: Callable[[dict[str, Any]], None],
     cfg: PagedConfig,
-    device: Device,
+    device: TpuDevice,
     plan: Plan,
     arrays: Mapping[str, jax.Array],
     cache: jax.Array,
@@ -89,9 +89,9 @@ def paged(
             f"block_table of {cfg.num_requests} requests x {cfg.columns} blocks and its plan take {needed} bytes of SMEM: "
             f"{device.chip} has {chip.smem}; use fewer requests a batch or a larger block_size"
         )
-    given = {**scalars, **arrays, "cache_in": cache}
-    made = {**buffers.results, "cache": jax.ShapeDtypeStruct(cache.shape, cache.dtype)}
-    names = [*given, *made, *buffers.scratch]
+    operands = {**scalars, **arrays, "cache_in": cache}
+    out_shapes = {**buffers.results, "cache": jax.ShapeDtypeStruct(cache.shape, cache.dtype)}
+    names = [*operands, *out_shapes, *buffers.scratch]
 
     def kernel(*refs: Any) -> None:
         named = dict(zip(names, refs, strict=True))
@@ -107,13 +107,13 @@ def paged(
             num_scalar_prefetch=len(scalars),
             grid=(1,),
             in_specs=[*map(spec, arrays), spec("cache_in")],
-            out_specs=[*map(spec, made)],
+            out_specs=[*map(spec, out_shapes)],
             scratch_shapes=list(buffers.scratch.values()),
         ),
-        out_shape=list(made.values()),
-        input_output_aliases={len(given) - 1: len(made) - 1},
+        out_shape=list(out_shapes.values()),
+        input_output_aliases={len(operands) - 1: len(out_shapes) - 1},
         compiler_params=compiler_params(device.chip, "arbitrary"),
         interpret=device.interpret,
         name=name,
-    )(*given.values())
-    return dict(zip(made, results, strict=True))
+    )(*operands.values())
+    return dict(zip(out_shapes, results, strict=True))

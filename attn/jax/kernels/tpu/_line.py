@@ -8,8 +8,8 @@ one request that sees all of it is processed as a whole.
 Keys that a request does not see have a weight of 0 and values that are finite, unless a page has a NaN in a slot without a key
 or a number that another request sees: then the sums are not finite, and the request is processed again, exactly.
 
-The queries of a request arrive with the block of its first segment. Its sums are in one of as many places as a block has
-segments, since a block has at most that many owners and requests finish in their order.
+The queries of a request arrive with the block of its first segment. There are as many buffers of sums as a block has segments,
+since a block has at most that many owners and requests finish in their order.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ from attn.jax.kernels.tpu import _pages, _plan, _single
 from attn.jax.kernels.tpu._refs import Config, Refs
 from attn.jax.kernels.tpu._single import Keys
 
-#: The place of a segment in the line: the number of its owner, and its own among the owner's.
-Place = tuple[jax.Array, jax.Array]
+#: The index of a segment in the line: that of its owner, and its index among the owner's.
+SegmentIndex = tuple[jax.Array, jax.Array]
 
 
 class Segment(NamedTuple):
@@ -36,9 +36,9 @@ class Segment(NamedTuple):
     owner: jax.Array
     number: jax.Array
     live: jax.Array
-    of: jax.Array  # the number of its owner's
+    owner_segments: jax.Array  # how many its owner has
     pages: jax.Array  # that hold a visible key
-    table: jax.Array  # the place of the first one's id
+    table: jax.Array  # the block table's entry of the first one
 
     @property
     def starts(self) -> jax.Array:
@@ -62,9 +62,9 @@ class Line:
     def blocks(self) -> jax.Array:
         return self.refs.counts[3]  # type: ignore[no-any-return]
 
-    def segment(self, place: Place) -> Segment:
-        """The segment at a place; past the end, one without keys."""
-        cfg, (owner, number) = self.cfg, place
+    def segment(self, index: SegmentIndex) -> Segment:
+        """The segment at an index; past the end, one without keys."""
+        cfg, (owner, number) = self.cfg, index
         live, i = owner < self.count, jnp.minimum(owner, cfg.num_items - 1)
         item, origin = self.loads.item(i), self.loads.first_page(i) * cfg.page
         begin = origin + number * cfg.segment
@@ -77,34 +77,34 @@ class Line:
         table = self.loads.field(_plan.TABLE, i) + lax.div(begin, cfg.page)
         return Segment(keys, owner, number, live, self.loads.field(_plan.BLOCKS, i), pages, table)
 
-    def after(self, one: Segment, number: int) -> Place:
-        """The place `number` segments after one; they are of its owner. Segments in a gap are skipped."""
-        cfg, keys, then = self.cfg, one.keys, one.number + number
-        ends = one.live & (then >= one.of)
-        origin = keys.begin - one.number * cfg.segment
+    def after(self, segment: Segment, number: int) -> SegmentIndex:
+        """The index `number` segments after one, all of its owner. Segments in a gap are skipped."""
+        cfg, keys, next_number = self.cfg, segment.keys, segment.number + number
+        ends = segment.live & (next_number >= segment.owner_segments)
+        origin = keys.begin - segment.number * cfg.segment
         for low, stop in keys.gaps:
             first = lax.div(jnp.maximum(low - origin, 0) + (cfg.segment - 1), cfg.segment)
             beyond = lax.div(jnp.maximum(stop - origin, 0), cfg.segment)
-            then = jnp.where((then >= first) & (then < beyond), beyond, then)
-        return jnp.where(ends, one.owner + 1, one.owner), jnp.where(ends, 0, then)
+            next_number = jnp.where((next_number >= first) & (next_number < beyond), beyond, next_number)
+        return jnp.where(ends, segment.owner + 1, segment.owner), jnp.where(ends, 0, next_number)
 
-    def segments(self, place: Place) -> tuple[list[Segment], Place]:
-        """(those of the block that begins at `place`, the place after them)."""
-        found = []
+    def segments(self, index: SegmentIndex) -> tuple[list[Segment], SegmentIndex]:
+        """(those of the block that begins at `index`, the index after them)."""
+        segments = []
         for _ in range(self.cfg.segments):
-            found.append(self.segment(place))
-            place = self.after(found[-1], 1)
-        return found, place
+            segments.append(self.segment(index))
+            index = self.after(segments[-1], 1)
+        return segments, index
 
-    def is_whole(self, one: Segment) -> jax.Array:
+    def is_whole(self, segment: Segment) -> jax.Array:
         """Whether the block that begins with a segment is all its owner's, who sees all of it.
 
         Never so if bits must not depend on where in the line a request is: segments are the same anywhere.
         """
         if self.cfg.invariant:
             return jnp.bool_(False)
-        (_, _, begin, low, high, _, gaps), stop = one.keys, one.keys.begin + self.cfg.kv_block
-        whole = one.live & (begin >= low) & (stop <= high)
+        (_, _, begin, low, high, _, gaps), stop = segment.keys, segment.keys.begin + self.cfg.kv_block
+        whole = segment.live & (begin >= low) & (stop <= high)
         for low, high in gaps:
             whole &= (stop <= low) | (begin >= high)
         return whole
@@ -112,9 +112,9 @@ class Line:
     def row(self, owner: jax.Array) -> jax.Array:
         return self.loads.field(_plan.ROW, owner)
 
-    def queries(self, one: Segment, slot: jax.Array) -> Any:
-        refs, row = self.refs, self.row(jnp.minimum(one.owner, self.cfg.num_items - 1))
-        return _pages.copy(refs.query1.at[row], refs.q1.at[one.keys.query], refs.kv_sem.at[slot])
+    def queries(self, segment: Segment, slot: jax.Array) -> Any:
+        refs, row = self.refs, self.row(jnp.minimum(segment.owner, self.cfg.num_items - 1))
+        return _pages.copy(refs.query1.at[row], refs.q1.at[segment.keys.query], refs.kv_sem.at[slot])
 
     def outputs(self, owner: jax.Array) -> list[Any]:
         refs, at = self.refs, lax.rem(owner, self.cfg.segments)
@@ -130,66 +130,66 @@ class Line:
         def head(n: jax.Array, _: None) -> None:
             at = lax.rem(n, per_slot)
             plane = first + lax.div(at, cfg.num_kv_heads)
-            place = lax.div(n, per_slot), plane, lax.rem(at, cfg.num_kv_heads)
-            kv[place] = jnp.zeros(kv.shape[3:], kv.dtype)
+            index = lax.div(n, per_slot), plane, lax.rem(at, cfg.num_kv_heads)
+            kv[index] = jnp.zeros(kv.shape[3:], kv.dtype)
 
         lax.fori_loop(0, jnp.where(self.blocks > 0, cfg.slots * per_slot, 0), head, None)
 
-    def start(self, place: Place, slot: jax.Array) -> Place:
-        """Start loading the block at a place into `slot`; return the place after it."""
-        cfg, first = self.cfg, self.segment(place)
+    def start(self, index: SegmentIndex, slot: jax.Array) -> SegmentIndex:
+        """Start loading the block at an index into `slot`; return the index after it."""
+        cfg, first = self.cfg, self.segment(index)
         per_segment, per_block = cfg.segment // cfg.page, cfg.kv_block // cfg.page
 
-        def whole() -> Place:
+        def whole() -> SegmentIndex:
             pl.when(first.starts)(self.queries(first, slot).start)
             for n in range(per_block):
                 self.loads.page(first.table + n, n, slot).start()
             return self.after(first, cfg.segments)
 
-        def shared() -> Place:
-            found, after = self.segments(place)
-            for t, one in enumerate(found):
-                pl.when(one.starts)(self.queries(one, slot).start)
+        def shared() -> SegmentIndex:
+            segments, next_index = self.segments(index)
+            for t, segment in enumerate(segments):
+                pl.when(segment.starts)(self.queries(segment, slot).start)
                 for n in range(per_segment):
-                    pl.when(n < one.pages)(self.loads.page(one.table + n, t * per_segment + n, slot).start)
-            return after
+                    pl.when(n < segment.pages)(self.loads.page(segment.table + n, t * per_segment + n, slot).start)
+            return next_index
 
         return lax.cond(self.is_whole(first), whole, shared)  # type: ignore[no-any-return]
 
     def wait(self, pages: jax.Array, slot: jax.Array) -> None:
         self.loads.wait_for(pages, lambda n: self.loads.page(jnp.int32(0), n, slot), slot)
 
-    def process(self, place: Place, slot: jax.Array) -> Place:
-        """Process the block at a place, and finish the requests that end in it; return the place after it."""
-        cfg, refs, first = self.cfg, self.refs, self.segment(place)
+    def process(self, index: SegmentIndex, slot: jax.Array) -> SegmentIndex:
+        """Process the block at an index, and finish the requests that end in it; return the index after it."""
+        cfg, refs, first = self.cfg, self.refs, self.segment(index)
 
-        def whole() -> Place:
+        def whole() -> SegmentIndex:
             pl.when(first.starts)(self.queries(first, slot).wait)
             self.loads.whole(slot).wait()
             size = min(cfg.kv_block, _single.KEYS_AT_ONCE)
             _single.attend(cfg, refs, slot, [(first.keys, at, size) for at in range(0, cfg.kv_block, size)], False)
             return self.after(first, cfg.segments)
 
-        def shared() -> Place:
-            found, after = self.segments(place)
-            for one in found:
-                pl.when(one.starts)(self.queries(one, slot).wait)
-            self.wait(functools.reduce(jnp.add, [one.pages for one in found]), slot)
-            parts = [(one.keys, t * cfg.segment, cfg.segment) for t, one in enumerate(found)]
-            _single.attend(cfg, refs, slot, parts, True)
-            return after
+        def shared() -> SegmentIndex:
+            segments, next_index = self.segments(index)
+            for segment in segments:
+                pl.when(segment.starts)(self.queries(segment, slot).wait)
+            self.wait(functools.reduce(jnp.add, [segment.pages for segment in segments]), slot)
+            tiles = [(segment.keys, t * cfg.segment, cfg.segment) for t, segment in enumerate(segments)]
+            _single.attend(cfg, refs, slot, tiles, True)
+            return next_index
 
-        after = lax.cond(self.is_whole(first), whole, shared)
+        next_index = lax.cond(self.is_whole(first), whole, shared)
 
-        @pl.when(after[0] > first.owner)
+        @pl.when(next_index[0] > first.owner)
         def _() -> None:
             @pl.when(_single.failed(cfg, refs))
             def _() -> None:
-                lax.fori_loop(first.owner, after[0], lambda owner, _: self.recompute(owner, slot), None)
+                lax.fori_loop(first.owner, next_index[0], lambda owner, _: self.recompute(owner, slot), None)
 
-            lax.fori_loop(first.owner, after[0], lambda owner, _: self.finish(owner), None)
+            lax.fori_loop(first.owner, next_index[0], lambda owner, _: self.finish(owner), None)
 
-        return after
+        return next_index
 
     def finish(self, owner: jax.Array) -> None:
         cfg, refs, at = self.cfg, self.refs, lax.rem(owner, self.cfg.segments)
@@ -203,11 +203,11 @@ class Line:
         cfg, at = self.cfg, lax.rem(owner, self.cfg.segments)
 
         def again(number: jax.Array, _: None) -> None:
-            one = self.segment((owner, number))
+            segment = self.segment((owner, number))
             for n in range(cfg.segment // cfg.page):
-                pl.when(n < one.pages)(self.loads.page(one.table + n, n, slot).start)
-            self.wait(one.pages, slot)
-            _single.attend(cfg, self.refs, slot, [(one.keys, 0, cfg.segment)], True, exact=True)
+                pl.when(n < segment.pages)(self.loads.page(segment.table + n, n, slot).start)
+            self.wait(segment.pages, slot)
+            _single.attend(cfg, self.refs, slot, [(segment.keys, 0, cfg.segment)], True, exact=True)
 
         @pl.when(_single.failed(cfg, self.refs, at))
         def _() -> None:
@@ -215,8 +215,8 @@ class Line:
             lax.fori_loop(0, self.loads.field(_plan.BLOCKS, owner), again, None)
 
 
-def attend(line: Line, ahead: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Process the line. `ahead` and what is returned: see `before` of `_pages.attend`."""
+def attend(line: Line, next_load: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Process the line. `next_load` and what is returned: see `after` of `_pages.attend`."""
     cfg, loads, zero = line.cfg, line.loads, jnp.int32(0)
     for at in range(cfg.segments):
         _single.reset(cfg, line.refs, at)
@@ -235,14 +235,14 @@ def attend(line: Line, ahead: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
 
     def process(block: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         slot, owner, number = state[:3]
-        ahead = start_next(block + cfg.slots - 1, state[3:])
-        return loads.after(slot), *line.process((owner, number), slot), *ahead
+        next_load = start_next(block + cfg.slots - 1, state[3:])
+        return loads.after(slot), *line.process((owner, number), slot), *next_load
 
-    state = lax.fori_loop(0, cfg.slots - 1, start_next, (zero, zero, *ahead))
-    slot, _, _, _, _, *ahead = lax.fori_loop(0, line.blocks, process, (zero, zero, zero, *state))
+    state = lax.fori_loop(0, cfg.slots - 1, start_next, (zero, zero, *next_load))
+    slot, _, _, _, _, *next_load = lax.fori_loop(0, line.blocks, process, (zero, zero, zero, *state))
 
     def drain(owner: jax.Array, _: None) -> None:
         _pages.wait(line.outputs(owner))
 
     lax.fori_loop(jnp.maximum(line.count - cfg.segments, 0), line.count, drain, None)
-    return slot, *ahead
+    return slot, *next_load

@@ -37,9 +37,9 @@ from attn.jax.kernels.tpu._refs import (
     widened_exactly,
 )
 
-#: What `Refs.turn` has: which of the sums are current, whether the step must be repeated, and which sums it has read.
+#: The scalars of `Refs.flags`: the current buffer of the sums, whether the step must be repeated, and the buffer that it read.
 CURRENT, REPEAT, READ = range(3)
-#: The buffer of an item that has had no step: zeros, which all heads share.
+#: The buffer that an item's first step reads: zeros, one for all heads.
 ZEROS = 2
 
 #: Rows of a register of 32-bit elements.
@@ -55,15 +55,15 @@ class Step(NamedTuple):
     size: int
 
 
-#: How far from 1, in powers of two, a sum of exponentials may be before m is chosen again. Terms that vanish beside a sum
+#: m is chosen again once log2 of a sum of exponentials leaves +-_MAX_LOG2_SUM. Terms that vanish beside a sum
 #: this small are below 2 ** -66 of it, and products with a sum this large are far from overflow.
-_ROOM = 60.0
+_MAX_LOG2_SUM = 60.0
 
 #: Keys whose weights wait for their product with the values, so that the matrix unit has work during exponentials. A short
 #: step has as many score matrices in waiting as others: of eight heads' one each, few would be left beside the exponentials.
-_KEYS_WAITING = 768
+_PENDING_KEYS = 768
 
-#: Heads whose results are transposed in one straight stretch: each waits only for the transpose unit.
+#: Heads whose results are transposed in one unrolled block: each waits only for the transpose unit.
 _HEADS_AT_ONCE = 4
 
 
@@ -79,7 +79,7 @@ def _sums(cfg: Config, buffer: jax.Array, k: Any) -> jax.Array:
 
 
 def reset(refs: Refs) -> None:
-    refs.turn[CURRENT] = ZEROS
+    refs.flags[CURRENT] = ZEROS
     refs.m[...] = jnp.zeros(refs.m.shape, jnp.float32)
 
 
@@ -108,9 +108,9 @@ def attend(cfg: Config, refs: Refs, item: Item, step: Step, masked: int) -> None
 
     masked: how many ranges of each row are compared with the keys; 0 if every row sees every key.
     """
-    before = refs.turn[CURRENT]
+    before = refs.flags[CURRENT]
     after = jnp.where(before == 0, 1, 0)
-    refs.turn[CURRENT], refs.turn[READ] = after, before
+    refs.flags[CURRENT], refs.flags[READ] = after, before
     refs.recompute[...] = jnp.zeros(refs.recompute.shape, jnp.int32)
     at_once = 1
     while cfg.num_kv_heads % (2 * at_once) == 0 and 2 * at_once * cfg.rows * step.size <= cfg.stretch:
@@ -125,9 +125,9 @@ def attend(cfg: Config, refs: Refs, item: Item, step: Step, masked: int) -> None
 def recompute(cfg: Config, refs: Refs, item: Item, step: Step) -> None:
     """Repeat a step if `refs.recompute` is set. Separate from `attend`, so that masked and other steps share the code."""
 
-    @pl.when(refs.turn[REPEAT] > 0)
+    @pl.when(refs.flags[REPEAT] > 0)
     def _() -> None:
-        before, after = refs.turn[READ], refs.turn[CURRENT]
+        before, after = refs.flags[READ], refs.flags[CURRENT]
 
         def head(k: jax.Array, _: None) -> None:
             _exact(cfg, refs, item, step, k, before, after)
@@ -141,13 +141,13 @@ def _streamed(
     """One pass over the scores, with the current m.
 
     If a sum leaves its range, or a number that not every row may see is not finite, `recompute` is set and the step is
-    repeated. The products with values come late.
+    repeated. The products with values are delayed by a few tiles.
     """
     key_tile = min(cfg.key_tile, step.size)
-    tiles = [(top, at) for top in range(0, cfg.rows, cfg.row_tile) for at in range(0, step.size, key_tile)]
+    tiles = [(first_row, at) for first_row in range(0, cfg.rows, cfg.row_tile) for at in range(0, step.size, key_tile)]
     # 0 * NaN is NaN for the rows that may not see it; `rebiased` notices those of its codes
-    may_be_strange = masked and jnp.issubdtype(refs.kv.dtype, jnp.floating) and not cfg.rebiased
-    waiting: list[Any] = []
+    may_be_nonfinite = masked and jnp.issubdtype(refs.kv.dtype, jnp.floating) and not cfg.rebiased
+    pending: list[Any] = []
 
     def add_values(k: jax.Array, at: slice, keys_at: Any, p: jax.Array, source: jax.Array) -> None:
         values = widened(cfg, rows_at(cfg, refs, step.slot, cfg.planes - 1, k, keys_at), p.dtype, refs.recompute)
@@ -155,40 +155,40 @@ def _streamed(
         refs.acc[after * cfg.num_kv_heads + k, :, at] = total
 
     for k in heads:
-        for top, offset in tiles:
-            at = slice(top, top + cfg.row_tile)
+        for first_row, offset in tiles:
+            at = slice(first_row, first_row + cfg.row_tile)
             keys_at = pl.ds(step.start + offset, key_tile)
             keys = widened(cfg, rows_at(cfg, refs, step.slot, 0, k, keys_at), refs.q.dtype, refs.recompute)
-            if may_be_strange and top == 0:
+            if may_be_nonfinite and first_row == 0:
                 values = rows_at(cfg, refs, step.slot, cfg.planes - 1, k, keys_at).astype(refs.q.dtype)
-                nothing = dot(jnp.zeros((_SUBLANES, key_tile), values.dtype), values, 1, 0)
+                zero_products = dot(jnp.zeros((_SUBLANES, key_tile), values.dtype), values, 1, 0)
                 for lane in range(0, cfg.lanes, LANES):
-                    refs.recompute[:, :LANES] |= jnp.where(nothing[:, lane : lane + LANES] == 0, 0, 1)
-            s = _scores(cfg, refs, item, step.first + offset, keys, k, top, masked)
-            if len(waiting) * cfg.key_tile >= _KEYS_WAITING:
-                waiting.pop(0)()
+                    refs.recompute[:, :LANES] |= jnp.where(zero_products[:, lane : lane + LANES] == 0, 0, 1)
+            s = _scores(cfg, refs, item, step.first + offset, keys, k, first_row, masked)
+            if len(pending) * cfg.key_tile >= _PENDING_KEYS:
+                pending.pop(0)()
             p = jnp.exp2(s - refs.m[k, :1, at])
             target = after * cfg.num_kv_heads + k
             source = _sums(cfg, before, k) if offset == 0 else target
             total = refs.l[source, :, at] + jnp.sum(p, axis=0, keepdims=True)
             refs.l[target, :, at] = total
-            fine = (total >= 2.0**-_ROOM) & (total <= 2.0**_ROOM)
+            in_range = (total >= 2.0**-_MAX_LOG2_SUM) & (total <= 2.0**_MAX_LOG2_SUM)
             if masked:
-                fine |= (total == 0) & _blind(cfg, refs, item, step.first + offset, s, top, masked)
+                in_range |= (total == 0) & _sees_none(cfg, refs, item, step.first + offset, s, first_row, masked)
             if offset + key_tile == step.size:
-                refs.recompute[:, at] |= jnp.where(fine, 0, 1)
-            waiting.append(functools.partial(add_values, k, at, keys_at, p.astype(refs.q.dtype), source))
+                refs.recompute[:, at] |= jnp.where(in_range, 0, 1)
+            pending.append(functools.partial(add_values, k, at, keys_at, p.astype(refs.q.dtype), source))
     if cfg.rebiased:  # values set `recompute` as well
-        waiting.append(lambda: _sum_up(refs))
+        pending.append(lambda: _reduce_recompute(refs))
     else:
-        waiting.insert(0, lambda: _sum_up(refs))
-    for work in waiting:
+        pending.insert(0, lambda: _reduce_recompute(refs))
+    for work in pending:
         work()
 
 
-def _sum_up(refs: Refs) -> None:
-    """Whether any row of `recompute` is set, as a scalar: reading it takes long, so it is read where other work is left."""
-    refs.turn[REPEAT] = jnp.any(refs.recompute[...] > 0).astype(jnp.int32)
+def _reduce_recompute(refs: Refs) -> None:
+    """Reduce `recompute` to a scalar. The read has a high latency, so it is issued where other work can hide it."""
+    refs.flags[REPEAT] = jnp.any(refs.recompute[...] > 0).astype(jnp.int32)
 
 
 def _exact(cfg: Config, refs: Refs, item: Item, step: Step, k: jax.Array, before: jax.Array, after: jax.Array) -> None:
@@ -204,57 +204,57 @@ def _exact(cfg: Config, refs: Refs, item: Item, step: Step, k: jax.Array, before
         keys = jnp.where(own_lanes(cfg, keys.shape, 0), keys, 0.0).astype(dtype)
         values = widened_exactly(cfg, rows_at(cfg, refs, step.slot, cfg.planes - 1, k, keys_at))
         finite = jnp.abs(values) < jnp.inf
-        has_strange = jnp.max(jnp.where(finite, 0, 1)) > 0
-        for top in range(0, cfg.rows, cfg.row_tile):
-            at = slice(top, top + cfg.row_tile)
-            s = _scores(cfg, refs, item, step.first + offset, keys, k, top, max(cfg.ranges, 1))
+        has_nonfinite = jnp.max(jnp.where(finite, 0, 1)) > 0
+        for first_row in range(0, cfg.rows, cfg.row_tile):
+            at = slice(first_row, first_row + cfg.row_tile)
+            s = _scores(cfg, refs, item, step.first + offset, keys, k, first_row, max(cfg.ranges, 1))
             m, total = refs.m[k, :, at], refs.l[source, :, at]
-            so_far = jnp.where(total == 0, -jnp.inf, m + jnp.log2(total))
-            new = jnp.maximum(so_far, jnp.max(s, axis=0, keepdims=True))
-            new = jnp.where(new == -jnp.inf, 0.0, new)
-            p, rescale = jnp.exp2(s - new[:1]), jnp.where(total == 0, 0.0, jnp.exp2(m - new))
-            refs.m[k, :, at] = new
+            running_lse = jnp.where(total == 0, -jnp.inf, m + jnp.log2(total))
+            new_m = jnp.maximum(running_lse, jnp.max(s, axis=0, keepdims=True))
+            new_m = jnp.where(new_m == -jnp.inf, 0.0, new_m)
+            p, rescale = jnp.exp2(s - new_m[:1]), jnp.where(total == 0, 0.0, jnp.exp2(m - new_m))
+            refs.m[k, :, at] = new_m
             refs.l[target, :, at] = total * rescale + jnp.sum(p, axis=0, keepdims=True)
-            part = dot(jnp.where(finite, values, 0.0).astype(dtype), p.astype(dtype), 0, 0)
-            refs.acc[target, :, at] = refs.acc[source, :, at] * rescale[:1] + part
+            pv = dot(jnp.where(finite, values, 0.0).astype(dtype), p.astype(dtype), 0, 0)
+            refs.acc[target, :, at] = refs.acc[source, :, at] * rescale[:1] + pv
 
-            @pl.when(has_strange)
+            @pl.when(has_nonfinite)
             def _(at: slice = at, s: jax.Array = s) -> None:
                 seen = jnp.where(s == -jnp.inf, 0.0, 1.0).astype(dtype)
-                for number, which in (
+                for number, is_number in (
                     (jnp.nan, values != values),
                     (jnp.inf, values == jnp.inf),
                     (-jnp.inf, values == -jnp.inf),
                 ):
-                    met = dot(jnp.where(which, 1.0, 0.0).astype(dtype), seen, 0, 0)
-                    refs.acc[target, :, at] += jnp.where(met > 0, number, 0.0)
+                    hits = dot(jnp.where(is_number, 1.0, 0.0).astype(dtype), seen, 0, 0)
+                    refs.acc[target, :, at] += jnp.where(hits > 0, number, 0.0)
 
     lax.fori_loop(0, step.size // cfg.key_tile, tile, None)
 
 
 def _scores(
-    cfg: Config, refs: Refs, item: Item, first: jax.Array, keys: jax.Array, k: jax.Array, top: int, masked: int
+    cfg: Config, refs: Refs, item: Item, first: jax.Array, keys: jax.Array, k: jax.Array, first_row: int, masked: int
 ) -> jax.Array:
-    """[keys, rows] of one tile, in units of log2; `first` is the position of its first key, `top` its first row."""
-    at = slice(top, top + cfg.row_tile)
+    """[keys, rows] of one tile, in units of log2; `first` is the position of its first key, `first_row` its first row."""
+    at = slice(first_row, first_row + cfg.row_tile)
     s = dot(keys, refs.q[item.q_slot, k, at, :], 1, 1) * refs.rules[K_FACTOR, k, :, at]
     if cfg.logits_soft_cap:
         s = jnp.tanh(s) * (cfg.logits_soft_cap * LOG2_E)
     if not (masked or cfg.alibi):
         return s
-    position = _positions(cfg, item, top)
+    position = _positions(cfg, item, first_row)
     if cfg.alibi:
         key = lax.broadcasted_iota(jnp.int32, s.shape, 0)
-        away = (key + (first - position)).astype(jnp.float32)
-        s += refs.rules[SLOPE, k, :, at] * (away if cfg.mask.causal and not (cfg.tree or cfg.ranges) else -jnp.abs(away))
+        dist = (key + (first - position)).astype(jnp.float32)
+        s += refs.rules[SLOPE, k, :, at] * (dist if cfg.mask.causal and not (cfg.tree or cfg.ranges) else -jnp.abs(dist))
     if not masked:
         return s
     shape = (s.shape[0] // _SUBLANES, _SUBLANES, s.shape[1])
-    # a key is compared in one operation: the register that has it, a constant, with a bound that is less by its place there
-    register, place = (lax.broadcasted_iota(jnp.int32, shape[axis:], 0) for axis in (0, 1))
+    # a key is compared in one operation: the register that has it, a constant, with a bound that is less by its sublane
+    register, sublane = (lax.broadcasted_iota(jnp.int32, shape[axis:], 0) for axis in (0, 1))
 
     def is_before(bound: jax.Array) -> jax.Array:
-        return register * _SUBLANES < bound - first - place
+        return register * _SUBLANES < bound - first - sublane
 
     seen, *others = [
         is_before(high) if low is None else is_before(high) & jnp.logical_not(is_before(low))
@@ -276,9 +276,9 @@ def _scores(
     return jnp.where(seen, s.reshape(shape), -jnp.inf).reshape(s.shape)
 
 
-def _positions(cfg: Config, item: Item, top: int) -> jax.Array:
-    """[1, rows] of a tile whose first row is `top`."""
-    return item.position + lax.div(top + lax.broadcasted_iota(jnp.int32, (1, cfg.row_tile), 1), cfg.group)
+def _positions(cfg: Config, item: Item, first_row: int) -> jax.Array:
+    """[1, rows] of a tile that begins at `first_row`."""
+    return item.position + lax.div(first_row + lax.broadcasted_iota(jnp.int32, (1, cfg.row_tile), 1), cfg.group)
 
 
 def _chunk_start(position: jax.Array, chunk: int) -> jax.Array:
@@ -313,20 +313,20 @@ def _seen_by_order(cfg: Config, item: Item, position: jax.Array) -> tuple[jax.Ar
     return low, high
 
 
-def _blind(cfg: Config, refs: Refs, item: Item, first: jax.Array, s: jax.Array, top: int, masked: int) -> jax.Array:
+def _sees_none(cfg: Config, refs: Refs, item: Item, first: jax.Array, s: jax.Array, row: int, masked: int) -> jax.Array:
     """[1, rows]: whether a row sees no key of the tile with scores `s`, the first of which is at position `first`."""
     if cfg.tree:
         return jnp.max(s, axis=0, keepdims=True) == -jnp.inf
-    blinds = []
-    for low, high in _ranges(cfg, refs, item, _positions(cfg, item, top), slice(top, top + cfg.row_tile), masked):
-        blind = high <= first
-        blinds.append(blind if low is None else blind | (low >= jnp.minimum(high, first + s.shape[0])))
-    return functools.reduce(operator.and_, blinds)
+    unseen_by = []
+    for low, high in _ranges(cfg, refs, item, _positions(cfg, item, row), slice(row, row + cfg.row_tile), masked):
+        unseen = high <= first
+        unseen_by.append(unseen if low is None else unseen | (low >= jnp.minimum(high, first + s.shape[0])))
+    return functools.reduce(operator.and_, unseen_by)
 
 
 def finish(cfg: Config, refs: Refs) -> None:
     """Write acc / l of every head into `o`, and its natural log-sum-exp into `lse_rows`, both with rows on sublanes again."""
-    current = refs.turn[CURRENT]
+    current = refs.flags[CURRENT]
 
     def head(k: jax.Array, _: None) -> None:
         at = _sums(cfg, current, k)

@@ -4,7 +4,7 @@ Every row of an item, one per head and token, reads all of a block: rows are on 
 the block is the stationary side of both products. That costs the same whether 16 or 256 rows pass it, and this determines
 the kernel's speed.
 
-There are two kinds of item, which differ only in the number and the source of their rows: one token of a request that has
+There are two groups of items, which differ only in the number and the source of their rows: one token of a request that has
 just one (a decode), or up to `large` tokens of a longer one. Scores are in units of log2; m (their reference), l (sum) and
 acc are float32. Only blocks with a masked score compute masks; unused slots may contain NaN, so in such blocks values are
 zeroed first.
@@ -40,7 +40,7 @@ from attn.jax.kernels.tpu._refs import (
 )
 
 #: How large, in powers of two, a sum of exponentials may be before its item is repeated with `_exact`.
-_ROOM = 60.0
+_MAX_LOG2_SUM = 60.0
 
 #: What the scalars of `factors` multiply: scores (into units of log2), and outputs.
 SCORES, OUTPUTS = range(2)
@@ -58,7 +58,7 @@ class Config(PagedConfig):
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Refs for the items of one kind, and keys of a score matrix. S: rows; the first three are in HBM, by request or packed."""
+    """Refs for the items of one row group, and keys of a score matrix. S: rows; query and out: in HBM, by request or packed."""
 
     key_tile: int
     query: Ref  # [R, S, lanes] or [rows of all, lanes]
@@ -107,14 +107,14 @@ def run(cfg: Config, refs: Refs) -> None:
 def _attend(cfg: Config, refs: Refs) -> None:
     loads = _pages.Loads(cfg, refs, refs.counts[0])
     refs.failed[...] = jnp.zeros(refs.failed.shape, jnp.int32)
-    kinds = [(rows, _kind(cfg, refs, rows)) for rows in (refs.single, refs.long) if rows is not None]
-    _pages.attend(cfg, refs, loads, kinds[0][1], kinds[1][1] if refs.long else None)
-    pl.when(jnp.max(refs.failed[...]) > 0)(lambda: _repeat(cfg, refs, loads, kinds))
+    groups = [(rows, _item_ops(cfg, refs, rows)) for rows in (refs.single, refs.long) if rows is not None]
+    _pages.attend(cfg, refs, loads, groups[0][1], groups[1][1] if refs.long else None)
+    pl.when(jnp.max(refs.failed[...]) > 0)(lambda: _repeat(cfg, refs, loads, groups))
 
 
-def _repeat(cfg: Config, refs: Refs, loads: _pages.Loads, kinds: list[tuple[Rows, _pages.ItemOps]]) -> None:
-    """Process the items that failed again, and those whose rows are overwritten thereby: a long request's last item writes a
-    whole tile, which may contain rows of the next requests.
+def _repeat(cfg: Config, refs: Refs, loads: _pages.Loads, groups: list[tuple[Rows, _pages.ItemOps]]) -> None:
+    """Process the failed items again, and those whose rows this overwrites: a long request's last item writes a whole tile,
+    which may contain rows of the next requests.
     """
     slot = jnp.int32(0)
 
@@ -138,15 +138,15 @@ def _repeat(cfg: Config, refs: Refs, loads: _pages.Loads, kinds: list[tuple[Rows
         """stop: the end of the long requests' rows that have been written again."""
         row, long = loads.field(_plan.ROW, i), loads.field(_plan.SINGLE, i) == 0
         again = (jnp.max(refs.failed[pl.ds(i, 1), :]) > 0) | (long & (row < stop))
-        for rows, ops in kinds:
+        for rows, ops in groups:
             pl.when(again & (long == (rows is refs.long)))(functools.partial(whole, i, rows, ops))
         return jnp.where(again & long, row + cfg.large, stop)
 
     lax.fori_loop(0, loads.count, one, jnp.int32(0))
 
 
-def _kind(cfg: Config, refs: Refs, rows: Rows) -> _pages.ItemOps:
-    def place(ref: Ref, i: jax.Array) -> Ref:
+def _item_ops(cfg: Config, refs: Refs, rows: Rows) -> _pages.ItemOps:
+    def item_rows(ref: Ref, i: jax.Array) -> Ref:
         row = refs.items[_plan.ROW * cfg.num_items + i]
         if rows is refs.single:
             return ref.at[row]
@@ -154,14 +154,14 @@ def _kind(cfg: Config, refs: Refs, rows: Rows) -> _pages.ItemOps:
 
     def queries(i: jax.Array) -> list[Any]:
         slot = lax.rem(i, 2)
-        return [copy(place(rows.query, i), rows.q.at[slot], refs.q_sem.at[slot])]
+        return [copy(item_rows(rows.query, i), rows.q.at[slot], refs.q_sem.at[slot])]
 
     def outputs(i: jax.Array) -> list[Any]:
-        copies = [copy(rows.o, place(rows.out, i), refs.o_sem)]
-        return copies + ([copy(rows.lse_rows, place(rows.lse, i), refs.o_sem)] if cfg.lse else [])
+        copies = [copy(rows.o, item_rows(rows.out, i), refs.o_sem)]
+        return copies + ([copy(rows.lse_rows, item_rows(rows.lse, i), refs.o_sem)] if cfg.lse else [])
 
     def attend(item: Item, begin: jax.Array, slot: jax.Array) -> None:
-        def go(start: jax.Array | int, size: int, masked: bool) -> None:
+        def process(start: jax.Array | int, size: int, masked: bool) -> None:
             _stream(cfg, refs, rows, Step(item, slot, start, begin + start, size, masked))
 
         def step(start: jax.Array | int, size: int) -> None:
@@ -170,7 +170,7 @@ def _kind(cfg: Config, refs: Refs, rows: Rows) -> _pages.ItemOps:
             clear = stop <= item.high
             if cfg.mask.causal and rows is refs.long:
                 clear &= stop <= item.position + 1
-            pl.when(clear)(lambda: go(start, size, False))
+            pl.when(clear)(lambda: process(start, size, False))
             pl.when(jnp.logical_not(clear))(lambda: masked(start) if size == least else halves(start, size // 2))
 
         def halves(start: jax.Array | int, size: int) -> None:
@@ -183,7 +183,7 @@ def _kind(cfg: Config, refs: Refs, rows: Rows) -> _pages.ItemOps:
         def masked(start: jax.Array | int) -> None:
             tiles = lax.div(start, cfg.tile) + least // cfg.tile
             _pages.clean(cfg, refs, slot, item.low - begin, item.high - begin, tiles)
-            go(start, least, True)
+            process(start, least, True)
 
         least = min(2 * rows.key_tile, cfg.kv_block)  # one tile's products run beside the other's exponentials
         step(0, cfg.kv_block)
@@ -268,7 +268,7 @@ def _stream(cfg: Config, refs: Refs, rows: Rows, step: Step) -> None:
             weights.append(p.astype(dtype))
         if n > len(tiles):
             total = rows.l[...] * rescale + jnp.sum(sums, axis=1, keepdims=True)
-            rows.m[...], rows.l[...] = base, jnp.where(total <= 2.0**_ROOM, total, jnp.nan)
+            rows.m[...], rows.l[...] = base, jnp.where(total <= 2.0**_MAX_LOG2_SUM, total, jnp.nan)
         if n >= 2:
             acc += dot(weights[n - 2], values(tiles[n - 2]), 1, 0)
     rows.acc[...] = acc
@@ -283,12 +283,12 @@ def _exact(cfg: Config, refs: Refs, rows: Rows, step: Step) -> None:
         keys = widened_exactly(cfg, rows_at(cfg, refs, step.slot, 0, 0, pl.ds(start, rows.key_tile)))
         s = _scores(cfg, rows, step, start, keys.astype(dtype))
         m = rows.m[...]
-        new = jnp.maximum(m, jnp.max(s, axis=1, keepdims=True))
-        safe = jnp.where(new == -jnp.inf, 0.0, new)
+        new_m = jnp.maximum(m, jnp.max(s, axis=1, keepdims=True))
+        safe = jnp.where(new_m == -jnp.inf, 0.0, new_m)
         p, rescale = jnp.exp2((s - widen(safe, rows.key_tile)) * factor), jnp.exp2((m - safe) * factor)
-        rows.m[...], rows.l[...] = new, rows.l[...] * rescale + jnp.sum(p, axis=1, keepdims=True)
-        part = _select(p.astype(dtype), _seen(cfg, rows, step, start), keys[:, : cfg.values])
-        rows.acc[...] = rows.acc[...] * widen(rescale, cfg.values) + part
+        rows.m[...], rows.l[...] = new_m, rows.l[...] * rescale + jnp.sum(p, axis=1, keepdims=True)
+        pv = _select(p.astype(dtype), _seen(cfg, rows, step, start), keys[:, : cfg.values])
+        rows.acc[...] = rows.acc[...] * widen(rescale, cfg.values) + pv
 
     lax.fori_loop(0, step.size // rows.key_tile, tile, None)
 
@@ -296,11 +296,11 @@ def _exact(cfg: Config, refs: Refs, rows: Rows, step: Step) -> None:
 def _select(p: jax.Array, seen: jax.Array, wide: jax.Array) -> jax.Array:
     """p [rows, keys] times values [keys, n] in float32, where a row includes only the values it sees, NaN and infinities among
     them."""
-    part = dot(p, jnp.where(jnp.abs(wide) < jnp.inf, wide, 0.0).astype(p.dtype), 1, 0)
+    pv = dot(p, jnp.where(jnp.abs(wide) < jnp.inf, wide, 0.0).astype(p.dtype), 1, 0)
     attends = jnp.where(seen, 1.0, 0.0).astype(p.dtype)
-    for what, mark in ((wide == jnp.inf, jnp.inf), (wide == -jnp.inf, -jnp.inf), (wide != wide, jnp.nan)):
-        part += jnp.where(dot(attends, jnp.where(what, 1.0, 0.0).astype(p.dtype), 1, 0) > 0, mark, 0.0)
-    return part
+    for is_number, number in ((wide == jnp.inf, jnp.inf), (wide == -jnp.inf, -jnp.inf), (wide != wide, jnp.nan)):
+        pv += jnp.where(dot(attends, jnp.where(is_number, 1.0, 0.0).astype(p.dtype), 1, 0) > 0, number, 0.0)
+    return pv
 
 
 def _finish(cfg: Config, refs: Refs, rows: Rows) -> None:

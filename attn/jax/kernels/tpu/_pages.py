@@ -6,7 +6,7 @@ One output buffer suffices: the write of item i must finish before that of item 
 tiles and its last rows may belong to the next one.
 
 Pages are requested in straight code and whole blocks are waited for at once: with a loop over pages for either, a block of
-eight pages spent a tenth of its time there. Items of both kinds share that code, and only their computation is conditional.
+eight pages spent a tenth of its time in it. Single-row and longer items share that code; only their computation is conditional.
 """
 
 import dataclasses
@@ -46,14 +46,14 @@ class Item(NamedTuple):
         """Call do(), at run time unless the `size` keys from first() on are all in one gap."""
         if not self.gaps:
             return do()
-        start, found = first(), jnp.bool_(True)
+        start, visible = first(), jnp.bool_(True)
         for low, high in self.gaps:
-            found &= (start < low) | (start + size > high)
-        pl.when(found)(do)
+            visible &= (start < low) | (start + size > high)
+        pl.when(visible)(do)
 
 
 class ItemOps(NamedTuple):
-    """The operations for items of one kind: requests of one row, or tiles of longer ones.
+    """The operations on items: those of single-row requests, or the tiles of longer ones.
 
     `attend` processes a block: it receives the item, the position of the block's first key, and the slot that holds it.
     """
@@ -118,13 +118,13 @@ def _write_tiles(cfg: PagedConfig, refs: PagedRefs) -> None:
     def field(column: int, t: jax.Array) -> jax.Array:
         return refs.tiles[column * cfg.num_tiles + t]
 
-    def wanted(t: jax.Array) -> jax.Array:
+    def has_rows(t: jax.Array) -> jax.Array:
         return field(_plan.FIRST, t) < field(_plan.STOP, t)
 
     def partial(t: jax.Array) -> jax.Array:
         return field(_plan.STOP, t) - field(_plan.FIRST, t) < cfg.tile
 
-    def place(t: jax.Array) -> Ref:
+    def cache_tile(t: jax.Array) -> Ref:
         if cfg.narrow:
             return refs.cache.at[field(_plan.PAGE, t)]
         offset = pl.multiple_of(field(_plan.OFFSET, t), cfg.tile)
@@ -136,23 +136,23 @@ def _write_tiles(cfg: PagedConfig, refs: PagedRefs) -> None:
         fresh = refs.fresh.at[lax.div(source, cfg.tile)] if cfg.narrow else refs.fresh.at[:, :, pl.ds(source, cfg.tile), :]
         return (
             copy(fresh, refs.new.at[slot], refs.read_sem.at[slot]),
-            copy(place(t), refs.old.at[slot], refs.read_sem.at[slot]),
+            copy(cache_tile(t), refs.old.at[slot], refs.read_sem.at[slot]),
         )
 
     def write(t: jax.Array) -> Any:
         slot = lax.rem(t, cfg.ring)
-        return copy(refs.new.at[slot], place(t), refs.write_sem.at[slot])
+        return copy(refs.new.at[slot], cache_tile(t), refs.write_sem.at[slot])
 
     def step(t: jax.Array, _: None) -> None:
         u, w = t - lag, t - cfg.ring
 
         @pl.when((w >= 0) & (w < count))
         def _free_slot() -> None:
-            pl.when(wanted(w))(lambda: write(w).wait())
+            pl.when(has_rows(w))(lambda: write(w).wait())
 
         @pl.when(t < count)
         def _read() -> None:
-            @pl.when(wanted(t))
+            @pl.when(has_rows(t))
             def _() -> None:
                 new, old = reads(t)
                 new.start()
@@ -160,7 +160,7 @@ def _write_tiles(cfg: PagedConfig, refs: PagedRefs) -> None:
 
         @pl.when((u >= 0) & (u < count))
         def _merge_and_write() -> None:
-            @pl.when(wanted(u))
+            @pl.when(has_rows(u))
             def _() -> None:
                 slot = lax.rem(u, cfg.ring)
                 new, old = reads(u)
@@ -207,7 +207,7 @@ class Loads:
         return lax.div(self.field(_plan.LOW, i), self.cfg.page)
 
     def page(self, at: jax.Array, n: jax.Array | int, slot: jax.Array) -> Any:
-        """The copy of the page that entry `at` of the table names to the place of the nth page in `slot`."""
+        """The copy of the page at entry `at` of the block table into `slot`, as its nth page."""
         cfg, refs = self.cfg, self.refs
         if cfg.narrow:
             return copy(refs.cache.at[refs.table[at]], refs.kv.at[slot, :, :, n], refs.kv_sem.at[slot])
@@ -244,26 +244,26 @@ class Loads:
             number = jnp.where((first >= low) & (first + cfg.kv_block <= high), 0, number)
         return number, nth
 
-    def start(self, i: jax.Array, b: jax.Array, slot: jax.Array, there: jax.Array | bool = True) -> None:
+    def start(self, i: jax.Array, b: jax.Array, slot: jax.Array, valid: jax.Array | bool = True) -> None:
         (number, nth), base = self.pages(i, b, slot), self.first_entry(i, b)
-        number, per_block = jnp.where(there, number, 0), self.cfg.kv_block // self.cfg.page
+        number, per_block = jnp.where(valid, number, 0), self.cfg.kv_block // self.cfg.page
         at_once = min(_PAGES_AT_ONCE, per_block)
 
-        def some(n: jax.Array | int, _: None = None) -> None:
+        def start_pages(n: jax.Array | int, _: None = None) -> None:
             for page in [n * at_once + k for k in range(at_once)]:
-                there = page < number
+                is_used = page < number
                 if self.cfg.num_runs:
                     entry = self.refs.table[base + page]
-                    pl.when(there & (entry < 0))(self.new(entry, page, slot).start)
-                    there &= entry >= 0
-                pl.when(there)(nth(page).start)  # its id is read unconditionally, which is faster than a branch
+                    pl.when(is_used & (entry < 0))(self.new(entry, page, slot).start)
+                    is_used &= entry >= 0
+                pl.when(is_used)(nth(page).start)  # its id is read unconditionally, which is faster than a branch
 
-        if per_block <= 2 * at_once:  # places that are known save a third of the time of a loop
-            some(0)
+        if per_block <= 2 * at_once:  # constant addresses: a loop takes half as long again
+            start_pages(0)
             if per_block > at_once:
-                pl.when(number > at_once)(lambda: some(1))
+                pl.when(number > at_once)(lambda: start_pages(1))
         else:
-            lax.fori_loop(0, lax.div(number + (at_once - 1), at_once), some, None)
+            lax.fori_loop(0, lax.div(number + (at_once - 1), at_once), start_pages, None)
 
     def wait(self, i: jax.Array, b: jax.Array, slot: jax.Array) -> None:
         self.wait_for(*self.pages(i, b, slot), slot)
@@ -286,9 +286,9 @@ class Loads:
 
     def start_next(self, i: jax.Array, b: jax.Array, slot: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Start loading block b of item i, if it exists, into `slot`; return (item, block, slot) of the block after it."""
-        known = jnp.minimum(i, self.cfg.num_items - 1)
-        self.start(known, b, slot, i < self.count)
-        last = b + 1 >= self.field(_plan.BLOCKS, known)
+        item = jnp.minimum(i, self.cfg.num_items - 1)
+        self.start(item, b, slot, i < self.count)
+        last = b + 1 >= self.field(_plan.BLOCKS, item)
         return jnp.where(last, i + 1, i), jnp.where(last, 0, b + 1), self.after(slot)
 
 
@@ -310,7 +310,7 @@ def attend(
     count, zero = loads.count, jnp.int32(0)
     first, before = (zero, None) if after is None else after
 
-    def by_kind(i: jax.Array, do: Callable[[ItemOps], None]) -> None:
+    def with_ops(i: jax.Array, do: Callable[[ItemOps], None]) -> None:
         """Call do(ops) with the operations of item i."""
         if long is None:
             do(ops)
@@ -319,12 +319,12 @@ def attend(
 
     @pl.when(count > first)
     def _() -> None:
-        by_kind(first, lambda ops: start(ops.queries(first)))
+        with_ops(first, lambda ops: start(ops.queries(first)))
 
     if before is None:
-        slot, ahead = zero, lax.fori_loop(0, cfg.slots - 1, lambda _, ahead: loads.start_next(*ahead), (first, zero, zero))
+        slot, load = zero, lax.fori_loop(0, cfg.slots - 1, lambda _, load: loads.start_next(*load), (first, zero, zero))
     else:
-        slot, *ahead = before((first, zero, zero))
+        slot, *load = before((first, zero, zero))
 
     def item(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         blocks = loads.field(_plan.BLOCKS, i)
@@ -335,40 +335,40 @@ def attend(
 
         @pl.when(i + 1 < count)
         def _() -> None:
-            by_kind(i + 1, lambda ops: start(ops.queries(i + 1)))
+            with_ops(i + 1, lambda ops: start(ops.queries(i + 1)))
 
-        def enter(ops: ItemOps) -> None:
+        def begin_item(ops: ItemOps) -> None:
             wait(ops.queries(i))
             ops.reset()
 
         def block(b: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            slot, *ahead = state
-            then = loads.start_next(*ahead)
+            slot, *load = state
+            next_load = loads.start_next(*load)
             loads.wait(i, b, slot)
             scalars.where_seen(
-                lambda: begin(b), cfg.kv_block, lambda: by_kind(i, lambda ops: ops.attend(scalars, begin(b), slot))
+                lambda: begin(b), cfg.kv_block, lambda: with_ops(i, lambda ops: ops.attend(scalars, begin(b), slot))
             )
-            return loads.after(slot), *then
+            return loads.after(slot), *next_load
 
-        def leave(ops: ItemOps) -> None:
+        def end_item(ops: ItemOps) -> None:
             ops.finish(i)
             start(ops.outputs(i))
 
-        by_kind(i, enter)
+        with_ops(i, begin_item)
         state_after = lax.fori_loop(0, blocks, block, state)
 
         @pl.when(i > first)
         def _() -> None:
-            by_kind(i - 1, lambda ops: wait(ops.outputs(i - 1)))
+            with_ops(i - 1, lambda ops: wait(ops.outputs(i - 1)))
 
-        by_kind(i, leave)
+        with_ops(i, end_item)
         return state_after
 
-    lax.fori_loop(first, count, item, (slot, *ahead))
+    lax.fori_loop(first, count, item, (slot, *load))
 
     @pl.when(count > first)
     def _() -> None:
-        by_kind(count - 1, lambda ops: wait(ops.outputs(count - 1)))
+        with_ops(count - 1, lambda ops: wait(ops.outputs(count - 1)))
 
 
 def clean(

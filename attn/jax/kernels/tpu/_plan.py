@@ -75,7 +75,7 @@ class Rows(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The lists, and the places of each token."""
+    """The lists of items, tiles and runs, and the query row and cache tile of each token."""
 
     items: jax.Array  # [columns * I]: column c of item i at c * I + i
     tiles: jax.Array  # [5 * X]
@@ -99,8 +99,8 @@ def shape_of(
     of_elements = query.dtype.itemsize, cache.dtype.itemsize
     described = batch.mask._replace(tree=None)
     # without a window a row's first range begins where its prefix does, so that one is both
-    apart = described.prefix is not None and (mask.window[0] is not None or batch.mask.tree is not None)
-    ranges = 0 if described.is_plain else 1 + (described.spans is not None) + apart
+    separate_prefix = described.prefix is not None and (mask.window[0] is not None or batch.mask.tree is not None)
+    ranges = 0 if described.is_plain else 1 + (described.spans is not None) + separate_prefix
     return PagedShape(query.shape[0], num_requests, columns, max_query_len, *of_heads, *of_elements, mask, lse, write, ranges)
 
 
@@ -113,7 +113,7 @@ def fresh_tiles(cfg: PagedConfig, plan: Plan, rows: jax.Array) -> jax.Array:
 
 
 def make(cfg: PagedConfig, batch: Batch) -> Plan:
-    """Make the plan of a batch. Requests of more than one row are cut into items of `cfg.large` rows."""
+    """Make the plan of a batch. Requests of more than one row are split into items of `cfg.large` rows."""
     rows, region = _rows(cfg, batch)
     items, counts, ranges = _items(cfg, batch, rows, region)
     tiles, runs, token_of_slot = _tiles(cfg, batch, rows)
@@ -122,10 +122,10 @@ def make(cfg: PagedConfig, batch: Batch) -> Plan:
     if runs:
         listed = runs.columns.reshape(-1)
         page, source = jnp.where(jnp.arange(cfg.num_runs) < runs.number, runs.columns, -1)
-        found = jnp.max(jnp.where(table == page[:, None, None], source[:, None, None] // cfg.tile, -1), axis=0)
+        source_tile = jnp.max(jnp.where(table == page[:, None, None], source[:, None, None] // cfg.tile, -1), axis=0)
         single = batch.query_lens[:, None] == 1
-        table = jnp.where((found >= 0) & ~single, -1 - found, table)
-        counts += [runs.number, jnp.any((found >= 0) & single).astype(jnp.int32)]
+        table = jnp.where((source_tile >= 0) & ~single, -1 - source_tile, table)
+        counts += [runs.number, jnp.any((source_tile >= 0) & single).astype(jnp.int32)]
     table = jnp.pad(table.reshape(-1), (0, cfg.kv_block // cfg.page))
     return Plan(items.reshape(-1), tiles.columns.reshape(-1), jnp.stack(counts), table, listed, rows, token_of_slot, ranges)
 
@@ -188,11 +188,11 @@ def _items(
     if cfg.segment:
         of_line = is_single[r] & real
         blocks = jnp.where(of_line, jnp.maximum(-(-(high - origin) // cfg.segment), 1), blocks)
-        met = blocks
+        visited = blocks
         for gap in zip(more[GAPS - CLEAR :: 2], more[GAPS - CLEAR + 1 :: 2], strict=True):  # whole segments are skipped
-            first, stop = ((x - origin + more_) // cfg.segment for x, more_ in zip(gap, (cfg.segment - 1, 0), strict=True))
-            met -= jnp.maximum(stop - first, 0)
-        total = jnp.sum(jnp.where(of_line, met, 0), dtype=jnp.int32)
+            first, stop = ((x - origin + up) // cfg.segment for x, up in zip(gap, (cfg.segment - 1, 0), strict=True))
+            visited -= jnp.maximum(stop - first, 0)
+        total = jnp.sum(jnp.where(of_line, visited, 0), dtype=jnp.int32)
         counts += [jnp.sum(of_line, dtype=jnp.int32), -(-total // cfg.segments)]
     row = jnp.where(is_single, jnp.arange(cfg.num_requests), region)[r] + offset
     columns = [r * cfg.columns, row, position, low, high, blocks, is_single[r].astype(jnp.int32), of_tree, *more]
@@ -202,7 +202,7 @@ def _items(
 def _ranges(cfg: PagedConfig, batch: Batch, rows: Rows, is_tree: jax.Array) -> jax.Array:
     """[n, 2, T]: the first key and the stop of each range that each token's row sees, the tree's edges apart.
 
-    The first is that of causality and the window, and includes every other that it meets. One without keys is `EMPTY`.
+    The first is that of causality and the window, extended by every other that touches it. One without keys is `EMPTY`.
     """
     request, mask, layer = rows.request, batch.mask, cfg.mask
     position = (batch.context - batch.start)[request] + jnp.arange(cfg.num_tokens, dtype=jnp.int32)
@@ -211,25 +211,25 @@ def _ranges(cfg: PagedConfig, batch: Batch, rows: Rows, is_tree: jax.Array) -> j
         return Visibility(layer).bounds(position, position, batch.seq_lens[request], ordered=ordered, xp=jnp)
 
     ordered = layer.causal & ~is_tree[request] if mask.is_causal is None else mask.is_causal[request]
-    found = [bounds(layer, ordered)]
+    ranges = [bounds(layer, ordered)]
     if layer.causal and mask.tree is not None:  # a single has no mask except its ranges
-        low, high = found[0]
-        found = [(low, high - (rows.single & ~mask.tree[request, 0, 0]))]
+        low, high = ranges[0]
+        ranges = [(low, high - (rows.single & ~mask.tree[request, 0, 0]))]
     if mask.spans is not None:
         left, right = layer.window if layer.span_window else (None, None)
         low, high = bounds(layer._replace(window=(left, right or None)))  # a right bound of 0 is causality
-        found.append((jnp.maximum(low, mask.spans[:, 0]), jnp.minimum(high, mask.spans[:, 1] + 1)))
+        ranges.append((jnp.maximum(low, mask.spans[:, 0]), jnp.minimum(high, mask.spans[:, 1] + 1)))
     if mask.prefix is not None:
         low, high = bounds(layer._replace(window=(None, None)))
-        found.append((low, jnp.minimum(high, mask.prefix[request])))
-    found = [(jnp.where(low < high, low, EMPTY[0]), jnp.where(low < high, high, EMPTY[1])) for low, high in found]
-    # either of two may meet the first only after the other; a prefix that is not listed must be the first to
-    for k in range(1, len(found)) if len(found) < 3 else (2, 1, 2):
-        (low, high), (other_low, other_high) = found[0], found[k]
-        meets = (other_low < other_high) & ((high < 0) | ((other_low <= high) & (low <= other_high))) & ~is_tree[request]
-        found[0] = jnp.where(meets, jnp.minimum(low, other_low), low), jnp.where(meets, jnp.maximum(high, other_high), high)
-        found[k] = jnp.where(meets, EMPTY[0], other_low), jnp.where(meets, EMPTY[1], other_high)
-    return jnp.stack([jnp.stack(pair) for pair in found[: cfg.ranges]])
+        ranges.append((low, jnp.minimum(high, mask.prefix[request])))
+    ranges = [(jnp.where(low < high, low, EMPTY[0]), jnp.where(low < high, high, EMPTY[1])) for low, high in ranges]
+    # one of two may touch the first only after the other is joined to it; a prefix that is not listed must be joined first
+    for k in range(1, len(ranges)) if len(ranges) < 3 else (2, 1, 2):
+        (low, high), (other_low, other_high) = ranges[0], ranges[k]
+        join = (other_low < other_high) & ((high < 0) | ((other_low <= high) & (low <= other_high))) & ~is_tree[request]
+        ranges[0] = jnp.where(join, jnp.minimum(low, other_low), low), jnp.where(join, jnp.maximum(high, other_high), high)
+        ranges[k] = jnp.where(join, EMPTY[0], other_low), jnp.where(join, EMPTY[1], other_high)
+    return jnp.stack([jnp.stack(pair) for pair in ranges[: cfg.ranges]])
 
 
 def _seen_by_items(
@@ -276,10 +276,10 @@ def _tiles(cfg: PagedConfig, batch: Batch, rows: Rows) -> tuple[_Copies, _Copies
     index = jnp.arange(cfg.num_tiles, dtype=jnp.int32)
     r, real = _owner(ends, index)
     at = (first[r] + index - begin[r]) * cfg.tile
-    mine = (request == jnp.arange(cfg.num_requests)[:, None]) & rows.live & (batch.slot_mapping >= 0)
-    where = (context[request] + jnp.arange(cfg.num_tokens, dtype=jnp.int32) - start[request])[None]
-    written_from = jnp.where(mine, where, NO_TREE).min(axis=1, initial=NO_TREE)
-    written_to = jnp.where(mine, where + 1, 0).max(axis=1, initial=0)
+    of_request = (request == jnp.arange(cfg.num_requests)[:, None]) & rows.live & (batch.slot_mapping >= 0)
+    position = (context[request] + jnp.arange(cfg.num_tokens, dtype=jnp.int32) - start[request])[None]
+    written_from = jnp.where(of_request, position, NO_TREE).min(axis=1, initial=NO_TREE)
+    written_to = jnp.where(of_request, position + 1, 0).max(axis=1, initial=0)
 
     def page_of(r: jax.Array, at: jax.Array) -> jax.Array:
         return batch.block_table[r, jnp.clip(at // cfg.page, 0, cfg.columns - 1)]
@@ -293,10 +293,10 @@ def _tiles(cfg: PagedConfig, batch: Batch, rows: Rows) -> tuple[_Copies, _Copies
         per_page = cfg.page // cfg.tile
         from_page = -(-jnp.minimum(written_from, written_to + cfg.page) // cfg.page)
         whole = jnp.maximum(written_to // cfg.page - from_page, 0)
-        which = jnp.arange(cfg.num_runs, dtype=jnp.int32)
+        run = jnp.arange(cfg.num_runs, dtype=jnp.int32)
         stops = jnp.cumsum(whole, dtype=jnp.int32)
-        owner, _ = _owner(stops, which)
-        run_at = from_page[owner] + which - (stops - whole)[owner]
+        owner, _ = _owner(stops, run)
+        run_at = from_page[owner] + run - (stops - whole)[owner]
         run_source = (begin[owner] - first[owner]) * cfg.tile + run_at * cfg.page
         runs = _Copies(jnp.stack([page_of(owner, run_at * cfg.page), run_source]), stops[-1])
         left = per_request - whole * per_page
@@ -317,5 +317,5 @@ def _round_up(x: jax.Array, multiple: int) -> jax.Array:
 def _owner(ends: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(which of the runs that stop at `ends` contains each index, whether one does); 0 if none does."""
     owner = jnp.sum(index[:, None] >= ends, axis=1, dtype=jnp.int32)
-    there = owner < ends.shape[0]
-    return jnp.where(there, owner, 0), there
+    inside = owner < ends.shape[0]
+    return jnp.where(inside, owner, 0), inside

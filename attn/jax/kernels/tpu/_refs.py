@@ -133,7 +133,7 @@ class Config(PagedConfig):
     chunk: int  # keys per step of a long request if every row sees them but not a whole block; others have `key_tile`
     row_tile: int  # query rows of a score matrix
     last: int  # except an item's last one if no row sees more keys of it than this; 0: that has `key_tile` too
-    stretch: int  # scores per straight stretch of code
+    stretch: int  # scores per unrolled block of code
     logits_soft_cap: float | None
     alibi: bool
     sinks: bool
@@ -204,7 +204,7 @@ class Refs(PagedRefs):
     m: Ref = None  # [K, 8, M], rows alike
     l: Ref = None  # noqa: E741  # [2 * K + 1, 8, M]: see `_long.ZEROS`
     acc: Ref = None  # [2 * K + 1, lanes, M]
-    turn: Ref = None  # [3] in SMEM: see `_long.CURRENT`
+    flags: Ref = None  # [3] in SMEM: see `_long.CURRENT`
     recompute: Ref = None  # [8, M] int32, above 0 for rows whose step must be repeated
     lse_rows: Ref = None
     edges: Ref = None  # [2, M, 128]
@@ -268,9 +268,9 @@ def rows_between(x: jax.Array, y: jax.Array | None, first: jax.Array, stop: jax.
     row = lax.broadcasted_iota(jnp.int32, words.shape, 1) * per_word
     keep = jnp.zeros(words.shape, jnp.int32)
     for i in range(per_word):
-        part = ((1 << bits) - 1) << (i * bits)
-        part -= (part >> 31) << 32  # as a signed word
-        keep |= jnp.where((row + i >= first) & (row + i < stop), jnp.int32(part), 0)
+        mask = ((1 << bits) - 1) << (i * bits)
+        mask -= (mask >> 31) << 32  # as a signed word
+        keep |= jnp.where((row + i >= first) & (row + i < stop), jnp.int32(mask), 0)
     words &= keep
     if y is not None:
         words |= as_words(y) & ~keep
@@ -291,9 +291,9 @@ def rebiased(codes: jax.Array, lost: Ref) -> jax.Array:
     words &= (size + 0x7F7F7F7F) | 0x7F7F7F7F
     above = size + 0x01010101
     height = min(8, above.shape[0])
-    strange = functools.reduce(operator.or_, (above[i : i + height] for i in range(0, above.shape[0], height)))
+    nan_bits = functools.reduce(operator.or_, (above[i : i + height] for i in range(0, above.shape[0], height)))
     for lane in range(0, above.shape[1], LANES):
-        lost[:height, :LANES] |= jnp.where((strange[:, lane : lane + LANES] & -0x7F7F7F80) != 0, 1, 0)
+        lost[:height, :LANES] |= jnp.where((nan_bits[:, lane : lane + LANES] & -0x7F7F7F80) != 0, 1, 0)
     return pltpu.bitcast(words, jnp.float8_e4m3b11fnuz)  # type: ignore[no-any-return]
 
 

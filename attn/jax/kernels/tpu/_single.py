@@ -34,11 +34,11 @@ from attn.jax.kernels.tpu._refs import (
     widened_exactly,
 )
 
-#: Registers that scores may use in one straight stretch: all, since the few that spill cost less than a stall.
+#: Registers that the scores of one unrolled stage may use: all, since the few that spill cost less than a stall.
 _SCORE_REGISTERS = 64
 
 #: And those that may wait for their exponentials when the next product of keys is started.
-_WAITING_REGISTERS = 48
+_PENDING_REGISTERS = 48
 
 #: Keys per score matrix of a block that belongs to one request.
 KEYS_AT_ONCE = 1024
@@ -75,14 +75,14 @@ def failed(cfg: Config, refs: Refs, state: Any = slice(None)) -> jax.Array:
 
 
 def attend(
-    cfg: Config, refs: Refs, slot: jax.Array, parts: Sequence[tuple[Keys, int, int]], masked: bool, exact: bool = False
+    cfg: Config, refs: Refs, slot: jax.Array, tiles: Sequence[tuple[Keys, int, int]], masked: bool, exact: bool = False
 ) -> None:
-    """Process `parts` of the block in `slot` for all heads: of each, `size` keys from row `first` on, (keys, first, size).
+    """Process tiles of the block in `slot` for all heads; each is (keys, its first row, its number of keys).
 
-    Keys of unmasked parts begin at row 0. `exact`: no head is affected by the keys of those joined with it, which it multiplies
-    by 0.
+    The keys of an unmasked tile begin at row 0. `exact`: no head is affected by the keys of the heads joined with
+    it, which it multiplies by 0.
     """
-    size, dtype = parts[0][2], refs.q1.dtype
+    size, dtype = tiles[0][2], refs.q1.dtype
     shape = (cfg.single_rows, size)
 
     def joined(plane: int, n: jax.Array, first: int, keys: Keys) -> jax.Array:
@@ -104,8 +104,8 @@ def attend(
         row = lax.broadcasted_iota(jnp.int32, shape, 0)
         s = jnp.zeros(shape, jnp.float32)
         for i in range(cfg.join):
-            own = jnp.where(own_lanes(cfg, rows.shape, i), rows, 0.0).astype(dtype)
-            s = jnp.where(row >= i * cfg.group, dot(queries, own, 1, 1), s)
+            head_keys = jnp.where(own_lanes(cfg, rows.shape, i), rows, 0.0).astype(dtype)
+            s = jnp.where(row >= i * cfg.group, dot(queries, head_keys, 1, 1), s)
         return s
 
     def scores(n: jax.Array, first: int, keys: Keys) -> jax.Array:
@@ -114,8 +114,8 @@ def attend(
             s = jnp.tanh(s) * (cfg.logits_soft_cap * LOG2_E)
         j = (keys.begin if masked else keys.begin + first) + lax.broadcasted_iota(jnp.int32, shape, 1)
         if cfg.alibi:
-            away = (j - keys.position).astype(jnp.float32)
-            s += widen(refs.rules1[SLOPE, n], size) * (away if cfg.mask.causal else -jnp.abs(away))
+            dist = (j - keys.position).astype(jnp.float32)
+            s += widen(refs.rules1[SLOPE, n], size) * (dist if cfg.mask.causal else -jnp.abs(dist))
         return jnp.where(visible(keys, j), s, -jnp.inf) if masked else s
 
     def add(n: jax.Array, first: int, keys: Keys, s: jax.Array) -> None:
@@ -135,17 +135,17 @@ def attend(
         refs.acc1[at] = refs.acc1[at] * widen(rescale, cfg.join * cfg.lanes) + dot(p.astype(dtype), values, 1, 0)
 
     def stage(first_group: jax.Array, count: int) -> None:
-        waiting: list[tuple[jax.Array, int, Keys, jax.Array]] = []
-        for keys, first, _ in parts:
+        pending: list[tuple[jax.Array, int, Keys, jax.Array]] = []
+        for keys, first, _ in tiles:
             for n in [first_group + i for i in range(count)]:
-                waiting.append((n, first, keys, scores(n, first, keys)))
-                if len(waiting) > lag:
-                    add(*waiting.pop(0))
-        for task in waiting:
+                pending.append((n, first, keys, scores(n, first, keys)))
+                if len(pending) > lag:
+                    add(*pending.pop(0))
+        for task in pending:
             add(*task)
 
-    lag = 0 if exact else _WAITING_REGISTERS * 1024 // (shape[0] * shape[1])
-    at_once = 1 if exact else max(1, min(cfg.joined, _SCORE_REGISTERS * 1024 // (shape[0] * size * len(parts))))
+    lag = 0 if exact else _PENDING_REGISTERS * 1024 // (shape[0] * shape[1])
+    at_once = 1 if exact else max(1, min(cfg.joined, _SCORE_REGISTERS * 1024 // (shape[0] * size * len(tiles))))
     while cfg.joined % at_once:
         at_once -= 1
     stages = cfg.joined // at_once

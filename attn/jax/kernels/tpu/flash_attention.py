@@ -84,8 +84,8 @@ def _check(q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras) -> None:
         raise TypeError(f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}: must be all bfloat16 or all float32")
     if (extras.q_segment_ids is None) != (extras.kv_segment_ids is None):
         raise ValueError("q_segment_ids and kv_segment_ids: give both or neither")
-    wanted = Extras((batch, rows), (batch, keys), (num_heads,), (num_heads,), (batch,))  # type: ignore[arg-type]
-    for name, array, shape in zip(Extras._fields, extras, wanted, strict=True):
+    expected = Extras((batch, rows), (batch, keys), (num_heads,), (num_heads,), (batch,))  # type: ignore[arg-type]
+    for name, array, shape in zip(Extras._fields, extras, expected, strict=True):
         if array is None:
             continue
         if tuple(array.shape) != shape:
@@ -102,7 +102,7 @@ def _attention(static: Static, q: jax.Array, k: jax.Array, v: jax.Array, extras:
         shape = (q.shape[0], q.shape[2], q.shape[1])
         return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype), jnp.full(shape, -jnp.inf, jnp.float32)
     out, lse = _forward(static, q, k, _finite(v), extras)
-    return lax.cond(jnp.isfinite(v).all(), lambda: out, lambda: _with_wild(static, out, v, extras)), lse
+    return lax.cond(jnp.isfinite(v).all(), lambda: out, lambda: _with_nonfinite(static, out, v, extras)), lse
 
 
 def _attention_fwd(static: Static, q: Any, k: Any, v: Any, extras: Any) -> tuple[Any, Any]:
@@ -115,13 +115,13 @@ def _attention_fwd(static: Static, q: Any, k: Any, v: Any, extras: Any) -> tuple
     return (out, lse), ((q, k, v), extras, (out, lse))
 
 
-def _attention_bwd(static: Static, kept: Any, cotangents: Any) -> tuple[Any, ...]:
-    qkv, extras, results = kept
-    given = tuple(
+def _attention_bwd(static: Static, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    qkv, extras, results = residuals
+    dense = tuple(
         jnp.zeros(like.shape, like.dtype) if isinstance(x, jax.custom_derivatives.SymbolicZero) else x
         for x, like in zip(cotangents, results, strict=True)
     )
-    dq, dk, dv, d_sinks = _gradients(static, qkv, extras, results, given)
+    dq, dk, dv, d_sinks = _gradients(static, qkv, extras, results, dense)
     return dq, dk, dv, Extras(None, None, None, d_sinks, None)
 
 
@@ -134,8 +134,8 @@ def _gradients(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """The gradients with respect to q, k, v and sinks; results, cotangents: of out and lse.
 
-    Let share = sigmoid(lse - sink) be the fraction of a row's weight that is not the sink's, and p the probabilities
-    without a sink. Then dS = p * (share * dO . v - (share * dO . out - dlse)): the effect of the sink stays outside the
+    Let f = sigmoid(lse - sink) be the fraction of a row's weight that is not the sink's, and p the probabilities
+    without a sink. Then dS = p * (f * dO . v - (f * dO . out - dlse)): the effect of the sink stays outside the
     kernel.
     """
     (q, k, v), (out, lse), (d_out, d_lse) = qkv, results, cotangents
@@ -146,10 +146,10 @@ def _gradients(
     delta = jnp.sum(wide * out.astype(jnp.float32), axis=3).swapaxes(1, 2)  # [B, H, S]
     d_sinks = None
     if extras.sinks is not None:
-        share = jax.nn.sigmoid(lse - extras.sinks[:, None])
-        d_sinks = -jnp.sum(delta * (1 - share), axis=(0, 2)).astype(extras.sinks.dtype)
-        d_out = (wide * share.swapaxes(1, 2)[..., None]).astype(d_out.dtype)
-        delta *= share
+        fraction = jax.nn.sigmoid(lse - extras.sinks[:, None])
+        d_sinks = -jnp.sum(delta * (1 - fraction), axis=(0, 2)).astype(extras.sinks.dtype)
+        d_out = (wide * fraction.swapaxes(1, 2)[..., None]).astype(d_out.dtype)
+        delta *= fraction
     d_lse = jnp.where(lse == -jnp.inf, 0.0, d_lse)
     return *_backward(static, qkv, extras, lse, d_out, delta - d_lse), d_sinks
 
@@ -173,35 +173,35 @@ def _each_launch(layout: Layout, step: Any, stacked: Any) -> Any:
 
 def _split(masks: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """(arrays specific to each launch, arrays that launches share)."""
-    own = {name: x for name, x in masks.items() if name in ("bounds", "spans", "key_segments")}
-    return own, {name: x for name, x in masks.items() if name not in own}
+    per_launch = {name: x for name, x in masks.items() if name in ("bounds", "spans", "key_segments")}
+    return per_launch, {name: x for name, x in masks.items() if name not in per_launch}
 
 
 def _forward(static: Static, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras) -> tuple[jax.Array, jax.Array]:
     layout = layout_of(static, q, v, extras, backward=False)
-    own, shared = _split(masks_of(layout, extras))
+    per_launch, shared = _split(masks_of(layout, extras))
     single = layout.launches == 1
     layout = dataclasses.replace(layout, cfg=dataclasses.replace(layout.cfg, sinks=single and extras.sinks is not None))
     query = layout.columns(q)
     out_dtype = q.dtype if single else jnp.float32
 
-    def step(parts: Any) -> Any:
-        keys, values, masks = parts
+    def step(operands: Any) -> Any:
+        keys, values, masks = operands
         arrays = {**masks, **shared, "query": query, "keys": keys, "values": values}
         return _launch_forward(layout, arrays, out_dtype)
 
     keys, values = layout.of_keys(k), layout.of_keys(v).swapaxes(3, 4)
-    outs, lses = _each_launch(layout, step, (keys, values, own))
+    outs, lses = _each_launch(layout, step, (keys, values, per_launch))
     if single:
         out, lse = outs[0], lses[0]
     else:
-        top = jnp.max(lses, axis=0)
-        top = jnp.where(top == -jnp.inf, 0.0, top)
-        weights = jnp.exp(lses - top)
+        m = jnp.max(lses, axis=0)
+        m = jnp.where(m == -jnp.inf, 0.0, m)
+        weights = jnp.exp(lses - m)
         total = jnp.sum(weights, axis=0)
-        lse = top + jnp.log(total)
+        lse = m + jnp.log(total)
         if extras.sinks is not None:
-            total += jnp.exp(layout.by_rule(extras.sinks)[None, :, None, None] - top)
+            total += jnp.exp(layout.by_rule(extras.sinks)[None, :, None, None] - m)
         out = jnp.sum(weights * outs, axis=0) / jnp.where(total == 0, 1.0, total)
     lse = layout.of_columns(lse)[..., 0].swapaxes(1, 2)
     return layout.of_columns(out).astype(q.dtype), lse
@@ -209,20 +209,20 @@ def _forward(static: Static, q: jax.Array, k: jax.Array, v: jax.Array, extras: E
 
 def _launch_forward(layout: Layout, arrays: dict[str, jax.Array], out_dtype: Any) -> Any:
     cfg, query, values = layout.cfg, arrays["query"], arrays["values"]
-    made = {
+    out_shapes = {
         "out": jax.ShapeDtypeStruct((*query.shape[:3], values.shape[2], cfg.rows), out_dtype),
         "lse": jax.ShapeDtypeStruct((*query.shape[:3], 1, cfg.rows), jnp.float32),
     }
     scratch = {
         "total": pltpu.VMEM((cfg.units, 8, cfg.rows), jnp.float32),
         "acc": pltpu.VMEM((cfg.units, values.shape[2], cfg.rows), jnp.float32),
-        "top": pltpu.VMEM((8, cfg.rows), jnp.float32),
+        "m": pltpu.VMEM((8, cfg.rows), jnp.float32),
     }
 
     def run(refs: dict[str, Any]) -> None:
         _flash_forward.run(cfg, _flash_forward.Refs(**refs))
 
-    results = _call(layout, run, arrays, made, scratch, "flash_attention")
+    results = _call(layout, run, arrays, out_shapes, scratch, "flash_attention")
     return results["out"], results["lse"]
 
 
@@ -234,7 +234,7 @@ def _backward(static: Static, qkv: Arrays, extras: Extras, lse: jax.Array, d_out
     q, k, v = qkv
     layout = layout_of(static, q, v, extras, backward=True)
     cfg = layout.cfg
-    own, shared = _split(masks_of(layout, extras))
+    per_launch, shared = _split(masks_of(layout, extras))
     q, k, v, d_out = (_finite(x) for x in (q, k, v, d_out))
     exponent = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
     shared |= {
@@ -245,27 +245,27 @@ def _backward(static: Static, qkv: Arrays, extras: Extras, lse: jax.Array, d_out
     }
     dq_dtype = q.dtype if layout.launches == 1 else jnp.float32
 
-    def step(parts: Any) -> Any:
-        keys, values, masks = parts
+    def step(operands: Any) -> Any:
+        keys, values, masks = operands
         arrays = {**masks, **shared, "keys": keys, "key_columns": keys.swapaxes(2, 3), "values": values}
-        made = {
+        out_shapes = {
             "dq": jax.ShapeDtypeStruct(arrays["query"].shape, dq_dtype),
             "dk": jax.ShapeDtypeStruct(keys.swapaxes(2, 3).shape, jnp.float32),
             "dv": jax.ShapeDtypeStruct(values.swapaxes(2, 3).shape, jnp.float32),
         }
         scratch = {
-            "kept": pltpu.VMEM((2, 2, TILE, cfg.rows), q.dtype),
+            "p_ds": pltpu.VMEM((2, 2, TILE, cfg.rows), q.dtype),
             "acc": pltpu.VMEM((cfg.units, q.shape[3], cfg.rows), jnp.float32),
         }
 
         def run(refs: dict[str, Any]) -> None:
             _flash_backward.run(cfg, layout.split, _flash_backward.Refs(**refs))
 
-        return _call(layout, run, arrays, made, scratch, "flash_attention_backward")
+        return _call(layout, run, arrays, out_shapes, scratch, "flash_attention_backward")
 
-    made = _each_launch(layout, step, (layout.of_keys(k), layout.of_keys(v), own))
-    dq = made["dq"][0] if layout.launches == 1 else jnp.sum(made["dq"], axis=0).astype(q.dtype)
-    dk, dv = (layout.from_keys(made[name].swapaxes(3, 4)) for name in ("dk", "dv"))
+    gradients = _each_launch(layout, step, (layout.of_keys(k), layout.of_keys(v), per_launch))
+    dq = gradients["dq"][0] if layout.launches == 1 else jnp.sum(gradients["dq"], axis=0).astype(q.dtype)
+    dk, dv = (layout.from_keys(gradients[name].swapaxes(3, 4)) for name in ("dk", "dv"))
     return layout.of_columns(dq), (dk * static.scale).astype(k.dtype), dv.astype(v.dtype)
 
 
@@ -274,12 +274,12 @@ def _finite(x: jax.Array) -> jax.Array:
 
 
 def _call(
-    layout: Layout, run: Any, arrays: dict[str, jax.Array], made: dict[str, Any], scratch: dict[str, Any], name: str
+    layout: Layout, run: Any, arrays: dict[str, jax.Array], out_shapes: dict[str, Any], scratch: dict[str, Any], name: str
 ) -> dict[str, jax.Array]:
-    """The pallas_call: run(inputs and outputs, by name), on blocks that `_spec` cuts by name."""
+    """The pallas_call: run(inputs and outputs, by name), on the blocks that `_spec` defines by name."""
     cfg, scalars = layout.cfg, [n for n in ("bounds", "spans") if n in arrays]
     vectors = [n for n in arrays if n not in scalars]
-    names = [*scalars, *vectors, *made, *scratch]
+    names = [*scalars, *vectors, *out_shapes, *scratch]
 
     def body(*refs: Any) -> None:
         named = dict(zip(names, refs, strict=True))
@@ -291,15 +291,15 @@ def _call(
             num_scalar_prefetch=len(scalars),
             grid=(layout.batch, layout.unit_heads, cfg.groups),
             in_specs=[_spec(layout, n, arrays[n].shape) for n in vectors],
-            out_specs=[_spec(layout, n, x.shape) for n, x in made.items()],
+            out_specs=[_spec(layout, n, x.shape) for n, x in out_shapes.items()],
             scratch_shapes=list(scratch.values()),
         ),
-        out_shape=list(made.values()),
+        out_shape=list(out_shapes.values()),
         compiler_params=_launch.compiler_params(cfg.device.chip, "parallel", "arbitrary", "arbitrary"),
         interpret=cfg.device.interpret,
         name=name,
     )(*(arrays[n] for n in (*scalars, *vectors)))
-    return dict(zip(made, results, strict=True))
+    return dict(zip(out_shapes, results, strict=True))
 
 
 def _spec(layout: Layout, name: str, shape: tuple[int, ...]) -> pl.BlockSpec:
@@ -319,23 +319,23 @@ def _spec(layout: Layout, name: str, shape: tuple[int, ...]) -> pl.BlockSpec:
 # Non-finite values.
 
 
-def _with_wild(static: Static, out: jax.Array, v: jax.Array, extras: Extras) -> jax.Array:
+def _with_nonfinite(static: Static, out: jax.Array, v: jax.Array, extras: Extras) -> jax.Array:
     """Add to out the effect of NaN and infinite values, zeros so far, on the rows that see them."""
     batch, rows, num_heads, size = out.shape
     num_keys, num_kv_heads = v.shape[1:3]
     step = min(rows, 256)
-    kinds = jnp.stack([v == jnp.inf, v == -jnp.inf, jnp.isnan(v)]).astype(jnp.bfloat16)
+    nonfinite = jnp.stack([v == jnp.inf, v == -jnp.inf, jnp.isnan(v)]).astype(jnp.bfloat16)
 
     def hits(first: jax.Array) -> jax.Array:
         row = jnp.minimum(first + jnp.arange(step), rows - 1)
         seen = _seen(static, row, rows, num_keys, batch, extras).astype(jnp.bfloat16)
-        return jnp.einsum("brm,nbmkd->nbrkd", seen, kinds, preferred_element_type=jnp.float32) > 0
+        return jnp.einsum("brm,nbmkd->nbrkd", seen, nonfinite, preferred_element_type=jnp.float32) > 0
 
     starts = jnp.arange(0, rows, step)
-    found = lax.map(hits, starts).transpose(1, 2, 0, 3, 4, 5).reshape(3, batch, -1, num_kv_heads, 1, size)[:, :, :rows]
+    affected = lax.map(hits, starts).transpose(1, 2, 0, 3, 4, 5).reshape(3, batch, -1, num_kv_heads, 1, size)[:, :, :rows]
     grouped = out.reshape(batch, rows, num_kv_heads, -1, size)
-    for kind, value in zip(found, (jnp.inf, -jnp.inf, jnp.nan), strict=True):
-        grouped = grouped + jnp.where(kind, value, 0).astype(out.dtype)  # both infinities make NaN, as they should
+    for is_affected, value in zip(affected, (jnp.inf, -jnp.inf, jnp.nan), strict=True):
+        grouped = grouped + jnp.where(is_affected, value, 0).astype(out.dtype)  # both infinities make NaN, as they should
     return grouped.reshape(out.shape)
 
 

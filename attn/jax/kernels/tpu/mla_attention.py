@@ -99,22 +99,22 @@ def mla_attention(
         empty = jnp.full((heads, tokens), -jnp.inf, jnp.float32) if lse else None
         return jnp.zeros((tokens, heads, rank), dtype), empty, kv_cache
     device, pages = _launch.device(chip, interpret), kv_cache.reshape(num_blocks, 1, 1, page, lanes)
-    query, seen, write = _padded(query, lanes), LayerMask(rules.causal), new is not None
-    shape = _plan.shape_of(query, pages, batch, rules.max_query_len, seen, lse=lse, write=write)
+    query, mask, write = _padded(query, lanes), LayerMask(rules.causal), new is not None
+    shape = _plan.shape_of(query, pages, batch, rules.max_query_len, mask, lse=lse, write=write)
     multiplied = dtype == jnp.bfloat16 and device.chip in MULTIPLIES_FP8 and kv_cache.dtype.itemsize == 1
     rebiased = multiplied and device.chip in REBIASES_E4M3 and kv_cache.dtype == jnp.float8_e4m3fn
-    entering = jnp.dtype(jnp.float8_e4m3b11fnuz) if rebiased else kv_cache.dtype if multiplied else dtype
+    operand_dtype = jnp.dtype(jnp.float8_e4m3b11fnuz) if rebiased else kv_cache.dtype if multiplied else dtype
     cfg = Config(
         **vars(shape),
         **(rules.blocks or blocks_for(device.chip, shape))._asdict(),
         values=_round_up(rank, LANES),
-        staged=kv_cache.dtype != entering or shape.narrow,
+        staged=kv_cache.dtype != operand_dtype or shape.narrow,
         rebiased=rebiased,
     )
     plan = _plan.make(cfg, batch)
-    worth = jnp.asarray(k_scale, jnp.float32) * (E4M3_GAIN if rebiased else 1.0)
+    gain = jnp.asarray(k_scale, jnp.float32) * (E4M3_GAIN if rebiased else 1.0)
     arrays = {
-        "factors": jnp.stack([worth * (rules.scale * LOG2_E), worth]),
+        "factors": jnp.stack([gain * (rules.scale * LOG2_E), gain]),
         "single.query": jnp.pad(query[batch.start], ((0, 0), (0, -heads % cfg.native), (0, 0))),
     }
     if cfg.large:
@@ -123,7 +123,7 @@ def mla_attention(
         arrays["long.order"] = jnp.broadcast_to(order[:, None], (order.shape[0], LANES))
     if new is not None:
         arrays["fresh"] = _plan.fresh_tiles(cfg, plan, _padded(new, lanes)[:, None, None])
-    buffers = _buffers(cfg, arrays, kv_cache.dtype, entering)
+    buffers = _buffers(cfg, arrays, kv_cache.dtype, operand_dtype)
     made = _launch.paged(lambda refs: run(cfg, _refs(cfg, refs)), cfg, device, plan, arrays, pages, buffers, "mla_attention")
 
     def by_token(name: str, width: int, fill: float) -> jax.Array:
@@ -144,43 +144,43 @@ def _round_up(x: int, multiple: int) -> int:
     return -(-x // multiple) * multiple
 
 
-def _kinds(cfg: Config) -> dict[str, int]:
-    """For each kind of rows in use, the query tokens per item. Names of refs for a kind begin with it."""
+def _row_groups(cfg: Config) -> dict[str, int]:
+    """The row groups in use, and the query tokens per item of each. A group's name begins those of its refs."""
     return {"single": 1} | ({"long": cfg.large} if cfg.large else {})
 
 
-def _buffers(cfg: Config, arrays: dict[str, jax.Array], stored: Any, entering: Any) -> _launch.Buffers:
-    """The buffers of a launch over a cache of dtype `stored` that is multiplied as `entering`, by the names of `Refs`."""
+def _buffers(cfg: Config, arrays: dict[str, jax.Array], stored: Any, operand_dtype: Any) -> _launch.Buffers:
+    """The buffers of a launch, by the names of `Refs`. The cache has dtype `stored`; matrix products take `operand_dtype`."""
     dtype = arrays["single.query"].dtype
     made: dict[str, Any] = {}
     scratch = _launch.page_buffers(cfg, stored) | {"failed": pltpu.VMEM((cfg.num_items, LANES), jnp.int32)}
     if cfg.staged:
-        scratch["wide"] = pltpu.VMEM((cfg.kv_block, cfg.lanes), entering)
+        scratch["wide"] = pltpu.VMEM((cfg.kv_block, cfg.lanes), operand_dtype)
     if cfg.rebiased:
         scratch["lost"] = pltpu.VMEM((8, LANES), jnp.int32)
     scratch |= _launch.write_buffers(cfg, stored)
-    for kind, count in _kinds(cfg).items():
-        given = arrays[f"{kind}.query"].shape
-        rows = given[-2] if kind == "single" else count * cfg.group
-        made[f"{kind}.out"] = jax.ShapeDtypeStruct((*given[:-1], cfg.values), dtype)
+    for group, count in _row_groups(cfg).items():
+        query_shape = arrays[f"{group}.query"].shape
+        rows = query_shape[-2] if group == "single" else count * cfg.group
+        made[f"{group}.out"] = jax.ShapeDtypeStruct((*query_shape[:-1], cfg.values), dtype)
         scratch |= {
-            f"{kind}.q": pltpu.VMEM((2, rows, cfg.lanes), dtype),
-            f"{kind}.o": pltpu.VMEM((rows, cfg.values), dtype),
-            f"{kind}.m": pltpu.VMEM((rows, LANES), jnp.float32),
-            f"{kind}.l": pltpu.VMEM((rows, LANES), jnp.float32),
-            f"{kind}.acc": pltpu.VMEM((rows, cfg.values), jnp.float32),
+            f"{group}.q": pltpu.VMEM((2, rows, cfg.lanes), dtype),
+            f"{group}.o": pltpu.VMEM((rows, cfg.values), dtype),
+            f"{group}.m": pltpu.VMEM((rows, LANES), jnp.float32),
+            f"{group}.l": pltpu.VMEM((rows, LANES), jnp.float32),
+            f"{group}.acc": pltpu.VMEM((rows, cfg.values), jnp.float32),
         }
         if cfg.lse:
-            made[f"{kind}.lse"] = jax.ShapeDtypeStruct((*given[:-1], LANES), jnp.float32)
-            scratch[f"{kind}.lse_rows"] = pltpu.VMEM((rows, LANES), jnp.float32)
+            made[f"{group}.lse"] = jax.ShapeDtypeStruct((*query_shape[:-1], LANES), jnp.float32)
+            scratch[f"{group}.lse_rows"] = pltpu.VMEM((rows, LANES), jnp.float32)
     return _launch.Buffers(scratch, made, {"factors": pltpu.SMEM, "long.order": pltpu.VMEM})
 
 
 def _refs(cfg: Config, named: dict[str, Any]) -> Refs:
-    """The refs of a launch, with those of each kind of rows grouped."""
+    """The refs of a launch, with those of a row group in one `Rows`."""
     plain = {name: ref for name, ref in named.items() if "." not in name}
-    kinds = {
-        kind: Rows(key_tile, **{name.split(".")[1]: ref for name, ref in named.items() if name.startswith(f"{kind}.")})
-        for kind, key_tile in zip(_kinds(cfg), (cfg.single_tile, cfg.key_tile), strict=False)
+    groups = {
+        group: Rows(key_tile, **{name.split(".")[1]: ref for name, ref in named.items() if name.startswith(f"{group}.")})
+        for group, key_tile in zip(_row_groups(cfg), (cfg.single_tile, cfg.key_tile), strict=False)
     }
-    return Refs(**plain, **kinds)
+    return Refs(**plain, **groups)

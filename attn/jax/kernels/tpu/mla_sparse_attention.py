@@ -6,8 +6,8 @@ keys are therefore started in the code that multiplies earlier ones, without bra
 
 Layout. The cache is [N, P, words, 2, 128] of bfloat16: a row of L + Dr values, padded with zeros, is whole 32-bit words (3
 registers' rows of them for 576 values), contiguous in HBM. In [N, P, 640], two tokens share words, and a copy would have to
-read both. Shifts turn two registers of words of eight tokens into two registers of bfloat16; keys are copied to the places from
-which this leaves them in the order of the list.
+read both. Shifts turn two registers of words of eight tokens into two registers of bfloat16; keys are copied to rows that
+this permutes into the order of the list.
 
 Entries of the list that are not keys are copied from the slot of one that is, and have weight 0: nothing else is read.
 
@@ -31,20 +31,20 @@ from attn.jax.kernels.tpu import _launch
 from attn.jax.kernels.tpu._chips import chip_of
 from attn.jax.kernels.tpu._refs import LANES, LOG2_E, Ref, dot, sublanes, widen
 
-#: Turns of a step. Each has its own memory, so that copies into one need not wait for loads from another.
-TURNS = 4
-#: Turns between the start of a copy and its use.
+#: Pipeline stages of a step. Each has its own buffer, so that copies into one need not wait for loads from another.
+STAGES = 4
+#: Stages between the start of a copy and its use.
 AHEAD = 2
-#: Keys of a turn at most, and those of a matrix of scores.
-TURN, TILE = 512, 256
+#: Keys of a stage at most, and those of a matrix of scores.
+STAGE_KEYS, TILE = 512, 256
 _PACKED = 2  # values in a word
 _PAIR = 16  # keys of two registers of words
 
 
 class Config(NamedTuple):
-    """The static configuration. A step is TURNS * `turn` keys of a row's list."""
+    """The static configuration. A step is STAGES * `stage_keys` keys of a row's list."""
 
-    turn: int
+    stage_keys: int
     words: int  # registers' rows of words that hold a token
     columns: int  # W, in whole registers
     values: int  # L, in whole registers
@@ -56,19 +56,19 @@ class Refs(NamedTuple):
 
     first: Ref  # [T + 1] the number of each row's first step, in SMEM
     source: Ref  # [T * S] where each step's list is; S: steps of a row at most
-    slots: Ref  # [T * S, TURNS, turn] int32 in HBM
+    slots: Ref  # [T * S, STAGES, stage_keys] int32 in HBM
     cache: Ref  # [N * P, words, 1, 128] int32 in HBM
     query: Ref  # [1, H, columns]
-    bias: Ref  # [1, S, TURNS, 1, turn] float32: 0, or -inf where there is no key
+    bias: Ref  # [1, S, STAGES, 1, stage_keys] float32: 0, or -inf where there is no key
     out: Ref  # [1, H, values]
     lse: Ref  # [1, H, 128] float32
     m: Ref  # [H, 128] float32, as is the next
     l: Ref  # noqa: E741
     acc: Ref  # [H, values] float32
-    list_sem: Ref  # [TURNS], as is the next
+    list_sem: Ref  # [STAGES], as is the next
     key_sem: Ref
-    lists: tuple[Ref, ...]  # TURNS of [turn] int32 in SMEM
-    keys: tuple[Ref, ...]  # TURNS of [turn * words, 128] int32
+    lists: tuple[Ref, ...]  # STAGES of [stage_keys] int32 in SMEM
+    keys: tuple[Ref, ...]  # STAGES of [stage_keys * words, 128] int32
 
     @property
     def total(self) -> jax.Array:
@@ -103,26 +103,26 @@ def mla_sparse_attention(
     if 0 in (num_rows, topk, kv_cache.shape[0], *requests.block_table.shape):
         return jnp.zeros((num_rows, heads, kv_lora_rank), query.dtype), jnp.full((heads, num_rows), -jnp.inf, jnp.float32)
     device = _launch.device(chip, interpret)
-    turn = min(TURN, _round_up(-(-topk // TURNS), _PAIR))
-    cfg = Config(turn, words, _round_up(width, LANES), _round_up(kv_lora_rank, LANES), scale * LOG2_E)
-    slots, there = xla_mla.slots_of(indices, requests, kv_cache.shape[1])
-    slots = jnp.where(there, slots, jnp.max(jnp.where(there, slots, 0), axis=1, keepdims=True))
-    last = jnp.max(jnp.where(there, jnp.arange(1, topk + 1, dtype=jnp.int32), 0), axis=1)
-    most = -(-topk // (TURNS * turn))
-    past = ((0, 0), (0, most * TURNS * turn - topk))
-    first = jnp.pad(jnp.cumsum(-(-last // (TURNS * turn)), dtype=jnp.int32), (1, 0))
-    scalars, smem = 4 * (first.size + num_rows * most), chip_of(device.chip).smem
+    size = min(STAGE_KEYS, _round_up(-(-topk // STAGES), _PAIR))
+    cfg = Config(size, words, _round_up(width, LANES), _round_up(kv_lora_rank, LANES), scale * LOG2_E)
+    slots, valid = xla_mla.slots_of(indices, requests, kv_cache.shape[1])
+    slots = jnp.where(valid, slots, jnp.max(jnp.where(valid, slots, 0), axis=1, keepdims=True))
+    last = jnp.max(jnp.where(valid, jnp.arange(1, topk + 1, dtype=jnp.int32), 0), axis=1)
+    steps = -(-topk // (STAGES * size))
+    pad = ((0, 0), (0, steps * STAGES * size - topk))
+    first = jnp.pad(jnp.cumsum(-(-last // (STAGES * size)), dtype=jnp.int32), (1, 0))
+    scalars, smem = 4 * (first.size + num_rows * steps), chip_of(device.chip).smem
     if scalars > smem:
         raise ValueError(f"indices of {num_rows} rows take {scalars} bytes of SMEM: {device.chip} has {smem}")
-    step = jnp.arange(num_rows * most, dtype=jnp.int32)
+    step = jnp.arange(num_rows * steps, dtype=jnp.int32)
     row = jnp.minimum(jnp.searchsorted(first[1:], step, side="right").astype(jnp.int32), num_rows - 1)
     arrays = {
         "first": first,
-        "source": row * most + jnp.clip(step - first[row], 0, most - 1),
-        "slots": jnp.pad(slots, past, mode="edge").reshape(-1, TURNS, turn),
+        "source": row * steps + jnp.clip(step - first[row], 0, steps - 1),
+        "slots": jnp.pad(slots, pad, mode="edge").reshape(-1, STAGES, size),
         "cache": kv_cache.reshape(-1, *kv_cache.shape[2:]),
         "query": jnp.pad(query, ((0, 0), (0, -heads % sublanes(query.dtype.itemsize)), (0, cfg.columns - width))),
-        "bias": jnp.where(jnp.pad(there, past), 0.0, -jnp.inf).astype(jnp.float32).reshape(num_rows, most, TURNS, 1, turn),
+        "bias": jnp.where(jnp.pad(valid, pad), 0.0, -jnp.inf).astype(jnp.float32).reshape(num_rows, steps, STAGES, 1, size),
     }
     out, lse = _launch_rows(cfg, arrays, device)
     return out[:, :heads, :kv_lora_rank], lse[:, :heads, 0].T
@@ -132,17 +132,17 @@ def _round_up(x: int, multiple: int) -> int:
     return -(-x // multiple) * multiple
 
 
-def _launch_rows(cfg: Config, arrays: dict[str, jax.Array], device: _launch.Device) -> tuple[jax.Array, jax.Array]:
+def _launch_rows(cfg: Config, arrays: dict[str, jax.Array], device: _launch.TpuDevice) -> tuple[jax.Array, jax.Array]:
     """The pallas_call, one row a grid step: (out, lse), as in `Refs` for all rows."""
     interpreted = device.interpret is not False
     if interpreted:  # the interpreter has no views of a ref as another type
         arrays["cache"] = lax.bitcast_convert_type(arrays["cache"].swapaxes(-1, -2), jnp.int32)[:, :, None]
     num_rows, heads, _ = arrays["query"].shape
 
-    def kernel(first: Ref, source: Ref, slots: Ref, cache: Ref, query: Ref, bias: Ref, out: Ref, lse: Ref, *rest: Ref) -> None:
+    def kernel(first: Ref, source: Ref, slots: Ref, cache: Ref, query: Ref, bias: Ref, out: Ref, lse: Ref, *refs: Ref) -> None:
         words = cache if interpreted else cache.bitcast(jnp.int32)
-        m, total, acc, list_sem, key_sem, *turns = rest
-        sums, lists, keys = (m, total, acc), tuple(turns[:TURNS]), tuple(turns[TURNS:])
+        m, total, acc, list_sem, key_sem, *stages = refs
+        sums, lists, keys = (m, total, acc), tuple(stages[:STAGES]), tuple(stages[STAGES:])
         run(cfg, Refs(first, source, slots, words, query, bias, out, lse, *sums, list_sem, key_sem, lists, keys))
 
     def of_row(shape: tuple[int, ...]) -> pl.BlockSpec:
@@ -151,8 +151,8 @@ def _launch_rows(cfg: Config, arrays: dict[str, jax.Array], device: _launch.Devi
     shapes = ((num_rows, heads, cfg.values), arrays["query"].dtype), ((num_rows, heads, LANES), jnp.float32)
     made = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
     of_heads = [pltpu.VMEM((heads, lanes), jnp.float32) for lanes in (LANES, LANES, cfg.values)]
-    semaphores = [pltpu.SemaphoreType.DMA((TURNS,))] * 2
-    lists, keys = pltpu.SMEM((cfg.turn,), jnp.int32), pltpu.VMEM((cfg.turn * cfg.words, LANES), jnp.int32)
+    semaphores = [pltpu.SemaphoreType.DMA((STAGES,))] * 2
+    lists, keys = pltpu.SMEM((cfg.stage_keys,), jnp.int32), pltpu.VMEM((cfg.stage_keys * cfg.words, LANES), jnp.int32)
     return pl.pallas_call(  # type: ignore[no-any-return]
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -160,7 +160,7 @@ def _launch_rows(cfg: Config, arrays: dict[str, jax.Array], device: _launch.Devi
             grid=(num_rows,),
             in_specs=[pl.BlockSpec(memory_space=pltpu.HBM)] * 2 + [of_row(arrays[name].shape) for name in ("query", "bias")],
             out_specs=[of_row(x.shape) for x in made],
-            scratch_shapes=[*of_heads, *semaphores, *[lists] * TURNS, *[keys] * TURNS],
+            scratch_shapes=[*of_heads, *semaphores, *[lists] * STAGES, *[keys] * STAGES],
         ),
         out_shape=made,
         compiler_params=_launch.compiler_params(device.chip, "arbitrary"),
@@ -175,13 +175,13 @@ def run(cfg: Config, refs: Refs) -> None:
 
     @pl.when((t == 0) & (refs.total > 0))
     def _() -> None:
-        for turn in range(TURNS):
-            _list(refs, jnp.int32(0), turn).start()
-        for turn in range(AHEAD):
-            _list(refs, jnp.int32(0), turn).wait()
-            for start in _starts(cfg, refs, turn):
+        for stage in range(STAGES):
+            _list(refs, jnp.int32(0), stage).start()
+        for stage in range(AHEAD):
+            _list(refs, jnp.int32(0), stage).wait()
+            for start in _starts(cfg, refs, stage):
                 start()
-            _list(refs, jnp.minimum(1, refs.total - 1), turn).start()
+            _list(refs, jnp.minimum(1, refs.total - 1), stage).start()
 
     refs.m[...] = jnp.full(refs.m.shape, -jnp.inf, jnp.float32)
     refs.l[...] = jnp.zeros(refs.l.shape, jnp.float32)
@@ -196,63 +196,63 @@ def run(cfg: Config, refs: Refs) -> None:
     _finish(cfg, refs)
 
 
-def _list(refs: Refs, g: jax.Array, turn: int) -> Any:
-    """The copy of the slots of a turn of step g."""
-    return pltpu.make_async_copy(refs.slots.at[refs.source[g], turn], refs.lists[turn], refs.list_sem.at[turn])
+def _list(refs: Refs, g: jax.Array, stage: int) -> Any:
+    """The copy of a stage's slots in step g."""
+    return pltpu.make_async_copy(refs.slots.at[refs.source[g], stage], refs.lists[stage], refs.list_sem.at[stage])
 
 
-def _starts(cfg: Config, refs: Refs, turn: int) -> list[Callable[[], None]]:
-    """What starts each copy of the keys of a turn, whose slots are in `lists`."""
+def _starts(cfg: Config, refs: Refs, stage: int) -> list[Callable[[], None]]:
+    """Functions that each start the copy of one key of a stage, from its slot in `lists`."""
 
     def start(n: int) -> None:
         # even keys of sixteen go to the first register of words, odd ones to the second
-        place = n // _PAIR * _PAIR + n % 2 * 8 + n % _PAIR // 2
-        target = refs.keys[turn].at[pl.ds(place * cfg.words, cfg.words)]
-        pltpu.make_async_copy(refs.cache.at[refs.lists[turn][n], :, 0], target, refs.key_sem.at[turn]).start()
+        position = n // _PAIR * _PAIR + n % 2 * 8 + n % _PAIR // 2
+        target = refs.keys[stage].at[pl.ds(position * cfg.words, cfg.words)]
+        pltpu.make_async_copy(refs.cache.at[refs.lists[stage][n], :, 0], target, refs.key_sem.at[stage]).start()
 
-    return [functools.partial(start, n) for n in range(cfg.turn)]
+    return [functools.partial(start, n) for n in range(cfg.stage_keys)]
 
 
 def _step(cfg: Config, refs: Refs, g: jax.Array, *, more: bool) -> None:
-    """Process the turns of step g. more: whether there is another step, whose first copies are started."""
-    for turn in range(TURNS):
-        pltpu.make_async_copy(refs.keys[turn], refs.keys[turn], refs.key_sem.at[turn]).wait()
-        later, target = divmod(turn + AHEAD, TURNS)
+    """Process the stages of step g. more: whether another step follows, whose first copies are started."""
+    for stage in range(STAGES):
+        pltpu.make_async_copy(refs.keys[stage], refs.keys[stage], refs.key_sem.at[stage]).wait()
+        later, target = divmod(stage + AHEAD, STAGES)
         _list(refs, g, target).wait()  # at the end of the launch, of a list that was loaded in vain
-        _attend(cfg, refs, g, turn, _starts(cfg, refs, target) if more or not later else [])
+        _attend(cfg, refs, g, stage, _starts(cfg, refs, target) if more or not later else [])
         if more:
             _list(refs, jnp.minimum(g + later + 1, refs.total - 1), target).start()
 
 
-def _attend(cfg: Config, refs: Refs, g: jax.Array, turn: int, starts: list[Callable[[], None]]) -> None:
-    """Process the keys of a turn, and call `starts` between."""
-    step, tile = g - refs.first[pl.program_id(0)], min(cfg.turn, TILE)
-    tiles = cfg.turn // tile
-    share = -(-len(starts) // (2 * tiles))
+def _attend(cfg: Config, refs: Refs, g: jax.Array, stage: int, starts: list[Callable[[], None]]) -> None:
+    """Process the keys of a stage, and call `starts` between its products."""
+    step, tile = g - refs.first[pl.program_id(0)], min(cfg.stage_keys, TILE)
+    tiles = cfg.stage_keys // tile
+    count = -(-len(starts) // (2 * tiles))
     keys: list[jax.Array] = []
     scores: list[jax.Array] = []
 
-    def some() -> None:
-        for start in starts[:share]:
+    def start_copies() -> None:
+        for start in starts[:count]:
             start()
-        del starts[:share]
+        del starts[:count]
 
     for n in range(tiles + 1):
-        some()
+        start_copies()
         if n < tiles:
-            bias = refs.bias[0, step, turn, :, n * tile : (n + 1) * tile]
-            keys.append(_keys(cfg, refs, turn, pl.ds(n * tile, tile)))
+            bias = refs.bias[0, step, stage, :, n * tile : (n + 1) * tile]
+            keys.append(_keys(cfg, refs, stage, pl.ds(n * tile, tile)))
             scores.append(dot(refs.query[0], keys[n], 1, 1) * cfg.scale + bias)
         if n:
-            some()
+            start_copies()
             _weigh(cfg, refs, scores[n - 1], keys[n - 1][:, : cfg.values])
 
 
-def _keys(cfg: Config, refs: Refs, turn: int, at: Any) -> jax.Array:
-    """Keys `at` of a turn: [keys, columns]."""
+def _keys(cfg: Config, refs: Refs, stage: int, at: Any) -> jax.Array:
+    """Keys `at` of a stage: [keys, columns]."""
     columns = []
     for word in range(cfg.words):
-        words = refs.keys[turn][pl.ds(at.start * cfg.words + word, at.size, stride=cfg.words), :]
+        words = refs.keys[stage][pl.ds(at.start * cfg.words + word, at.size, stride=cfg.words), :]
         even, odd = (words.reshape(-1, 2, 8, LANES)[:, i].reshape(-1, LANES) for i in range(2))
         columns += [(even & 0xFFFF) | (odd << 16), lax.shift_right_logical(even, 16) | (odd & -0x10000)]
     return jnp.concatenate([pltpu.bitcast(x, jnp.bfloat16) for x in columns[: cfg.columns // LANES]], axis=1)

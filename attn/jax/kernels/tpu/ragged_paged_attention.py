@@ -171,8 +171,8 @@ def _single_rows(cfg: Config, rules: jax.Array) -> jax.Array:
 def _single_queries(cfg: Config, query: jax.Array) -> jax.Array:
     """[R, H, lanes] -> [R, K / J, S, J * lanes], each head's row in the columns of its kv head."""
     query = query.reshape(-1, cfg.joined, cfg.join, cfg.group, 1, cfg.lanes)
-    own = jnp.eye(cfg.join, dtype=jnp.bool_)[None, None, :, None, :, None]
-    rows = jnp.where(own, query, 0).reshape(-1, cfg.joined, cfg.join * cfg.group, cfg.join * cfg.lanes)
+    same_head = jnp.eye(cfg.join, dtype=jnp.bool_)[None, None, :, None, :, None]
+    rows = jnp.where(same_head, query, 0).reshape(-1, cfg.joined, cfg.join * cfg.group, cfg.join * cfg.lanes)
     return jnp.pad(rows, ((0, 0), (0, 0), (0, cfg.single_rows - rows.shape[2]), (0, 0)))
 
 
@@ -207,7 +207,7 @@ def _buffers(cfg: Config, arrays: dict[str, jax.Array], stored: Any) -> _launch.
             "m": pltpu.VMEM((heads, 8, rows), jnp.float32),
             "l": pltpu.VMEM((2 * heads + 1, 8, rows), jnp.float32),
             "acc": pltpu.VMEM((2 * heads + 1, lanes, rows), jnp.float32),
-            "turn": pltpu.SMEM((3,), jnp.int32),
+            "flags": pltpu.SMEM((3,), jnp.int32),
             "recompute": pltpu.VMEM((8, rows), jnp.int32),
         }
         if cfg.lse:

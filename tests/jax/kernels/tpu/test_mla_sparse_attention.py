@@ -22,22 +22,36 @@ from tests.levels import sampled
 
 SPARSE = {"backend": "PALLAS_MLA_SPARSE", "options": {"indexer": object()}, "dtype": "bfloat16"}
 
-#: topk, keys of a turn at most and the batch, where it is not that of `Batch`.
+#: topk, keys of a stage at most and the batch, where it is not that of `Batch`.
 CASES: dict[str, dict[str, Any]] = {
-    "steps": {"topk": 150, "turn": 16, "query_lens": (1, 2, 0, 1), "seq_lens": (200, 9, 20, 140), "mode": "eager"},
-    "tiles": {"topk": 104, "turn": 32, "query_lens": (1, 2), "seq_lens": (33, 9), "tile": 16},
-    "deepseek": {"topk": 40, "turn": 16, "query_lens": (1, 2), "seq_lens": (70, 21), "dims": (512, 64, 128, 128), "heads": 16},
-    "wide values": {"topk": 20, "turn": 16, "query_lens": (3,), "seq_lens": (30,), "dims": (272, 16, 24, 20), "mode": "eager"},
+    "steps": {"topk": 150, "stage_keys": 16, "query_lens": (1, 2, 0, 1), "seq_lens": (200, 9, 20, 140), "mode": "eager"},
+    "tiles": {"topk": 104, "stage_keys": 32, "query_lens": (1, 2), "seq_lens": (33, 9), "tile": 16},
+    "deepseek": {
+        "topk": 40,
+        "stage_keys": 16,
+        "query_lens": (1, 2),
+        "seq_lens": (70, 21),
+        "dims": (512, 64, 128, 128),
+        "heads": 16,
+    },
+    "wide values": {
+        "topk": 20,
+        "stage_keys": 16,
+        "query_lens": (3,),
+        "seq_lens": (30,),
+        "dims": (272, 16, 24, 20),
+        "mode": "eager",
+    },
 }
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """launched(turn, mode): the backend's kernel runs so."""
+    """launched(stage_keys, mode): the backend's kernel runs so."""
 
-    def run(turn: int = 16, mode: str = "on_wait") -> None:
+    def run(stage_keys: int = 16, mode: str = "on_wait") -> None:
         interpret = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode=mode)
-        monkeypatch.setattr(kernel, "TURN", turn)
+        monkeypatch.setattr(kernel, "STAGE_KEYS", stage_keys)
         call = functools.partial(kernel.mla_sparse_attention, interpret=interpret)
         static = ("kv_lora_rank", "scale")
         monkeypatch.setattr(pallas_mla_sparse, "_attend", jax.jit(call, static_argnames=static))
@@ -55,7 +69,7 @@ def test_against_the_oracle(make_mla: Any, launched: Any, monkeypatch: pytest.Mo
     case = dict(CASES[name])
     monkeypatch.setattr(kernel, "TILE", case.pop("tile", kernel.TILE))
     topk = case.pop("topk")
-    launched(**{key: case.pop(key) for key in ("turn", "mode") if key in case})
+    launched(**{key: case.pop(key) for key in ("stage_keys", "mode") if key in case})
     batch = make_mla(**SPARSE, **case)
     indices, mask_of = choose(batch, topk)
     got, cache = batch.layer(*batch.arguments(), indices=indices)
