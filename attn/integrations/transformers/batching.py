@@ -33,6 +33,9 @@ GRAPHS, JOINED = (5, 6), (5, 18)
 #: and some versions also for the prefix.
 PAGED, PREFIX = "attn_flash", "paged|"
 _GATHERED = 64  #: tokens per page of gathered keys
+#: The share of free memory for the cache, where the configuration says none and keys are gathered: transformers' own (0.9)
+#: leaves less than its largest step then needs.
+_SHARE = 0.5
 
 
 def installed() -> tuple[int, int]:
@@ -149,6 +152,9 @@ def graphs_where_possible(model: Any, backend: str | None) -> Generator[None, No
         if why:
             config = copy.copy(config)
             config.use_cuda_graph = False
+        elif installed() < JOINED and config.max_memory_percent is None and config.num_blocks is None:
+            config = copy.copy(config)
+            config.max_memory_percent = _SHARE
         manager = start(generation_config, config, *rest, **more)
         _implementations[manager] = implementation
         return manager

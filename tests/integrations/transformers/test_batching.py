@@ -212,6 +212,29 @@ def test_captured_steps_are_eager_ones(kind, captures):
     check_texts(model, answers, MIXED)
 
 
+@pytest.mark.parametrize(
+    "version, asked, share",
+    [((5, 17), {}, 0.5), ((5, 17), {"max_memory_percent": 0.7}, 0.7), ((5, 17), {"num_blocks": 9}, None), ((5, 18), {}, None)],
+)
+def test_gathered_keys_find_memory(version, asked, share, monkeypatch):
+    """A share of memory, or a number of blocks, that the caller asks for is kept."""
+    config = pytest.importorskip("transformers.generation").ContinuousBatchingConfig(**asked)
+    if version >= module.JOINED > module.installed():
+        pytest.skip("this transformers has another configuration")
+    model, given = decoder("llama"), []
+    monkeypatch.setattr(module, "installed", lambda: version)
+
+    class Manager:
+        def __init__(self, generation_config, batching):
+            given.append(batching)
+
+    model.init_continuous_batching = Manager
+    with lengths_on_device(), module.graphs_where_possible(model, "TORCH_SDPA"):
+        model.init_continuous_batching(None, config)
+    assert given[0].max_memory_percent == share
+    assert config.max_memory_percent == asked.get("max_memory_percent")
+
+
 def test_the_warm_up_fills_no_cache(captures, monkeypatch):
     """Its attention would take seconds. Arrays have the sizes of the largest step, so later graphs fit in its memory."""
     model, made, make = decoder("llama"), [], steps._made_on_device
