@@ -274,7 +274,7 @@ def features_alone(subject: Subject) -> list[Case]:
             "a prefix": {"prefix": 3 * reach},
             "a prefix under a window": {"prefix": 3 * reach, "sliding_window": reach},
             **{f"{stored} cache": {"kv_cache_dtype": stored} for stored in quantised},
-            **{kind: {"attn_type": kind, "causal": False} for kind in c.attn_types if kind != AttentionType.DECODER},
+            **{name: {"attn_type": name, "causal": False} for name in c.attn_types if name != AttentionType.DECODER},
         }
         for i, (words, changes) in enumerate(ways.items()):
             q, m = zip(*((n, n if changes.get("attn_type") in ENCODER_TYPES else m) for n, m in lens), strict=True)

@@ -35,7 +35,7 @@ from attn.weights import dense
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, Runs | None], torch.Tensor]
 
 
-class Launch(NamedTuple):
+class DenseLaunch(NamedTuple):
     """How a layer's calls of the same facts are computed. of_any: what computes them for any layer with these facts, if values
     need no padding; its `bound`, if it has one, prepares calls of the same shapes and strides."""
 
@@ -53,10 +53,10 @@ class Launch(NamedTuple):
         return lambda query, key, value, sinks, runs: again(query, key, value, as_float(sinks))  # type: ignore[arg-type]
 
 
-_launches: "weakref.WeakKeyDictionary[Any, dict[Any, Launch | None]]" = weakref.WeakKeyDictionary()
+_launches: "weakref.WeakKeyDictionary[Any, dict[Any, DenseLaunch | None]]" = weakref.WeakKeyDictionary()
 #: Of calls that see all keys: launches by what decides them, for which later steps need no `Call`, and what computes those of
 #: the same facts, as all layers of a step have.
-plain_launches: dict[Any, Launch] = {}
+plain_launches: dict[Any, DenseLaunch] = {}
 runs: dict[Any, Run] = {}
 _MOST = 64  #: of each to keep
 _L = TypeVar("_L")
@@ -149,13 +149,13 @@ def run_for(
     return kept(runs, facts, launch.bound(query, key, value, sinks))
 
 
-def launched(facts: tuple[Any, ...], sinks: torch.Tensor | None, launch: Launch) -> None:
+def launched(facts: tuple[Any, ...], sinks: torch.Tensor | None, launch: DenseLaunch) -> None:
     """Keep a launch of calls with these facts, of layers with the same sinks only if it holds them."""
     decided = deciding(facts)
     kept(plain_launches, decided if sinks is None or launch.of_any is not None else (decided, id(sinks)), launch)
 
 
-def launch_of(call: Call) -> Launch | None:
+def launch_of(call: Call) -> DenseLaunch | None:
     """Return the launch of calls like this one, which is made at the first; None if there is none."""
     query, key, value, seen, valid = call.query, call.key, call.value, call.seen, call.valid
     batch, heads, rows, size = query.shape
@@ -184,7 +184,7 @@ def kept(launches: dict[Any, _L], facts: Any, launch: _L) -> _L:
     return launch
 
 
-def _decided(call: Call) -> Launch | None:
+def _decided(call: Call) -> DenseLaunch | None:
     """Choose how to compute calls like this one; None if no launch can be repeated."""
     rows, width, padded = call.query.shape[2], call.value.shape[3], call.valid is not None
     pads, way = call.query.shape[3] - width, classify(call)
@@ -193,8 +193,8 @@ def _decided(call: Call) -> Launch | None:
     plain = None if padded else _dense(call, way)
     if plain is not None:
         if pads:
-            return Launch(lambda query, key, value, sinks, runs: plain(query, key, F.pad(value, (0, pads)))[..., :width])
-        return Launch(lambda query, key, value, sinks, runs: plain(query, key, value), plain)
+            return DenseLaunch(lambda query, key, value, sinks, runs: plain(query, key, F.pad(value, (0, pads)))[..., :width])
+        return DenseLaunch(lambda query, key, value, sinks, runs: plain(query, key, value), plain)
     causal = call.seen.layer.causal
     try:
         layer = layer_of(call, AttentionType.DECODER if causal or not call.square else AttentionType.ENCODER_ONLY)
@@ -221,7 +221,7 @@ def _decided(call: Call) -> Launch | None:
             out = impl.attend_keys(q, k, v, causal) if runs is None else impl.attend_keys(q, k, v, causal, valid=runs)
         return out[..., :width] if pads else out
 
-    return Launch(launch, None if pads else row)
+    return DenseLaunch(launch, None if pads else row)
 
 
 def _dense(call: Call, way: Way) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:

@@ -20,7 +20,7 @@ from attn.torch.layer import Attention
 
 
 @dataclass(frozen=True)
-class Pages:
+class LayerCache:
     """One layer's state in transformers' cache in one step.
 
     Rows and keys may be padded to the extents of a CUDA graph. Requests beyond the step's own then begin where the last one
@@ -44,7 +44,7 @@ class Pages:
     update: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-def pages_of(cache: Any, index: int, kwargs: dict[str, Any]) -> Pages:
+def pages_of(cache: Any, index: int, kwargs: dict[str, Any]) -> LayerCache:
     """Read either form of the cache: an allocator per layer or, before transformers 5.18, groups of layers."""
     if hasattr(cache, "layer_to_allocator"):
         pool = cache.layer_to_allocator[index]
@@ -71,7 +71,7 @@ def pages_of(cache: Any, index: int, kwargs: dict[str, Any]) -> Pages:
         key, value = cache.update(key, value, layer_idx=index, kwargs={**kwargs, **indices})
         return key[0].transpose(0, 1), value[0].transpose(0, 1)
 
-    return Pages(
+    return LayerCache(
         group=group,
         row_starts=kwargs["cu_seq_lens_q"],
         key_starts=_of(layer_type, kwargs["cu_seq_lens_k"]),
@@ -109,7 +109,7 @@ class OnDevice(NamedTuple):
     slots: torch.Tensor | None = None
 
 
-class Step:
+class BatchingStep:
     """One step. starts: where each request's rows begin, on the host."""
 
     def __init__(self, starts: torch.Tensor, layer_idx: int, capturing: bool = False) -> None:
@@ -124,7 +124,7 @@ class Step:
         assert starts is not None
         return starts.cpu().numpy()
 
-    def lens(self, pages: Pages) -> tuple[list[int], list[int], Any]:
+    def lens(self, pages: LayerCache) -> tuple[list[int], list[int], Any]:
         """Return (numbers of rows, numbers of keys, where each request's keys begin), of requests that have both."""
         if pages.group not in self._lens:
             key_starts = pages.key_starts.cpu().numpy()
@@ -133,7 +133,7 @@ class Step:
             self._lens[pages.group] = q_lens[live].tolist(), k_lens[live].tolist(), key_starts
         return self._lens[pages.group]
 
-    def metadata(self, pages: Pages, layer: Attention, device: torch.device) -> Any:
+    def metadata(self, pages: LayerCache, layer: Attention, device: torch.device) -> Any:
         """Return the metadata of a layer over transformers' pages, made on the host."""
         key = pages.group, layer.backend, layer.kv_cache_spec, device
         if key not in self._metadata:
@@ -145,7 +145,7 @@ class Step:
             self._metadata[key] = layer.backend.get_builder_cls()(layer.kv_cache_spec, device=device).build(0, batch)
         return self._metadata[key]
 
-    def on_device(self, pages: Pages, layer: Attention, rows: int, gathered: bool) -> OnDevice:
+    def on_device(self, pages: LayerCache, layer: Attention, rows: int, gathered: bool) -> OnDevice:
         """Return the metadata of `rows` rows, made on the device: over transformers' pages or over `gathered` keys."""
         key = pages.group, layer.backend, layer.kv_cache_spec, gathered
         if key not in self._on_device:
@@ -153,7 +153,7 @@ class Step:
         return self._on_device[key]
 
 
-def _made_on_device(pages: Pages, layer: Attention, rows: int, gathered: bool) -> OnDevice:
+def _made_on_device(pages: LayerCache, layer: Attention, rows: int, gathered: bool) -> OnDevice:
     size, device = layer.kv_cache_spec.block_size, pages.read.device
     row_starts, starts = pages.row_starts.to(torch.int32), pages.key_starts.to(torch.int32)
     lens = (starts.diff() * (row_starts.diff() > 0)).clamp_(min=0)
@@ -192,10 +192,10 @@ def _made_on_device(pages: Pages, layer: Attention, rows: int, gathered: bool) -
     return OnDevice(builder.build_for_cudagraph_capture(batch), padding, taken, slots)
 
 
-_steps: "weakref.WeakKeyDictionary[Any, Step]" = weakref.WeakKeyDictionary()
+_steps: "weakref.WeakKeyDictionary[Any, BatchingStep]" = weakref.WeakKeyDictionary()
 
 
-def step_of(cache: Any, layer_idx: int, starts: torch.Tensor, capturing: bool = False) -> Step:
+def step_of(cache: Any, layer_idx: int, starts: torch.Tensor, capturing: bool = False) -> BatchingStep:
     """Return the step that a layer's call is part of: that of the layer before, if it was given the same tensor.
 
     transformers may write the next step's lengths into the same tensor, but then begins with a layer that has had its turn.
@@ -203,6 +203,6 @@ def step_of(cache: Any, layer_idx: int, starts: torch.Tensor, capturing: bool = 
     """
     step = _steps.get(cache)
     if step is None or step.cu_seq_lens() is not starts or layer_idx <= step.last or step.capturing != capturing:
-        step = _steps[cache] = Step(starts, layer_idx, capturing)
+        step = _steps[cache] = BatchingStep(starts, layer_idx, capturing)
     step.last = layer_idx
     return step

@@ -27,7 +27,7 @@ from attn.errors import UnsupportedError  # noqa: E402
 from attn.integrations import transformers as attn_transformers  # noqa: E402
 from attn.integrations.transformers import batching as module  # noqa: E402
 from attn.integrations.transformers import steps  # noqa: E402
-from attn.integrations.transformers.steps import Pages  # noqa: E402
+from attn.integrations.transformers.steps import LayerCache  # noqa: E402
 from tests.integrations import tiny_transformers  # noqa: E402
 from tests.integrations.tiny_transformers import batching, decoder  # noqa: E402
 from tests.levels import sampled  # noqa: E402
@@ -293,7 +293,7 @@ def pages_with(q_lens, past, padding, page=16):
     read = torch.cat((*slots, torch.zeros(keys, dtype=torch.int64))) if older else torch.zeros(0, dtype=torch.int64)
     new = [own[len(own) - q :] for own, q in zip(slots, q_lens, strict=True)]
     written = torch.cat((*new, torch.full((rows,), page)))
-    pages = Pages(0, row_starts, key_starts, max(q_lens) + rows, max(lens) + keys, read, written, None, None)
+    pages = LayerCache(0, row_starts, key_starts, max(q_lens) + rows, max(lens) + keys, read, written, None, None)
     return pages, slots
 
 
@@ -394,9 +394,9 @@ def test_interpreted_kernels():
 
 def test_lengths_are_read_once_a_step(monkeypatch):
     """The layers of a step share its lengths and its metadata, and the next step has its own."""
-    made, step, forwards = [], steps.Step, []
+    made, step, forwards = [], steps.BatchingStep, []
     build = steps.CommonAttentionMetadata.from_lens
-    monkeypatch.setattr(steps, "Step", lambda *given: made.append("step") or step(*given))
+    monkeypatch.setattr(steps, "BatchingStep", lambda *given: made.append("step") or step(*given))
     monkeypatch.setattr(
         steps.CommonAttentionMetadata,
         "from_lens",

@@ -203,7 +203,7 @@ class Bound:
 def test_layers_of_a_step_repeat_a_prepared_call(dtype, monkeypatch):
     """Each step prepares one for all of its layers, from the second on; strides count. Each layer has sinks of its own."""
     decoder = Bound()
-    monkeypatch.setattr(dispatch, "_decided", lambda call: dispatch.Launch(decoder, decoder))
+    monkeypatch.setattr(dispatch, "_decided", lambda call: dispatch.DenseLaunch(decoder, decoder))
     layers = [(Layer(), {} if dtype is None else {"s_aux": torch.randn(4).to(dtype)}) for _ in range(3)]
     for keys in (11, 13, 17):
         for layer, options in layers:
@@ -238,7 +238,7 @@ def test_tokens_of_plain_layers_need_no_record_of_the_call(options, monkeypatch)
 def test_every_layer_but_a_steps_first_finds_its_launch_at_any_context(context, monkeypatch):
     """Over 64 tokens, after 64 in which each class of numbers that a backend distinguishes is decided, once for all layers."""
     decided, decoder = [], Bound()
-    monkeypatch.setattr(dispatch, "_decided", lambda call: decided.append(call) or dispatch.Launch(decoder, decoder))
+    monkeypatch.setattr(dispatch, "_decided", lambda call: decided.append(call) or dispatch.DenseLaunch(decoder, decoder))
     monkeypatch.setattr(Bound, "__call__", lambda self, query, *given: self.calls.append(1) or query.transpose(1, 2))
     layers, found, attention = [Layer() for _ in range(3)], [], attn_transformers._function(None)
     for keys in range(context, context + 128):
