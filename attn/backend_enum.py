@@ -146,7 +146,7 @@ class BackendEnumMeta(enum.EnumMeta):
         return [*cls.__members__, *(name for name, member in customs if member in cls.overrides)]
 
     def complaint(cls, backend: type) -> str:
-        """Return what a class lacks for this registry, or "". Such a class may be registered but never serves."""
+        """Return the methods of this registry that a class lacks, or "". Such a class may be registered but never serves."""
         missing = [words for method in cls.methods if (words := _missing(backend, method))]
         return f"{backend.__name__} lacks what every {cls.label} has: {', '.join(missing)}" if missing else ""
 

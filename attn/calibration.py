@@ -24,7 +24,7 @@ def kv_cache_scales(keys: Any, values: Any, kv_cache_dtype: str = "int8", *, per
 
     Returns two floats or, with `per_head`, two float32 NumPy arrays [K], for backends with the feature "per_head_scales". A
     scale is 1 where all numbers are 0. Raises `DTypeError` for a cache without scales and for arrays that are not of floats,
-    `ShapeError`, ValueError for numbers that are not finite, and TypeError for what is no array.
+    `ShapeError`, ValueError for numbers that are not finite, and TypeError for anything but an array.
     """
     if kv_cache_dtype not in _SCALED:
         raise DTypeError(f"kv_cache_dtype={kv_cache_dtype!r} has no k_scale and v_scale; with scales: {', '.join(_SCALED)}")

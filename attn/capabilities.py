@@ -37,7 +37,7 @@ class AttentionType:
 ATTN_TYPES = (AttentionType.DECODER, AttentionType.ENCODER, AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER)
 #: Self attention over the tokens of the call, without a cache.
 ENCODER_TYPES = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
-#: What a cache of latents can be stored as where any conversion is possible.
+#: Dtypes of a latent cache where any conversion is possible.
 LATENT_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla")
 
 
@@ -72,13 +72,13 @@ class Feature(enum.StrEnum):
     SPARSE_MLA = "sparse_mla"
 
 
-#: What a layer's window asks of a backend.
+#: Features of causality and windows.
 WINDOW_FEATURES = frozenset({Feature.NON_CAUSAL, Feature.SLIDING_WINDOW, Feature.TWO_SIDED_WINDOW})
-#: What changes the scores, or the sum that they are divided by.
+#: Features that change scores or the softmax denominator.
 SCORE_FEATURES = frozenset({Feature.SOFT_CAP, Feature.ALIBI, Feature.SINKS})
-#: What rows see besides causality and the window.
+#: Masks besides causality and the window.
 MASK_FEATURES = frozenset({Feature.TREE_MASK, Feature.SPANS, Feature.MIXED_CAUSAL, Feature.CHUNK_SIZE})
-#: What the general backends over a paged cache have in common.
+#: Features of every general backend over a paged cache.
 PAGED_FEATURES = WINDOW_FEATURES | SCORE_FEATURES | MASK_FEATURES | {Feature.LSE, Feature.KV_SHARING}
 
 #: Features that no built-in backend serves yet (a test checks this against every record). A custom backend may.
@@ -165,7 +165,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Request:
-    """What a caller needs from a backend: strings and ints only, hashable, comparable, printable.
+    """The requirements of a caller: strings and ints only, hashable, comparable, printable.
 
     `block_size` None means without a paged cache. `features` hold `Feature` values.
     """
@@ -254,7 +254,7 @@ def _listed(values: Collection[object]) -> str:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What one backend class serves. Tuples are in display order.
+    """The limits of one backend class. Tuples are in display order.
 
     `packages` are import names that must be present (not imported until the backend is chosen), `a|b` where either
     suffices; `install` is the pip argument that installs them. `archs` maps a platform to rules, of which `Device.arch` must

@@ -94,7 +94,7 @@ def framework_of_dtype(dtype: Any) -> str | None:
 
 def kv_cache_row(kv_cache_dtype: str | None, head_size: int) -> int:
     """Return the number of elements that one head of one token takes in a cache: `head_size`, plus four bytes if it has its
-    own scale; 656 bytes for `fp8_ds_mla`, whatever the size."""
+    own scale; 656 bytes for `fp8_ds_mla` of any size."""
     if kv_cache_dtype == "fp8_ds_mla":
         return 656
     return head_size + 4 * (kv_cache_dtype in PER_TOKEN_HEAD)

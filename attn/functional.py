@@ -136,8 +136,8 @@ def attention(
 def _reach(
     q: Array, k: Array, rules: DenseParams, spans: Any, prefix: Any, chunk_size: int | None, span_window: bool | None
 ) -> Visibility | None:
-    """Return what rows see, with spans [B, n, 2] or None and prefixes [B] or None on the host; None if causality and the
-    window say everything. Raises ValueError and `ShapeError`."""
+    """Return the mask, with spans [B, n, 2] or None and prefixes [B] or None on the host; None if causality and the window
+    are all of it. Raises ValueError and `ShapeError`."""
     import numpy as np
 
     if span_window is not None:
@@ -166,7 +166,7 @@ def _reach(
 
 
 def _mask(seen: Visibility, q: Array, k: Array) -> Any:
-    """Return what rows see, bool [B, 1, n, m], for NumPy."""
+    """Return the visible keys of rows, bool [B, 1, n, m], for NumPy."""
     import numpy as np
 
     batch, n, m = q.shape[0], q.shape[1], k.shape[1]
@@ -351,7 +351,7 @@ def softmax(xp: Any, rules: DenseParams, q: Array, k: Array, position: Array, ex
 
 
 def _wild(xp: Any, allowed: Array, v: Array) -> Array:
-    """Return what infinite and NaN values add to the rows that see them: inf, -inf or NaN, else 0; [B, r, K, G, Dv]."""
+    """Return the effect of infinite and NaN values on the rows that see them: inf, -inf or NaN, else 0; [B, r, K, G, Dv]."""
     total: Array = 0.0
     for special, equal in ((math.inf, v == math.inf), (-math.inf, v == -math.inf), (math.nan, v != v)):
         hits = xp.einsum("bkgrm,bmkd->brkgd", xp.cast(allowed, like=v), xp.cast(equal, like=v)) > 0

@@ -44,7 +44,7 @@ from attn.selection.verdicts import Selection
 _builders: "weakref.WeakKeyDictionary[Any, dict[Any, Any]]" = weakref.WeakKeyDictionary()
 
 
-#: What an int8 cache without scales does, and what to do about it.
+#: The effect of an int8 cache without scales, and the remedy.
 UNSCALED = (
     "a scale of 1 rounds to integers (relative error 0.7 for keys of standard deviation 0.4): set k_scale and v_scale to the "
     "largest absolute value / 127 (attn.kv_cache_scales computes them), or use int8_per_token_head"
@@ -66,7 +66,7 @@ class BaseLayer:
     kv_cache_spec: KVCacheSpec
     backend: type[AttentionBackend]
     impl: AttentionImpl[Any]
-    #: What records this layer's calls, if ATTN_RECORD is set.
+    #: The recorder of this layer's calls, if ATTN_RECORD is set.
     recorder: recording.Recorder | None = None
     _q_scale_float: float
     _k_scale_float: float

@@ -1,7 +1,7 @@
 """The formula of `merge_attn_states`, over the operations of either framework (`attn.torch.merge`, `attn.jax.merge`).
 
-(output, lse) pairs over disjoint sets of keys form a commutative monoid (docs/semantics.md §6). The state is fp32 whatever the
-dtype of the outputs. Sinks are not part of it: they are applied once, after the last merge.
+(output, lse) pairs over disjoint sets of keys form a commutative monoid (docs/semantics.md §6). The state is fp32 for outputs
+of any dtype. Sinks are not part of it: they are applied once, after the last merge.
 """
 
 import functools

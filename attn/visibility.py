@@ -31,7 +31,7 @@ Window = tuple[int | None, int | None]
 
 
 class LayerMask(NamedTuple):
-    """What a layer lets its rows see: constants, hashable.
+    """The mask of a layer: constants, hashable.
 
     causal: whether rows see no later key, where the batch does not say otherwise. window: (left, right). chunk_size: positions
     of a chunk, before which a row sees no key. span_window: whether the window cuts spans; None: the layer does not say.
@@ -67,7 +67,7 @@ class LayerMask(NamedTuple):
 
 
 class BatchMask(NamedTuple):
-    """What a batch lets its rows see, as arrays of one framework; each None if the batch has none.
+    """The masks of a batch, as arrays of one framework; each None if the batch has none.
 
     tree: [R, W, W] bool, which of a request's new tokens see each other instead of causality, in requests of at most W.
     spans: [T, 2] int32, the first and last key of each row's span, (-1, -1) for none. prefix: [R] int32, keys that all rows of
@@ -113,7 +113,7 @@ class _Ints:
 
 
 class Visibility(NamedTuple):
-    """What rows see: `layer`, as it applies to the batch, and the batch's `batch`."""
+    """Which keys each row sees: the mask of a layer as it applies to a batch, and the masks of that batch."""
 
     layer: LayerMask
     batch: BatchMask = PLAIN
@@ -207,7 +207,7 @@ class Visibility(NamedTuple):
         return low, high
 
     def as_array(self, num_rows: int, num_keys: int) -> "npt.NDArray[np.bool_]":
-        """Return what `num_rows` rows at the end of one request of `num_keys` keys see: [n, m] bool, for NumPy's arrays."""
+        """Return the mask of the last `num_rows` rows of one request of `num_keys` keys: [n, m] bool, for NumPy's arrays."""
         import numpy as np
 
         rows, keys = np.arange(num_rows)[:, None], np.arange(num_keys)[None]

@@ -88,7 +88,7 @@ def _keys(xp: Any, layer: Any, kv_cache: Any, blocks: Any) -> Any:
 
 
 def _seen(layer: Any, arguments: recording.Arguments, r: int, rows: slice, m: int) -> tuple[DenseParams, Any]:
-    """Return what request r's rows see: as rules, or as a mask [n, m] where rules cannot say it."""
+    """Return the visibility of request r's rows: as rules, or as a mask [n, m] where rules cannot express it."""
     import numpy as np
 
     impl, meta, bits = layer.impl, arguments.attn_metadata, arrays.ops_of(layer.framework).bits

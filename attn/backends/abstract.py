@@ -186,7 +186,7 @@ class AttentionImpl(Implementation, ABC, Generic[T]):
     # even if they can return lse (for efficiency reasons)
     need_to_return_lse_for_decode: bool = False
 
-    #: What the layer lets its rows see.
+    #: The layer's mask.
     mask: LayerMask = LayerMask()
 
     #: Whether the backend is known to serve this layer without causal masking too (`attn.backends.checks.check_masks`).
@@ -213,7 +213,7 @@ class AttentionImpl(Implementation, ABC, Generic[T]):
         return self.traceable
 
     def visible(self, attn_metadata: Any) -> Visibility:
-        """Return what the rows of a batch see."""
+        """Return the visibility of a batch: the mask of the layer and that of the batch."""
         causal = self.mask.causal and bool(attn_metadata.causal)
         return Visibility(self.mask if causal == self.mask.causal else self.mask._replace(causal=causal), attn_metadata.mask)
 

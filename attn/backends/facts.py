@@ -1,4 +1,4 @@
-"""What a backend of any family declares, and the link between a backend and its implementation.
+"""Declarations of a backend of any family, and the link between a backend and its implementation.
 
 A method of the interface (`get_name`) returns a class attribute (`name`), so the author of a backend sets only the attribute. A
 class that overrides the method instead, as one written for vLLM's interface does, does not need the attribute.
@@ -29,7 +29,7 @@ class Backend(ABC):
     #: The backend's name in the registry, messages and tables.
     name: ClassVar[str]
 
-    #: What this backend serves; None (a class written for vLLM's interface only): no limits are known.
+    #: The limits of this backend; None (a class written for vLLM's interface only): no limits are known.
     capabilities: ClassVar[Capabilities | None] = None
 
     #: Platforms on which an interpreter executes this backend's kernels: evidence from them is not evidence of the device.

@@ -24,7 +24,7 @@ class BaseSequenceParallel:
     """The layer of one member of a group: what the framework's class adds is how the members communicate."""
 
     framework: ClassVar[str]
-    members: ClassVar[str]  #: what an error calls them
+    members: ClassVar[str]  #: their name in errors
     strategy: str
     size: int  #: W
     local: Any  #: the layer that a member computes with

@@ -1,4 +1,4 @@
-"""What code that both frameworks share asks of jax: `attn.arrays.ops_of("jax")`. Operations of formulas can be traced."""
+"""The operations of jax behind framework-neutral code: `attn.arrays.ops_of("jax")`. Those of formulas can be traced."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What the records of JAX's backends begin with, by compiler. A backend adds the rest."""
+"""The common fields of JAX backends' records, by compiler. A backend adds its own."""
 
 from functools import partial
 

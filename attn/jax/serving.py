@@ -80,7 +80,7 @@ class ServingStep:
         return out
 
     def _difference(self, call: dict[str, str]) -> str:
-        """Return what distinguishes arguments from the most similar ones of `warmup`."""
+        """Return the differences between arguments and the most similar ones of `warmup`."""
         least = min(([name for name in call | known if call.get(name) != known.get(name)] for known in self._known), key=len)
         if not least:
             return "shapes and dtypes as in warmup(), on other devices or with another sharding"

@@ -1,7 +1,7 @@
 """Attention on several devices: heads over a mesh axis, and the partition of the cache.
 
 Tensor parallelism is `shard_map` over heads with a layer of the local heads: a query head needs only its own kv head, so
-there is no communication. If the axis has more devices than there are kv heads, neighbours hold the same kv head, each in
+devices do not communicate. If the axis has more devices than there are kv heads, neighbours hold the same kv head, each in
 its own cache. Keys and values are then repeated once, in the weights that produce them, not at every step:
 
     shards = HeadShards(num_heads=32, num_kv_heads=4, size=8)       # size: devices of the axis

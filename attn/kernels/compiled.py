@@ -71,7 +71,7 @@ class Specialised(NamedTuple):
 
 
 def specialise(kernel: Any, arguments: Mapping[str, Any]) -> Specialised:
-    """Return what a launch of a Triton function with `arguments` compiles: `Pointer`, `Boxes`, numbers, constants and None.
+    """Return the specialisation of a Triton function for `arguments`: `Pointer`, `Boxes`, numbers, constants and None.
 
     Raises TypeError for a parameter without an argument, or the reverse, and for an argument of another type.
     """

@@ -239,14 +239,14 @@ FIELDS = 8  #: of an item of the table of equal shares (`plan`)
 
 @functools.lru_cache(maxsize=4096)
 def split_kv_for(num_reqs: int, kv_heads: int, tiles: int, fixed: int, multiprocessors: int, rows: int = 16) -> SplitKV | None:
-    """How to cut `num_reqs` decodes of at most `tiles` tiles of keys; None: one program per request and kv head.
+    """The split-KV plan of `num_reqs` decodes of at most `tiles` tiles of keys; None: one program per request and kv head.
 
-    fixed: tiles per part if a request's parts must not depend on the rest of the batch, else 0. Otherwise items are two per
-    multiprocessor, which run at once. Where that is not twice the number of requests and kv heads, it is so many more than
-    these: with fewer the last ones to end leave the device idle, with more their starts (of about two tiles each) and the
-    merge cost more than they save. The rule comes from a model of programs that share the memory's bandwidth, fitted to 16
-    batches in five launches on an H200. rows: of a tile; with 64, items wait for each other's products too, and half as many
-    more were 8 and 18 % faster on an H200 (33 x 7 rows with 4 kv heads, 26 x 7 with 8; fewer and more of them were slower).
+    fixed: tiles per split if a request's splits must not depend on the rest of the batch, else 0. Otherwise items fill one
+    wave, two per multiprocessor. If that is less than two per request and kv head, a wave is added to one item per request
+    and kv head: with fewer items the last ones to end leave the device idle, with more their starts (of about two tiles each)
+    and the merge cost more than they save. The rule comes from a model of programs that share the memory's bandwidth, fitted to
+    16 batches in five launches on an H200. rows: of a tile; with 64, items wait for each other's products too, and half as
+    many more were 8 and 18 % faster on an H200 (33 x 7 rows with 4 kv heads, 26 x 7 with 8; fewer and more were slower).
     """
     if fixed:
         return SplitKV(fixed, 0, 0, num_reqs * max(1, -(-tiles // fixed)), block_of(num_reqs))

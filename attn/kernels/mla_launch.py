@@ -76,26 +76,26 @@ def _shared(launch: Launch, rank: int, rope: int, itemsize: int, stored: int) ->
     return need + (launch.block_n * row * itemsize if stored != itemsize else 0)
 
 
-def mla_split(units: int, keys: int, block_n: int, multiprocessors: int, most: int = 64) -> int:
+def mla_split(units: int, keys: int, block_n: int, multiprocessors: int) -> int:
     """Keys per program, a multiple of block_n: splits that fill whole waves of one program per multiprocessor."""
     tiles = max(1, -(-keys // block_n))
-    _, best = _splits(units, tiles, multiprocessors, most)
+    _, best = _splits(units, tiles, multiprocessors)
     return -(-tiles // best) * block_n
 
 
-def _splits(units: int, tiles: int, multiprocessors: int, most: int = 64) -> tuple[float, int]:
+def _splits(units: int, tiles: int, multiprocessors: int) -> tuple[float, int]:
     """(time in tiles, splits) of the number of splits that takes least time."""
 
     def cost(splits: int) -> float:
         waves = -(-units * splits // multiprocessors)
         return waves * (-(-tiles // splits) + STARTED) + (0.0 if splits == 1 else 4 + splits / 8)
 
-    return min((cost(splits), splits) for splits in range(1, min(tiles, most) + 1))
+    return min((cost(splits), splits) for splits in range(1, min(tiles, 64) + 1))
 
 
 class Shares(NamedTuple):
-    """How a batch of decodes is cut into equal shares (`plan.shares`): `groups` of `span` programs, one for each row tile of a
-    block of rows, and room for so many items."""
+    """The stream-K plan of a batch of decodes (`plan.shares`): `groups` of `span` programs, one for each row tile of a block of
+    rows, and the capacity of the table of items."""
 
     groups: int
     span: int
@@ -172,7 +172,7 @@ BESIDE = RopeFrom()
 
 
 class Decode(NamedTuple):
-    """What calls of `mla_decode` with the same launches have in common.
+    """The key of calls of `mla_decode` that have the same launches.
 
     arch, processors, early: as in `paged_launch.Kinds`. on_hopper: whether `hopper_mla` runs the first stage. requests,
     max_query_len: of the batch; keys: the most keys of a row, or the length of a list of them. page: tokens of one. itemsize,

@@ -1,4 +1,4 @@
-"""What a decode of latents needs before it, in one launch: new rows in the cache, equal shares of keys, rows of no request.
+"""The launch before a decode of latents: it writes new rows to the cache, splits the keys, and clears rows of no request.
 
 A launch that waits for the one before takes some microseconds, and an absorbed decode of 64 requests not much more than a
 hundred. None of the three needs another: programs 0 to groups - 1 fill the table of shares (`plan`), the next store a new

@@ -37,7 +37,7 @@ def item_of(  # type: ignore[no-untyped-def]
     """The plan of a decode, computed by each of its programs: (request, block of its rows, first and last tile, part, parts) of
     an item.
 
-    The visible tiles of a request, one block of rows, are cut into parts of equal size, of at most so many tiles that all
+    The visible tiles of a request, one block of rows, are divided into equal splits, long enough that all
     requests have at most max_splits + num_reqs items, and not below `split_tiles`; `whole_from` requests of about equal length
     stay whole. BLOCK_Q: 0, or the tokens of a block where requests have several, which are cut alike and count as requests do.
     max_splits = 0: into parts of exactly `split_tiles`, from the first visible tile on. Requests in several parts come first,

@@ -112,7 +112,7 @@ def paged_attention(
 
 
 class _Seen(NamedTuple):
-    """What the rows of a batch see, besides masks that the caller passes as such."""
+    """The rules of visibility of a batch, without explicit masks."""
 
     is_causal: Bool
     window: Sequence[SupportsIndex | None]

@@ -228,7 +228,7 @@ def _dtype(fields: Fields, top: Fields) -> str | None:
 
 
 def _check_usual(top: Fields, fields: Fields, model_type: str) -> None:
-    """Raise `CheckpointError` for a model of unknown type that is no decoder, or has fields that alter the usual ones."""
+    """Raise `CheckpointError` for a model of unknown type that is not a decoder, or whose fields override the usual ones."""
     names = top.values.get("architectures") or []
     if names and not any("CausalLM" in str(n) or "ConditionalGeneration" in str(n) for n in names):
         raise top.wrong("architectures", f"a ...ForCausalLM: model_type {model_type!r} is read as a decoder")

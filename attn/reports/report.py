@@ -42,7 +42,7 @@ class BackendRow:
     """One backend: its origin, whether it runs on this machine, what it serves, and its recorded evidence.
 
     `framework` is "" for a backend that belongs to neither; `origin` is built-in, overridden, custom or plugin; `reasons`
-    say why it does not run on this machine (empty: it does); `evidence` is what conformance runs recorded; `limits` are a
+    say why it does not run on this machine (empty: it does); `evidence`: the recorded conformance runs; `limits` are a
     diffusion backend's limits beyond its capabilities, including its declared error.
     """
 
@@ -256,7 +256,7 @@ _MORE = ", which the framework's wheel installs (add packages with --assume or a
 
 
 def environment() -> dict[str, Any]:
-    """Return what a bug report needs: versions, devices, environment variables, and plugins with their status."""
+    """Return the facts for a bug report: versions, devices, environment variables, and plugins with their status."""
     facts = {name: version_of(name) for name in DISTRIBUTIONS}
     return {
         "attn": attn.__version__,

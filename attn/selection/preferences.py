@@ -177,7 +177,7 @@ def consulted(
 
 
 def _ratio(key: tuple[str, str], base: tuple[str, str], entries: Sequence[RequestTimes]) -> float | None:
-    """Geometric mean of one backend's times over another's; None unless it was measured wherever the other was."""
+    """Geometric mean of one backend's times over another's; None unless it has a measurement for each of the other."""
     logs = []
     for entry in entries:
         times = entry.times.get(key, {})

@@ -129,7 +129,7 @@ def _html_row(verdict: Verdict, wins: bool) -> tuple[list[Any], str]:
 
 
 def not_loadable(candidate: Candidate) -> tuple[str, ...]:
-    """Why a candidate cannot run whatever the request: it did not load, or packages are missing."""
+    """Why a candidate can serve no request: it did not load, or packages are missing."""
     if candidate.problem:
         return (candidate.problem,)
     install = getattr(getattr(candidate.backend, "capabilities", None), "install", "")

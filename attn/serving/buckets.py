@@ -1,7 +1,7 @@
 """The shapes to which a server pads its steps, so that few programs are compiled, and all of them before the first request.
 
 A step's tokens are padded to one of a few sizes; everything else has one extent: requests, columns of the block table, and
-the bounds of lengths. So there are `len(buckets)` programs whatever the requests are: one for steps in which every request
+the bounds of lengths. So any requests are served by `len(buckets)` programs: one for steps in which every request
 decodes one token, and one for each size of other steps. Padding has lengths of 0 and slots of -1, so that a step reads and
 writes nothing for it.
 

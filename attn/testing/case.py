@@ -72,7 +72,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Case(Recipe):
-    """What to run, and the property to check.
+    """A call and the property to check on it.
 
     query_lens, seq_lens: new tokens and tokens in the cache (new ones included), one entry per request.
     k_scale, v_scale: scales of a quantised cache; a tuple has one entry per kv head.
@@ -81,9 +81,9 @@ class Case(Recipe):
         heads have a sink of -inf (no effect) or inf (which takes all weight).
     tree: width W of a random draft tree for each request; 0: none; -1: a mask [R, 0, 0], which contains no tree.
     causal: a bool, or "mixed": every other request is causal.
-    spans: rows that also see a range of keys of their own: about so many tokens in a range; 0: none; -1: a range of each row
-        alone, which changes nothing.
-    prefix: every request's rows see so many of its first keys (at most its length); -1: a prefix of 0 tokens.
+    spans: the approximate number of tokens in each bidirectional range; 0: none; -1: each row is a range, which changes
+        nothing.
+    prefix: the number of first keys that all rows of a request see (at most its length); -1: a prefix of 0 tokens.
     chunk_size: positions per chunk of a chunked layer; 0: none.
     span_window: whether the window's left bound cuts spans.
     mla: (L, Dn, Dr, Dv) of multi-head latent attention, with `head_size` L + Dr and num_kv_heads 1; (): none.
@@ -195,7 +195,7 @@ class Case(Recipe):
 
     @property
     def cache_scales(self) -> tuple[Scale, Scale]:
-        """The scales of the cache's codes of keys and of values; 1 for an unquantised cache, whatever the layer's scales."""
+        """The scales of the cache's codes of keys and of values; 1 for an unquantised cache, which has none."""
         return (self.k_scale, self.v_scale) if self.is_quantized else (1.0, 1.0)
 
     @property

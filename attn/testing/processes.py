@@ -210,10 +210,10 @@ def last_words(text: str, code: int) -> str:
     return one_line(f"{ended}: {lines[-1]}" if lines else ended)
 
 
-def one_line(text: str, most: int = 400) -> str:
-    """Collapse white space in `text`, and cut out its middle if it is longer than `most` characters."""
+def one_line(text: str) -> str:
+    """Collapse white space in `text`, and elide its middle beyond 400 characters."""
     text = " ".join(text.split())
-    return text if len(text) <= most else f"{text[: most * 3 // 4]} ... {text[-most // 4 :]}"
+    return text if len(text) <= 400 else f"{text[:300]} ... {text[-100:]}"
 
 
 @contextlib.contextmanager

@@ -124,7 +124,7 @@ def oracle(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def single_key(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """With one visible key, the output is its value, bit for bit, whatever the score."""
+    """With one visible key, the output is its value, bit for bit, for any score."""
     call = draw(case)
     result, violations = judged(call, run, score)
     yield from violations
@@ -430,7 +430,7 @@ def window_of_everything(case: Case, run: Runner, score: Score) -> Iterator[Viol
 
 @equal
 def hidden_keys(case: Case, call: Call) -> Iterator[tuple[str, Call]]:
-    """Context to the left of every window has no effect, whatever its contents and length."""
+    """Context to the left of every window has no effect, of any contents and length."""
     left = case.window[0]
     assert left is not None
     longer = []

@@ -1,4 +1,4 @@
-"""What the drivers of the conformance suite share (`attn.torch.testing`, `attn.jax.testing`): arguments, layers and batches."""
+"""The base of the conformance drivers (`attn.torch.testing`, `attn.jax.testing`): arguments, layers and batches."""
 
 from abc import abstractmethod
 from typing import Any, ClassVar

@@ -177,7 +177,7 @@ class SimulatedKernel:
         return visible & self.in_chunk(p, j) if self.case.chunk_size else visible
 
     def rule(self, r: int, p: Array, j: Array, m: int) -> Array:
-        """Return what causality or the tree, the window and the block-sparse pattern allow."""
+        """Return the keys that causality or the tree, the window and the block-sparse pattern allow."""
         visible = self.in_window(p, j)
         if self.case.sparse:
             visible = (

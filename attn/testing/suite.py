@@ -84,7 +84,7 @@ def _affordable(cases: Sequence[Case]) -> list[Case]:
 
 
 def program_of(case: Case) -> object:
-    """Return what a case's compiled program depends on: shapes rounded to powers of two, dtypes, features.
+    """Return the key of a case's compiled program: shapes rounded to powers of two, dtypes, features.
 
     A property counts as its base case; properties whose variants have other shapes come early in the list.
     """

@@ -140,7 +140,7 @@ class Collection:
         self._write()
 
     def _child(self, seconds: float, function: Callable[[Any], dict[str, Any]], words: Sequence[str]) -> dict[str, Any]:
-        """Return what a function returns in a process of its own; {"error": why} if it does not."""
+        """Return the result of a function in a separate process; {"error": why} if it fails."""
         if seconds < _LEAST:
             return {"error": f"no time left of {self.limit:.0f} s (--seconds)"}
         with Worker(function, quiet=True) as worker:

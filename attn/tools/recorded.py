@@ -61,8 +61,8 @@ class CallOutcome:
 def read(path: Path) -> tuple[RecordedCall, dict[str, str]]:
     """Return a recorded call and what the file says about it: reason, error, backend, device.
 
-    Raises `CheckpointError` for a file that is no recording, `UnsupportedError` for arguments that no backend can be called
-    with (of a refused call).
+    Raises `CheckpointError` for a file that is not a recording, `UnsupportedError` for the arguments of a refused call,
+    with which no backend can be called.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -71,7 +71,7 @@ def read(path: Path) -> tuple[RecordedCall, dict[str, str]]:
     try:
         with safe_open(path, "numpy") as file:
             about = file.metadata() or {}
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
     except SafetensorError as error:
         raise CheckpointError(f"{path}: not a safetensors file: {error}") from error
     mark, version = recording.MARK

@@ -35,7 +35,7 @@ def bits_of(tensor: torch.Tensor) -> "np.ndarray[Any, Any]":
 
 
 def static(tensors: Iterable[Any]) -> list[Any] | None:
-    """Return what is known of tensors beside values and addresses, hashable; None unless all are plain tensors or None.
+    """Return the hashable metadata of tensors, without values and addresses; None unless all are plain tensors or None.
 
     Whether gradients are recorded comes first; only then is it noted which tensors require them.
     """
@@ -57,7 +57,7 @@ _Guards: Any = getattr(getattr(torch._C, "_dynamo", None) and torch._C._dynamo.g
 
 
 class Facts:
-    """What `static` returns for a call's tensors, one object for equal results, which recognises such tensors at once."""
+    """The interned result of `static` for a call's tensors: equal results are one object, so that comparing them is cheap."""
 
     def __init__(self) -> None:
         self._check: Any = None

@@ -7,7 +7,7 @@ can be serialised:
 
 * `attn::layer`: a paged layer is described by its arguments (JSON) and rebuilt where the graph runs; an MLA layer, which has
   weights, is looked up among the live layers of this process.
-* `attn::dense`: a diffusion implementation's call, described likewise.
+* `attn::dense`: the same for a diffusion implementation's call.
 
 A batch is represented by its tensors. The metadata object that they came from is reused if it is alive and holds these very
 tensors, which saves rebuilding it in each layer; a graph in another process rebuilds it. Gradients do not flow through these

@@ -78,7 +78,7 @@ def check_scale(name: str, value: Any, num_kv_heads: int) -> torch.Tensor:
 
 
 def of_scale(scale: Any) -> Any:
-    """What a call depends on of a scale: its value, if the host has it."""
+    """The part of a scale that a call's launches depend on: its value, if the host has it."""
     if isinstance(scale, torch.Tensor) and (scale.ndim or scale.device.type != "cpu"):
         return scale.shape, scale.stride(), scale.dtype, scale.device, scale.requires_grad
     return float(scale)

@@ -47,7 +47,7 @@ def _warn_in_graph() -> None:
 class _Module(BaseLayer, nn.Module):
     """Stores the scales as buffers, which move with the module and are never cast."""
 
-    #: What the backend was selected from: its name or None, `return_lse`, and the implementation's arguments.
+    #: The arguments of the selection: the requested name or None, `return_lse`, and the implementation's arguments.
     _made_from: tuple[Any, bool, dict[str, Any]]
     _q_scale: torch.Tensor
     #: The device that the layer was created on (`with torch.device(...)`) or moved to; None: neither.

@@ -1,4 +1,4 @@
-"""What code that both frameworks share asks of torch: `attn.arrays.ops_of("torch")`."""
+"""The operations of torch behind framework-neutral code: `attn.arrays.ops_of("torch")`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ _SCORES_AT_ONCE = 1 << 25  # elements: 128 MiB of float32 scores
 
 
 def cast_by(fn: Callable[[torch.Tensor], torch.Tensor], dtype: str, device: Any = "cpu") -> str:
-    """Return the dtype of activations after a conversion of their module: `fn` is what `nn.Module._apply` passes on."""
+    """Return the dtype of activations after a conversion of their module: `fn` is the argument of `nn.Module._apply`."""
     return dtype_name(fn(torch.empty(0, dtype=getattr(torch, dtype), device=device)).dtype)
 
 

@@ -54,7 +54,7 @@ def _order(orders: Orders, device: Device) -> tuple[str, ...]:
 
 
 def rows_that_decide(rows: int) -> int:
-    """Return what the order of dense backends depends on of a call's rows: 0 unknown, 1, 2 up to 16k, 3 more."""
+    """Return the class of a number of rows for the order of dense backends: 0 unknown, 1 one, 2 up to 16k, 3 more."""
     return min(rows, 2) if rows <= 1 << 14 else 3
 
 

@@ -1,4 +1,4 @@
-"""What the records of PyTorch's backends begin with, by library or kind of device. A backend adds the rest."""
+"""The common fields of PyTorch backends' records, by library or type of device. A backend adds its own."""
 
 from functools import partial
 from typing import Final

@@ -15,7 +15,7 @@ from attn.capabilities import Device, Request
 
 Array = Any
 
-#: What a layer attends: its own sequence, another one (text, a reference image), or both streams together.
+#: Sources of keys: the same sequence, another one (text, a reference image), or both streams together.
 ROLES = ("self", "cross", "joint")
 JOINT_STRATEGIES = ("front", "rear")
 

@@ -1,4 +1,4 @@
-"""What calls of paged and MLA layers share: checks of what a compilation fixes, and `forward` in terms of `apply`."""
+"""Code of paged and MLA layers alike: checks of static arguments, and `forward` in terms of `apply`."""
 
 import math
 from collections.abc import Callable

@@ -28,7 +28,7 @@ from attn.jax import kv_cache as caches
 from attn.jax.backends import _calls
 from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder, check_ids
 
-#: What every paged backend for jax supports.
+#: Features of every paged backend for jax.
 FEATURES = frozenset(
     [Feature.NON_CAUSAL, Feature.SLIDING_WINDOW, Feature.TWO_SIDED_WINDOW, Feature.SOFT_CAP, Feature.ALIBI, Feature.SINKS]
     + [Feature.TREE_MASK, Feature.SPANS, Feature.MIXED_CAUSAL, Feature.CHUNK_SIZE]

@@ -14,7 +14,7 @@ cache is not clamped, which would give a plausible but wrong result: the rows th
 Shape letters: T rows, R requests, B columns of the block table, H query heads, K kv heads, D head size, N pages of P
 tokens; X tiles of Q rows; M = H / K * Q rows of a tile that read one kv head; C keys of a chunk.
 
-Batches of the same shapes share one compilation whatever the values (including scale, cap and window): only
+Batches of the same shapes share one compilation for all values (including scale, cap and window): only
 `max_query_len`, `causal`, `span_window` and which features are present are static.
 """
 
@@ -134,7 +134,7 @@ def chunk_pages(page: int, columns: int, scored_rows: int) -> int:
 
 
 class XLAParams(NamedTuple):
-    """What the result is computed of, beside queries, keys and values.
+    """The inputs of a call besides queries, keys and values.
 
     max_query_len: static, at least the longest query; window: (left, right), inclusive, None for unbounded; alibi_slopes,
     sinks: [H] float32; causal, chunk_size, span_window and batch: `attn.visibility` (with `batch.is_causal`, causal=False);

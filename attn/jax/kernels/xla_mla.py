@@ -64,7 +64,7 @@ def sparse_attention(
     """The same where row t attends only to the keys at the positions `indices` [T, topk] int32 of its own request.
 
     -1, or a position at or past the request's length, is not a key. Order does not matter; a repeated position counts
-    repeatedly. There is no causal rule: the indices must respect causality.
+    repeatedly. Causality is not applied: the indices must respect it.
     """
     num_blocks, page, width = kv_cache.shape
     slot, valid = slots_of(indices, requests, page)

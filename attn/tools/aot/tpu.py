@@ -151,7 +151,7 @@ def _ragged_program(choice: Choice, chip: str) -> PallasProgram:
 
 
 def _seen(mask: str, query_lens: Sequence[int], seq_lens: Sequence[int]) -> BatchMask:
-    """What a batch lets its rows see: spans of 16 rows, and with "reach" everything else but trees."""
+    """The mask of a batch: spans of 16 rows, and with "reach" every other mask but trees."""
     if mask not in ("spans", "reach"):
         return PLAIN
     spans = images(query_lens, seq_lens, 16, 40)

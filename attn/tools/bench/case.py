@@ -22,7 +22,7 @@ LIMITS = {"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-4}
 #: Head sizes of a latent layer before absorption, as in DeepSeek-V2 and V3: a key's latent part, its rotary part (cached
 #: unchanged, after the latent), and a value.
 NOPE, ROPE, VALUE = 128, 64, 128
-#: What a batch consists of (`kind_of`).
+#: Compositions of a batch (`kind_of`).
 KINDS = ("decodes", "speculation", "chunks", "prompts", "mixtures")
 SPECULATED = 8  #: most new tokens of a request over cached ones that count as speculation; more are a chunk
 _BATCH_WIDTH = 40  #: characters of a batch that `abbreviated` leaves as it is
@@ -103,7 +103,7 @@ class BenchCase:
         return " ".join(words)
 
 
-#: What `attn bench` measures if no batch is named: decode, long decode, speculative, prefill, mixed.
+#: The default batches of `attn bench`: decode, long decode, speculative, prefill, mixed.
 SUITE = (
     *(BenchCase("64q1s4k"), BenchCase("16q1s32k", "64/8", block_size=64), BenchCase("128q1s2k"), BenchCase("q1s32k")),
     *(BenchCase("64q1s4k", "64/8", 64), BenchCase("16q4s1k"), BenchCase("4q4k"), BenchCase("4q4k", block_size=128)),

@@ -3,7 +3,7 @@
 The layer's call is one compiled program, which reads the cache and returns only the output; a latent layer's also writes
 its new rows, into a donated cache. Times are wall-clock times until the output is ready, so on an accelerator they include
 the launch. Before each call 256 MiB are written on the device (64 on a CPU), or read for the clean median. The kernel's
-time without launches is what one more attention adds to a program that computes several in sequence, with warm caches.
+time without launches is the increment of one more attention in a program that computes several in sequence, with warm caches.
 """
 
 import functools

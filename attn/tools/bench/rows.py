@@ -62,7 +62,7 @@ class Entry:
 
     @property
     def marks(self) -> dict[str, Any]:
-        """What a row has of its entry."""
+        """The fields that a row copies from its entry."""
         return {name: getattr(self, name) for name in ("case", "backend", "chosen", "peer", "framework")}
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks of both frameworks share: a layer over random pages, the judge of its output, and timed calls.
+"""The framework-neutral benchmark: a layer over random pages, the check of its output, and timed calls.
 
 Inputs are random and pages are at random places. The output of the timed calls is compared with attention by the formula
 (`attn.functional`) in float32 over the cache as it is stored, over up to three requests of each length.

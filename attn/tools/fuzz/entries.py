@@ -1,4 +1,4 @@
-"""What the fuzzer calls besides backends: the frameworks' entries, schedulers, and layers made under a device.
+"""Entry points that the fuzzer calls besides backends: the frameworks' entries, schedulers, and layers made under a device.
 
 An entry gives what the framework's own function gives, or raises an error of this library where that function refuses or the
 entry's documentation does. The other two have modules of their own (`serving`, and `on_torch`).
@@ -63,7 +63,7 @@ class Compared(NamedTuple):
     def judged(self, case: CallCase) -> str:
         """Return whether both "refused" or "served" the call, or the entry "declined" it.
 
-        Raises AssertionError, and an entry's exception that is no error of this library.
+        Raises AssertionError, and an entry's exception unless it is one of this library's errors.
         """
         try:
             want = self.theirs()
@@ -147,7 +147,7 @@ def _smaller_call(case: CallCase) -> Iterator[CallCase]:
 
 @dataclass(frozen=True)
 class LayerCase(Recipe):
-    """A torch layer and the devices around it. "" is no device.
+    """A torch layer and the devices around it. "": none.
 
     layer_type: "attention" or "mla". made: torch's default device during construction. moved: devices of `.to()` in turn.
     copied: whether a deep copy is used. during: torch's default device during `build` and the call. asked: `build`'s argument.
@@ -201,7 +201,7 @@ def _smaller_layer(case: LayerCase) -> Iterator[LayerCase]:
 
 @dataclass(frozen=True)
 class EntrySubject:
-    """What is called. `case`: the class of its cases; `draw`: one case; `judge`: the function that judges one, or its name;
+    """An entry point. `case`: the class of its cases; `draw`: one case; `judge`: the function that judges one, or its name;
     `needs`: the package that it needs."""
 
     name: str
@@ -249,7 +249,7 @@ def names() -> list[str]:
 
 
 def subject_of(name: str) -> EntrySubject:
-    """Return what is called by that name. Raises ValueError for an unknown one."""
+    """Return the entry point of that name. Raises ValueError for an unknown one."""
     if name not in SUBJECTS:
         raise ValueError(f"unknown entry {name!r}; known: {', '.join(SUBJECTS)}")
     return SUBJECTS[name]

@@ -19,7 +19,7 @@ from attn.serving import GenerationRequest, PoolError, Scheduler, Step
 from attn.testing.case import Recipe
 
 VOCAB, EOS = 50, 0
-#: What is no token of the vocabulary.
+#: Values outside the vocabulary.
 NO_TOKENS: list[Any] = [-1, VOCAB, 2**31, 1.7, 3.0, math.nan, math.inf, "3", b"3", None, True, [1], np.float32(2)]
 NO_TOKENS += [np.bool_(True), 10**30]
 _OTHERS = [None, 2.5, math.inf, math.nan, "3", -1]  #: neither a number of tokens nor a salt

@@ -109,7 +109,7 @@ Bound = Callable[..., State]
 
 
 def _bound(function: Callable[..., Any], *arguments: Any, **named: Any) -> Bound:
-    """Return what calls a package's function with arguments that were derived once for a batch."""
+    """Return a closure over a package's function and the arguments that were derived once for a batch."""
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **more: Any) -> State:
         return function(query, key, value, *arguments, **named, **more)[:2]  # type: ignore[no-any-return]
@@ -279,9 +279,9 @@ def _lacking(provider: Provider, masks: bool) -> tuple[str, ...]:
     return lacking(provider.module, provider.load(), provider.needs + (provider.mask_needs if masks else ()))
 
 
-#: What FlashAttention 4's release 4.0.0b36 got wrong over pages on an H200: with 160 it ended in an illegal access, and with 80
-#: and 96 it read other keys wherever its tiles have 144 of them: without causality or a window, and so under any `mask_mod`.
-#: The sizes between those that ran right (64, 112, 128, 192, 256) are refused too.
+#: Head sizes that FlashAttention 4's release 4.0.0b36 got wrong over pages on an H200: 160 ended in an illegal access; 80 and
+#: 96 read wrong keys in tiles of 144 keys, which it uses without causality or a window, and so under any `mask_mod`. The sizes
+#: between those that ran right (64, 112, 128, 192, 256) are refused too.
 _FA4_WRONG_OVER_PAGES = (
     ("sm_90", MultipleOf(1, 129, 191), None, "4.0.0b36 reads outside of the cache on sm_90"),
     ("sm_90", MultipleOf(1, 65, 96), MASK_FEATURES, "4.0.0b36 is wrong with masks on sm_90"),

@@ -112,7 +112,7 @@ def block_rows(tokens: int, requests: int) -> int:
 
 
 def extent(tokens: int, requests: int, block: int) -> int:
-    """Return a number of blocks that fits any batch of so many tokens and requests, without reading from the device.
+    """Return an upper bound on the blocks of a batch of these tokens and requests, without reading from the device.
 
     At least 128 rows, because for fewer another kernel would be compiled.
     """

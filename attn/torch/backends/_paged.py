@@ -95,7 +95,7 @@ class Known(NamedTuple):
 
 
 def is_captured(x: torch.Tensor) -> bool:
-    """Whether what a call does with its tensor `x` is captured in a graph, which serves other lengths too."""
+    """Whether a call on tensor `x` is being captured in a graph, which is replayed for other lengths too."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -274,8 +274,8 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
 
     def _run_first(self, call: PagedCall, qkv: QKV) -> Callable[..., bool] | None:
         """Run a call of which the batch knows no equal. qkv: its query, key and value as they were passed; the call may have
-        copies. Returns what repeats its launches with other tensors, those of `_launched`, and says whether it did; None if
-        nothing can."""
+        copies. Returns a function that repeats its launches with other tensors, those of `_launched`, and returns whether
+        it did; None if they cannot be repeated."""
         self._run(call)
         return None
 
@@ -288,8 +288,8 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         kv_cache: torch.Tensor | None,
         output: torch.Tensor | None,
     ) -> Any:
-        """Repeat the launches of an equal call over a batch whose tensors are at these addresses. Returns what `forward` does;
-        None if they could not be repeated."""
+        """Repeat the launches of an equal call over a batch whose tensors are at these addresses. Returns the result of
+        `forward`; None if they could not be repeated."""
         assert known.launches is not None
         query, out, lse = qkv[0], output, None
         if out is None:

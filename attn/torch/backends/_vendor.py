@@ -99,7 +99,7 @@ def arch_of(device: torch.device) -> str:
 
 
 def lacking(package: str, module: Any, needs: Sequence[tuple[str, Sequence[str]]]) -> tuple[str, ...]:
-    """Return what an installed version lacks, as reasons. Inspects signatures rather than version numbers.
+    """Return the missing features of an installed version, as reasons. Inspects signatures rather than version numbers.
 
     package: its name, for the reasons. needs: dotted names within the module, each with the arguments that it must take.
     """

@@ -3,8 +3,8 @@
 It is the fastest prefill on Ampere, Hopper and Blackwell. PyTorch alone is enough if it has its own paged `varlen_attn`.
 `_flash_providers` chooses the package once per layer request and device; if none serves, the error lists each provider's
 reasons. This backend applies sinks itself, from the log-sum-exp (docs/semantics.md §7): at the cost of one more rounding, the
-result is the same for every provider. What rows see besides causality and the window only FlashAttention 4 serves, for the
-batches that have it: the others go to the provider, and with the arguments, that they would have without it.
+result is the same for every provider. Masks besides causality and the window are served by FlashAttention 4 only, in the
+batches that have them: other batches use the same provider and arguments as a layer without such masks.
 """
 
 from dataclasses import dataclass, replace
@@ -117,7 +117,7 @@ class FlashAttentionImpl(PagedAttentionImpl, backend=FlashAttentionBackend):
     def _bind(
         self, call: PagedCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_paged: bool
     ) -> providers.Bound:
-        """Return what attends calls like this one over the batch. query, key, value: as they are passed to it."""
+        """Return the function that computes calls like this one over the batch. query, key, value: its arguments."""
         meta, (layer, batch) = call.meta, call.mask
         assert isinstance(meta, FlashAttentionMetadata) and meta.key_starts is not None
         longest = meta.max_seq_len if is_paged else meta.max_query_len

@@ -44,7 +44,7 @@ class MemberBatch(NamedTuple):
 
 #: Features that a pair does not have though both its backends do.
 _ALONE = frozenset({Feature.BATCH_INVARIANT, Feature.BACKWARD})
-#: What the layer sets on the implementation after it was made, and the members read.
+#: Attributes that the layer sets on the implementation after construction, for the members to read.
 _SHARED = ("alibi_slopes", "sinks", "need_to_return_lse_for_decode", "layer_dtype")
 
 
@@ -240,7 +240,7 @@ _LAYOUT = ("get_kv_cache_shape", "get_kv_cache_stride_order", "logical_kv_cache"
 
 
 def _capabilities(members: Sequence[type[Any]]) -> Capabilities:
-    """Return what both members serve; on which architectures, each says itself (`why_not`)."""
+    """Return the limits that both members share, except architectures, which each checks in `why_not`."""
     one, other = (member.capabilities for member in members)
     both: dict[str, Any] = {
         name: tuple(word for word in getattr(one, name) if word in getattr(other, name))

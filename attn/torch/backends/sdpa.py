@@ -1,6 +1,6 @@
 """TORCH_SDPA: PyTorch's own attention over a paged cache, the fallback that serves every feature on every device.
 
-`F.scaled_dot_product_attention` computes plain attention. `_ragged.attend` computes everything else, and whatever needs the
+`F.scaled_dot_product_attention` computes plain attention. `_ragged.attend` computes everything else, including calls for the
 log-sum-exp, which that function does not return. This backend is never the fastest: it is chosen if no kernel serves the
 layer, and other backends are compared with it.
 """

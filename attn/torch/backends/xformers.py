@@ -38,7 +38,7 @@ _NEEDS = (
 
 
 class Rule(NamedTuple):
-    """What a plan depends on apart from the batch.
+    """The key of a plan, besides the batch.
 
     paged: whether split-K may read the pages. ragged: whether the keys are those of the call, not of the cache.
     """
@@ -190,7 +190,7 @@ def _has_block_pointers() -> bool:
 
 
 def _lacking(on_gpu: bool) -> tuple[str, ...]:
-    """Return what the installed xformers lacks; empty, without an import, if it is not installed."""
+    """Return the missing features of the installed xformers; empty, without an import, if it is not installed."""
     return _installed_lacks(on_gpu) if installed("xformers") and not assumed("xformers") else ()
 
 

@@ -29,7 +29,7 @@ _WHY_NOT_CALL = DiffusionAttentionBackend.why_not_call.__func__  # type: ignore[
 
 
 class CallProperties(NamedTuple):
-    """What the choice of a backend depends on.
+    """The key of a backend choice.
 
     mask: whether the call has a mask other than one of keys; grad: whether gradients are needed; key_mask: whether it has a
     mask of keys; rows, keys: 0 if unknown.
@@ -51,8 +51,8 @@ class CallProperties(NamedTuple):
     keys: int
 
     def constant(self) -> "CallProperties":
-        """Return what a graph that is being traced depends on: numbers of heads, head size, scale and error budget become
-        constants of it if they were symbols; rows and keys may have any value except 1."""
+        """Specialise a graph that is being traced: symbolic numbers of heads, head size, scale and error budget become
+        constants of it; rows and keys may have any value except 1."""
         rows, keys = (1 if size == 1 else 0 for size in (self.rows, self.keys))
         num_heads, num_kv_heads, head_size = (known(size) for size in (self.num_heads, self.num_kv_heads, self.head_size))
         return self._replace(
@@ -121,7 +121,7 @@ def _description(*call: Any) -> str:  # the fields one by one: a graph has no co
 
 
 def sizes_that_decide(rows: int, keys: int) -> tuple[int, ...]:
-    """Return what a choice depends on of a call's rows and keys: sizes grow with every token, their limits do not."""
+    """Return the properties of rows and keys that a choice depends on: unlike their numbers, these rarely change."""
     most, multiple = _limits(generation())
     if not multiple:
         return (rows, keys)

@@ -24,7 +24,7 @@ from attn.torch.kernels.driver import Bound, Launcher, launcher
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_UNEVEN = ~0x7FFFFFF0  #: the bits of an integer that is no multiple of 16 below 2**31
+_UNEVEN = ~0x7FFFFFF0  #: bits that are 0 in every multiple of 16 below 2**31
 
 
 @functools.cache
@@ -62,7 +62,7 @@ def is_eager(tensor: Any) -> bool:
     return type(tensor) is torch.Tensor and not torch.compiler.is_compiling()
 
 
-#: What Triton compiles a kernel for besides its constants: see `kind_of`.
+#: The arguments that Triton specialises a kernel on besides its constants: see `kind_of`.
 Signature = tuple[torch.device, tuple[torch.dtype | None, ...], tuple[int, ...] | None]
 
 
@@ -128,7 +128,7 @@ def is_profiled() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-#: What collects the launches of the call that a thread makes (`kept.Keeper`), by thread.
+#: By thread, the `kept.Keeper` that collects the launches of its current call.
 keepers: dict[int, Any] = {}
 
 

@@ -90,7 +90,7 @@ class Keeper:
 
     def temporary(self, memory: torch.Tensor) -> None:
         self._places[memory.data_ptr()] = "temporary", len(self._temporary)
-        self._temporary.append(memory)  # alive, so that its address is no other tensor's during the call
+        self._temporary.append(memory)  # kept alive, so that no other tensor gets its address during the call
 
     def of_stream(self, memory: tuple[torch.Tensor, torch.Tensor], floats: int, counters: int) -> None:
         for x in memory:

@@ -1,4 +1,4 @@
-"""What the sparse MLA backends of jax share: rows attend the keys that their indices name, and prompts are never expanded."""
+"""The base of the sparse MLA backends of jax: rows attend the keys in their indices, and prompts are never expanded."""
 
 from typing import Any
 

@@ -52,6 +52,6 @@ class TritonMLAImpl(MLACommonImpl, backend=TritonMLABackend):
 
 
 def _scale(call: DecodeCall) -> Any:
-    """The scale of a cache of codes as an array, which is no part of the program; None for any other cache."""
+    """The scale of a quantised cache as an array, so that its value does not enter the program; None for any other cache."""
     coded = caches.is_quantised(call.kv_cache.dtype) and call.kv_cache.dtype != jnp.uint8
     return jnp.asarray(call.k_scale, jnp.float32) if coded else None

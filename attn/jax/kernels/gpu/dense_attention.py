@@ -94,7 +94,7 @@ def _attend(
 def _on_hopper(
     query: jax.Array, starts: Any, key: jax.Array, value: jax.Array, lens: Any, layer: LayerParams, return_lse: bool
 ) -> tuple[jax.Array, jax.Array | None] | None:
-    """Return what the Hopper kernel computes; None if it does not support these arrays, or the installed Triton it."""
+    """Return the Hopper kernel's results; None if it does not support these arrays, or the installed Triton not it."""
     from attn.jax.kernels.gpu.hopper_prefill import Out, Prompts, prefill, serves
 
     table = np.arange(key.shape[0], dtype=np.int32)[:, None]

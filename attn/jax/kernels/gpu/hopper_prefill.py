@@ -43,8 +43,8 @@ class Prompts(NamedTuple):
 
 
 class Out(NamedTuple):
-    """What the kernel writes: output [T, H, Dv]; lse [H, T] float32, natural log, or None; counters: zeros [2], int32, which it
-    leaves as they are."""
+    """Arrays that the kernel writes: output [T, H, Dv]; lse [H, T] float32, natural log, or None; counters: zeros [2], int32,
+    which are zeros again at its end."""
 
     output: jax.Array
     lse: jax.Array | None

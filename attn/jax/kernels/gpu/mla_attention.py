@@ -29,8 +29,8 @@ class Latents(NamedTuple):
 
 
 class DecodeParams(NamedTuple):
-    """What a program is made for, beside shapes: Dr, the factor of scores, whether a row sees no later key, and bounds of the
-    batch: the most new tokens of a request, and the most keys."""
+    """Static parameters of a program besides shapes: Dr, the factor of scores, causality, and the most new tokens and the most
+    keys of a request."""
 
     rope: int
     scale: float

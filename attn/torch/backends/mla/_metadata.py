@@ -280,7 +280,7 @@ class MLACommonMetadataBuilder(PagedAttentionMetadataBuilder):
 
     def short_rows(self) -> int:
         """Return the rows of a prompt that cost as much absorbed as expanded over a much longer context (`is_short`); 0: every
-        prompt is expanded, since the decode kernel was not measured with so many rows."""
+        prompt is expanded, since the decode kernel was not measured with as many rows."""
         return 0
 
     def extend(self, metadata: MLACommonMetadata, batch: CommonAttentionMetadata, fast_build: bool) -> None:

@@ -197,7 +197,7 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         write = None if new is None else functools.partial(self.do_kv_cache_update, layer, *new, kv_cache, slots)
         parts: tuple[MLADecodeMetadata, ...] = ()
         if decode is not None and decode.num_tokens and not self.batch_invariant:
-            self._run_decode(layer, query, kv_cache, decode, out, lse, new=new, write=write, stages=stages)
+            self._run_decode(layer, query, kv_cache, decode, (out, lse), new=new, write=write, stages=stages)
         else:
             if new is not None and write is not None:
                 self._run_stage(stages, "write", write, *new, kv_cache, self._scale(layer, kv_cache)[0])
@@ -208,7 +208,7 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
             most = _WORKSPACE // (self.num_heads * (self.head_size + self.kv_lora_rank) * query.element_size())
             parts += attn_metadata.short.parts(1 if self.batch_invariant else most)
         for part in parts:
-            self._run_decode(layer, query, kv_cache, part, out, lse)
+            self._run_decode(layer, query, kv_cache, part, (out, lse))
         if attn_metadata.prefill is not None:
             if attn_metadata.prefill.num_tokens:
                 for prefill in attn_metadata.prefill.one_by_one if self.batch_invariant else (attn_metadata.prefill,):
@@ -218,11 +218,11 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         return result if lse is None else (result, lse)
 
     def _stages(self, attn_metadata: MLACommonMetadata, signature: tuple[Any, ...]) -> Any:
-        """Return what keeps the launches of calls with this signature over a batch, or None."""
+        """Return the cache of launches for calls with this signature over a batch, or None."""
         return None
 
     def _signature(self, layer: AttentionLayer, of_tensors: Facts | None) -> tuple[Any, ...] | None:
-        """Return what checks and launches of a call depend on beside its batch; None if `of_tensors` is."""
+        """Return what a call's checks and launches depend on besides its batch; None if `of_tensors` is None."""
         if of_tensors is None:
             return None
         facts: list[Any] = [of_tensors, type(self), self.num_heads, self.kv_lora_rank]
@@ -290,13 +290,13 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         query: torch.Tensor,
         kv_cache: torch.Tensor,
         meta: MLADecodeMetadata,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
+        results: tuple[torch.Tensor, torch.Tensor | None],
         new: tuple[torch.Tensor, torch.Tensor] | None = None,
         write: Callable[..., Any] | None = None,
         stages: Any = None,
     ) -> None:
-        """Fill the decodes' rows of out [T, H, Dv] and, unless None, lse [H, T]. write: writes new rows to the cache first."""
+        """Fill the decodes' rows of results, out [T, H, Dv] and lse [H, T] or None. write: writes new rows to the cache."""
+        out, lse = results
         rows, query = meta.rows, rows_of(query, meta.rows)
         if isinstance(rows, slice):
             rows_out, log = rows_of(out, rows), None if lse is None else lse[:, rows]

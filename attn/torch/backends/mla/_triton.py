@@ -79,7 +79,7 @@ class TritonKernelsImpl(MLACommonImpl):
         return True  # interpreted on a CPU, as the decode is
 
     def _stages(self, attn_metadata: MLACommonMetadata, signature: tuple[Any, ...]) -> Any:
-        """Return what keeps a batch's writes and decodes for calls like the first; None with ATTN_DEBUG=device.
+        """Return the cache of a batch's writes and decodes for calls like the first; None with ATTN_DEBUG=device.
 
         signature: what calls depend on beside their batch.
         """

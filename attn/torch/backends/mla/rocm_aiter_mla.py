@@ -1,6 +1,6 @@
 """ROCM_AITER_MLA: AMD's assembly MLA decode kernels for CDNA 3 and later.
 
-AITER reads the cache with pages of one token, so the page list has every token's slot, whatever the cache's block size. That
+AITER reads the cache with pages of one token, so the page list has every token's slot, for any block size of the cache. That
 list is made once per batch. The kernels support 16 or 128 heads (other numbers only with some query lengths); fewer are padded
 with zeros. Interface of ROCm/aiter at e4048607. The log-sum-exp is natural, [T, H].
 """
