@@ -344,8 +344,8 @@ def _as_row(call: Call, graph: bool) -> torch.Tensor | None:
 
     of_keys, run = keys_and_run() if graph else once(mask, (len(call.query), keys), keys_and_run)
     sinks = call.sinks
-    if sinks is not None:
-        sinks = sinks.float() if graph else as_float(sinks)
+    if sinks is not None and not graph:  # in a graph each conversion would be a kernel of a token
+        sinks = as_float(sinks)
     out = row(call.query, call.key, widened(call), call.scale, call.soft_cap or 0.0, sinks, of_keys, run)
     return out[..., : call.value.shape[-1]]
 

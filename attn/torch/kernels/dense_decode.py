@@ -144,7 +144,7 @@ def _store(  # type: ignore[no-untyped-def]
     """Apply the sinks of a kv head's query heads, and store their results."""
     live = row < G
     if HAS_SINKS:
-        sink = tl.load(sinks + kv_head * G + row, mask=live, other=0.0) * 1.4426950408889634
+        sink = tl.load(sinks + kv_head * G + row, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
         share = 1.0 / (1.0 + tl.exp2(sink - log))
         result = tl.where((log == float("-inf"))[:, None], 0.0, result * share[:, None])
     at_d = output + (at * G + row)[:, None] * D + d[None, :]
@@ -179,8 +179,8 @@ class Decoder:
         self.constants |= {"BLOCK_M": rule.block_m, "BLOCK_N": rule.block_n, "BLOCK_D": block_d, "BLOCK_G": block_g}
         self.constants["BLOCK_S"] = max(1, 4096 // (block_g * block_d))
         self.constants["PRECISION"] = "tf32x3" if dtype.itemsize == 4 and arch().startswith("sm") else "ieee"
-        #: By sinks, runs, mask and parts of a call, and by strides that Triton specializes.
-        self.kernels: dict[tuple[int, tuple[int, ...] | None], Prepared] = {}
+        #: By sinks, runs, mask and parts of a call, by strides that Triton specializes, and by the sinks' dtype.
+        self.kernels: dict[tuple[int, tuple[int, ...] | None, torch.dtype | None], Prepared] = {}
 
     def __call__(
         self,
@@ -193,8 +193,8 @@ class Decoder:
         parts: int = 0,
     ) -> torch.Tensor:
         """Return [B, 1, H, D]. query: [B, H, 1, D]; key, value: [B, K, m, D], copied unless their last dimensions are dense;
-        sinks: float32 [H]; runs: each request's keys among the m, None for all; mask: bool [B, m], True for keys that count
-        among those, None for all; parts: of the keys, 0 for the rule. A request without keys is 0."""
+        sinks: [H], of any float dtype; runs: each request's keys among the m, None for all; mask: bool [B, m], True for keys
+        that count among those, None for all; parts: of the keys, 0 for the rule. A request without keys is 0."""
         device = self.device
         if query.is_cuda and torch._C._cuda_getDevice() != device.index:
             with torch.cuda.device(device):
@@ -207,22 +207,29 @@ class Decoder:
             mask = None if mask is None else mask.clone(memory_format=torch.contiguous_format)
             return self(query.contiguous(), key.contiguous(), value.contiguous(), sinks, runs, mask, parts)
         first, number = (None, None) if runs is None else (runs.first, runs.number)
-        present = (sinks is not None) | (runs is not None) << 1 | (mask is not None) << 2
-        kernel, grid, memory, numbers = self._planned(query, key, value, present, parts)
+        present = (runs is not None) << 1 | (mask is not None) << 2
+        kernel, grid, memory, numbers = self._planned(query, key, value, sinks, present, parts)
         kernel(grid[0], (output, *memory, query, key, value, sinks, first, number, mask), *numbers, m_b, columns=grid[1])
         return output
 
     def _planned(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, present: int = 0, parts: int = 0
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        present: int = 0,
+        parts: int = 0,
     ) -> tuple[Prepared, tuple[int, int], tuple[torch.Tensor | None, torch.Tensor | None], tuple[float, ...]]:
-        """Return a call's kernel, grid, scratch memory, and numbers but the mask's. present: bits of sinks, runs and mask."""
+        """Return a call's kernel, grid, scratch memory, and numbers but the mask's. present: bits of runs and mask."""
         (batch, _, keys, _), count = key.shape, key.shape[0] * self.kv_heads
         parts = parts or row_parts(count, -(-min(keys, self.window) // self.block_n), self.slots, self.width)
         memory: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         if parts > 1:
             memory = memory_of_stream(self.device, batch * parts * self.heads * (self.size + 1), count)
         strides = *query.stride()[:2], *_BY_KEY(key.stride()), *_BY_KEY(value.stride())
-        key_of = present | (parts > 1) << 3, strides_that_count(strides)
+        present |= (sinks is not None) | (parts > 1) << 3
+        key_of = present, strides_that_count(strides), None if sinks is None else sinks.dtype
         kernel = self.kernels.get(key_of) or self._prepared(key_of)
         return kernel, (count, parts), memory, (self.factor, self.cap, self.window, keys, parts, *strides)
 
@@ -231,14 +238,14 @@ class Decoder:
         batch = key.shape[0]
         if not batch or not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
             return self
-        kernel, grid, memory, numbers = self._planned(query, key, value, sinks is not None)
+        kernel, grid, memory, numbers = self._planned(query, key, value, sinks)
         arguments = 0, *[0 if x is None else x.data_ptr() for x in memory], *[0] * 7, *numbers, 0
         shape, changing = (batch, 1, self.heads, self.size), [(0, 0), (3, 1), (4, 2), (5, 3)]
         if sinks is not None:
             changing.append((6, 4))
         return kernel.again(self, query.device, shape, grid, arguments, changing, memory)
 
-    def _prepared(self, key_of: tuple[int, tuple[int, ...] | None]) -> Prepared:
+    def _prepared(self, key_of: tuple[int, tuple[int, ...] | None, torch.dtype | None]) -> Prepared:
         flags = {name: bool(key_of[0] >> i & 1) for i, name in enumerate(("HAS_SINKS", "HAS_RUNS", "HAS_MASK", "SPLIT"))}
         rule = self.rule
         kernel = self.kernels[key_of] = Prepared(_decode, **self.constants, **flags, **rule.options())

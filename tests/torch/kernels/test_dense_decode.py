@@ -94,6 +94,15 @@ def test_a_row_is_the_formula(option: str, runs: Any, dtype: torch.dtype) -> Non
     check(*arrays(dtype, 2, 32, 130), runs=runs, parts=3, **OPTIONS[option])
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+def test_sinks_of_every_dtype(parts: int) -> None:
+    """A launch that was kept for one dtype does not read sinks of another."""
+    given, sinks = arrays(torch.float32, 2, 32, 130), SINKS.to(torch.bfloat16)
+    want = decode(*given, sinks=sinks.float(), parts=parts)
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        assert torch.equal(decode(*given, sinks=sinks.to(dtype), parts=parts), want)
+
+
 @pytest.mark.parametrize(("heads", "size", "keys", "parts"), SHAPES)
 def test_every_shape(heads: int, size: int, keys: int, parts: int) -> None:
     check(*arrays(torch.float32, heads, size, keys), parts=parts)
