@@ -1,10 +1,10 @@
-"""What an MLA batch asks of the device, counted without one: turns over a context, and how decodes fill the multiprocessors.
+"""What an MLA batch asks of the device, counted without one: chunks of a context, and how decodes fill the multiprocessors.
 
     python -m benchmarks.mla_plan 63q1s4k_8q512s32k      named batches
     python -m benchmarks.mla_plan --random 6 --seed 77   those of `attn bench --mla --random 6 --seed 77` on a GPU of 80 GB
 
 The first table counts the requests of a batch that are expanded (more than 16 new tokens): their rows, their tokens of context,
-the turns over the context, the rows that these turns attend and merge, the bytes of keys and values that they write, the bytes
+the chunks of context, the rows that these chunks attend and merge, the bytes of keys and values that they write, the bytes
 that the merges read and write, and the operations. The last two columns are the operations if each request took the cheaper
 form, absorbed or expanded, and how many of them would be absorbed.
 
@@ -78,7 +78,7 @@ def counted(case: BenchCase) -> dict[str, Any]:
     size, heads, rank = DTYPES[case.dtype].itemsize, case.num_heads, case.kv_lora_rank
     per_token = heads * (NOPE + ROPE + VALUE) * size
     plan = prefill.plan(_mla._WORKSPACE // per_token)
-    merged, context = sum(turn.rows.stop - turn.rows.start for turn in plan.turns), int(prefill.context_lens.sum())
+    merged, context = sum(chunk.rows.stop - chunk.rows.start for chunk in plan.chunks), int(prefill.context_lens.sum())
     state = size if plan.once else max(4, size)  # bytes of an element of the merged output
     forms = []
     for n, c in zip(prefill.query_lens.tolist(), prefill.context_lens.tolist(), strict=True):
@@ -89,7 +89,7 @@ def counted(case: BenchCase) -> dict[str, Any]:
         "requests": len(forms),
         "rows": prefill.num_tokens,
         "context": context,
-        "turns": len(plan.turns),
+        "turns": len(plan.chunks),
         "merged": merged,
         "written": per_token * context / 1e9,
         "merging": merged * heads * (VALUE * (2 * state + size) + 3 * 4) / 1e9,

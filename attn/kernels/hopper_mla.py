@@ -325,7 +325,7 @@ def _consume(  # type: ignore[no-untyped-def]
     ROPE_COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     first, last = _items_of(batch, row_tiles, PLANNED)
-    k0, other, turn = 0, 0, 0  # tiles of earlier items, this consumer's and the other's; the item's number modulo 2
+    k0, other, item_phase = 0, 0, 0  # tiles of earlier items, this consumer's and the other's; the item's number modulo 2
     for item in range(first, last):
         r, begin, q_len, seq_len, first_row, low, high, begins, tiles, state = _part(
             item, batch, row_tiles, split, topk, H, HAS_LIMITS, SPARSE, PLANNED
@@ -365,7 +365,7 @@ def _consume(  # type: ignore[no-untyped-def]
         plain = mine
         if not SPARSE:
             plain = (gl.minimum(gl.maximum(low - begins, 0) // 64, tiles) + 1 - CONSUMER) // 2
-        mbarrier.wait(q_full.index(0), turn)
+        mbarrier.wait(q_full.index(0), item_phase)
         if CONSUMER == 1 and tiles > 0:
             acc, top, norm = _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, other & 1, CONSUMER)
         for k in range(0, plain):
@@ -390,7 +390,7 @@ def _consume(  # type: ignore[no-untyped-def]
         norms.index(CONSUMER).store(norm)
         barrier()
         mbarrier.arrive(end.index(CONSUMER), count=1)
-        mbarrier.wait(end.index(1 - CONSUMER), turn)
+        mbarrier.wait(end.index(1 - CONSUMER), item_phase)
         norm += norms.index(1 - CONSUMER).load(ROW)
         sum_ = gl.convert_layout(norm, gl.SliceLayout(1, O_LAYOUT))
         share = v_factor / gl.where(sum_ == 0, 1.0, sum_)
@@ -413,7 +413,7 @@ def _consume(  # type: ignore[no-untyped-def]
                 gl.store(lse + row_head * lse_h + row_at, log * 0.6931471805599453, mask=row_live)
         k0 += mine
         other += (tiles + CONSUMER) // 2
-        turn ^= 1
+        item_phase ^= 1
 
 
 @gluon.jit

@@ -1,9 +1,9 @@
-"""The plan of a batch of decodes, on the device: how the keys of requests of any lengths are cut into work items.
+"""The plan of a batch of decodes, on the device: it divides the keys of requests of any lengths into work items.
 
-Parts of equal size (`item_of`): each is a program's, which computes its own; `launch.SplitKV` has the bounds, which the host
-knows. Equal shares (`shares`): a program has a share of all keys, from the end of one request to the beginning of another, and
-reads its items from a table. They are for kernels whose programs fill a multiprocessor: with one to each, parts of equal size
-leave a fourth of the device idle (`benchmarks.mla_plan`).
+Split-KV (`item_of`): splits of a request are of equal size, and each program computes its own item within the bounds of
+`launch.SplitKV`, which the host knows. Stream-K (`shares`): each program has an equal share of all keys, from the end of one
+request to the beginning of another, and reads its items from a table. Shares are for kernels whose programs fill a
+multiprocessor: there splits of equal size leave a fourth of the device idle (`benchmarks.mla_plan`).
 """
 
 from typing import Any
@@ -34,14 +34,14 @@ def item_of(  # type: ignore[no-untyped-def]
     max_splits, whole_from, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr, HAS_TREE: tl.constexpr,
     HAS_CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The plan of a decode, computed by each of its programs: (request, block of its rows, first and last tile, part, parts) of
-    an item.
+    """The plan of a decode, computed by each of its programs: (request, block of its rows, first and last tile, split, number
+    of splits) of an item.
 
-    The visible tiles of a request, one block of rows, are divided into equal splits, long enough that all
-    requests have at most max_splits + num_reqs items, and not below `split_tiles`; `whole_from` requests of about equal length
-    stay whole. BLOCK_Q: 0, or the tokens of a block where requests have several, which are cut alike and count as requests do.
-    max_splits = 0: into parts of exactly `split_tiles`, from the first visible tile on. Requests in several parts come first,
-    since theirs are the longest. Beyond the last item, request is BLOCK_R.
+    The visible tiles of a request, one block of rows, are divided into equal splits of at least `split_tiles`, as many as leave
+    at most max_splits + num_reqs items for all requests; `whole_from` requests of about equal length stay whole. BLOCK_Q: 0, or
+    the tokens of a block where requests have several, which are split alike and count as requests do. max_splits = 0: into
+    splits of exactly `split_tiles`, from the first visible tile on. Requests in several splits come first, since theirs are the
+    longest. Beyond the last item, request is BLOCK_R.
     """
     n = tl.arange(0, BLOCK_R)
     begin = tl.load(query_start_loc + n, mask=n < num_reqs, other=0)
@@ -69,16 +69,16 @@ def item_of(  # type: ignore[no-untyped-def]
     live = tl.sum(blocks, 0)
     even = (live >= whole_from) & (4 * longest.to(tl.int64) * live <= 5 * total)
     split_tiles = tl.where(max_splits > 0, tl.where(even, tl.maximum(high, longest), high), split_tiles)
-    parts = tl.maximum(tl.cdiv(tiles, split_tiles), 1)
-    counts = blocks * parts
-    long = tl.where(parts > 1, counts, 0)
+    splits = tl.maximum(tl.cdiv(tiles, split_tiles), 1)
+    counts = blocks * splits
+    long = tl.where(splits > 1, counts, 0)
     before = tl.sum(long, 0)
     counts = tl.where(item < before, long, counts - long)
     target = tl.where(item < before, item, item - before)
     ends = tl.cumsum(counts, 0)
     r = tl.sum((ends <= target).to(tl.int32), 0)
     selected = n == r
-    count = tl.sum(tl.where(selected & (counts > 0), parts, 0), 0)
+    count = tl.sum(tl.where(selected & (counts > 0), splits, 0), 0)
     part = target - tl.sum(tl.where(selected, ends - counts, 0), 0)
     block = 0
     if BLOCK_Q > 0:

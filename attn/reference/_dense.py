@@ -141,8 +141,8 @@ def _softmax_sum(scores: F64, allowed: Bool, value: F64) -> tuple[F64, F64]:
     total = weights.sum(axis=-1)
     is_finite = np.isfinite(value)
     summed = weights @ np.where(is_finite, value, 0.0)
-    wild = ~is_finite.all(axis=1) & allowed.any(axis=(0, 1))
-    for j in np.flatnonzero(wild):
+    nonfinite = ~is_finite.all(axis=1) & allowed.any(axis=(0, 1))
+    for j in np.flatnonzero(nonfinite):
         attends = allowed[..., j]
         summed[attends] += weights[attends, j][:, None] * np.where(is_finite[j], 0.0, value[j])
     norm = total[..., None]

@@ -250,11 +250,11 @@ class SimulatedKernel:
 
     def weigh(self, weights: Array, allowed: Array, v: Array) -> Array:
         """Multiply weights [H, n, t] by v [H, t, D]; masked values are excluded instead of multiplied by 0."""
-        wild = ~np.isfinite(v)
-        product = weights @ np.where(wild, 0, v)
-        for h, t in np.argwhere((wild.any(-1)) & allowed.any(1)):
+        nonfinite = ~np.isfinite(v)
+        product = weights @ np.where(nonfinite, 0, v)
+        for h, t in np.argwhere((nonfinite.any(-1)) & allowed.any(1)):
             rows = allowed[h, :, t]
-            product[h, rows] += weights[h, rows, t, None] * np.where(wild[h, t], v[h, t], 0)
+            product[h, rows] += weights[h, rows, t, None] * np.where(nonfinite[h, t], v[h, t], 0)
         return product
 
     def close(self, piece: Piece) -> tuple[Array, Array]:

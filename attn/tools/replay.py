@@ -43,8 +43,12 @@ def run(args: argparse.Namespace) -> int:
     call, about = read(Path(args.file))
     rows = replay(call, args.backend or None)
     failed = next((row.backend for row in rows if row.status == "FAILED"), None)
-    wild = wild_rows(call)
-    notes = [f"{wild} rows are expected to be non-finite: a query, key or value that they read is non-finite"] if wild else []
+    nonfinite = wild_rows(call)
+    notes = (
+        [f"{nonfinite} rows are expected to be non-finite: a query, key or value that they read is non-finite"]
+        if nonfinite
+        else []
+    )
     if args.shrink:
         if failed is None:
             raise ValueError(f"--shrink {args.shrink}: nothing to shrink, no backend fails")

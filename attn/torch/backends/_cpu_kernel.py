@@ -53,4 +53,4 @@ def correct(work: Work, rules: RequestParams, log: torch.Tensor) -> None:
     if rows.numel():
         start, stop = int(rows[0]), int(rows[-1]) + 1
         low, high = rules.reach(work.position + start, work.position + stop - 1, work.end)
-        _ragged.attend(work.cut(start, stop, low, high), rules)
+        _ragged.attend(work.narrow(start, stop, low, high), rules)

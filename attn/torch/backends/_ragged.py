@@ -89,7 +89,7 @@ class Work:
         """One past the last key."""
         return self.first_key + self.key.shape[1]
 
-    def cut(self, start: int, stop: int, low: int, high: int) -> "Work":
+    def narrow(self, start: int, stop: int, low: int, high: int) -> "Work":
         """Return rows start..stop over keys low..high (counted from key 0 of the request)."""
         keys = slice(low - self.first_key, high - self.first_key)
         return Work(
@@ -183,7 +183,7 @@ class RequestParams:
         for start in range(0, work.query.shape[0], step):
             stop = min(start + step, work.query.shape[0])
             low, high = self.reach(work.position + start, work.position + stop - 1, work.end)
-            yield work.cut(start, stop, low, high)
+            yield work.narrow(start, stop, low, high)
 
     def drop_empty_rows(self, work: Work) -> Work:
         """Fill the leading rows that see no key, and return the other rows, each of which sees a key."""
@@ -194,8 +194,8 @@ class RequestParams:
         empty = n if m == 0 else 0 if right is None else min(n, max(0, work.first_key - right - work.position))
         if empty == 0:
             return work
-        work.cut(0, empty, work.first_key, work.first_key).fill(0, -math.inf)
-        return work.cut(empty, n, work.first_key, work.end)
+        work.narrow(0, empty, work.first_key, work.first_key).fill(0, -math.inf)
+        return work.narrow(empty, n, work.first_key, work.end)
 
 
 def attend(work: Work, rules: RequestParams) -> None:

@@ -188,7 +188,7 @@ def _prefill(work: Work, rules: RequestParams) -> bool:
     causal = rules.is_causal()
     if not rules.see_all(work):
         # every row of a causal chunk sees the keys before its first row
-        masked = work.cut(0, n, work.position, work.end) if causal else work
+        masked = work.narrow(0, n, work.position, work.end) if causal else work
         if not (_ragged.all_finite(masked.key) and _ragged.all_finite(masked.value)):
             return False
         if not (causal and work.position == work.first_key):

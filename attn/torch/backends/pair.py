@@ -56,8 +56,8 @@ class PairedBackend(PagedAttentionBackend):
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
         """Return each member's reasons, whether their caches differ, and what a pair does not serve."""
-        if strange := [member.get_name() for member in cls.members if not issubclass(member, PagedAttentionBackend)]:
-            return [f"{' and '.join(strange)}: a pair is of two backends for torch over pages of keys and values"]
+        if foreign := [member.get_name() for member in cls.members if not issubclass(member, PagedAttentionBackend)]:
+            return [f"{' and '.join(foreign)}: a pair is of two backends for torch over pages of keys and values"]
         why = [
             f"{member.get_name()}, for {phase}: {reason}"
             for member, phase in zip(cls.members, _PHASES, strict=True)

@@ -276,7 +276,7 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
         # so that `most` requests from any one on can be sliced
         query_bounds, key_bounds = (jnp.pad(bounds, (0, most), mode="edge") for bounds in (packed.starts, keys))
 
-        def turn(i: jax.Array, state: Any) -> Any:
+        def expand_chunk(i: jax.Array, state: Any) -> Any:
             """Expand one workspace of the context."""
             index = i * size + jnp.arange(size, dtype=jnp.int32)
             request = xla_mla.request_of(keys, index)
@@ -307,7 +307,7 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
 
             return lax.fori_loop(0, -(-(high - low) // window), attend, state)
 
-        return lax.fori_loop(0, -(-ends // size), turn, state)
+        return lax.fori_loop(0, -(-ends // size), expand_chunk, state)
 
     def forward(
         self,

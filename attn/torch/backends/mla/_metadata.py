@@ -118,10 +118,10 @@ class MLADecodeMetadata:
 
 
 @dataclass(frozen=True)
-class ContextTurn:
-    """The part of the context that is expanded and attended at once, and the requests that it is of, which are consecutive.
+class ContextChunk:
+    """The context that is expanded and attended at once, of consecutive requests.
 
-    rows: these requests' rows, of the batch's num_tokens. meta: the requests, with the part as their only chunk. places: (pages
+    rows: these requests' rows, of the batch's num_tokens. meta: the requests, with it as their only chunk. places: (pages
     [m], offsets [m]) int64 on the device, where the chunk's keys are in the cache.
     """
 
@@ -132,10 +132,10 @@ class ContextTurn:
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """new_tokens: the batch for its new tokens, without a context. turns: the context. once: whether no row is in two turns."""
+    """new_tokens: the batch for its new tokens, without a context. chunks: the context. once: no row is in two chunks."""
 
     new_tokens: MLAPrefillMetadata
-    turns: tuple[ContextTurn, ...]
+    chunks: tuple[ContextChunk, ...]
     once: bool
 
 
@@ -145,7 +145,7 @@ class MLAPrefillBatch:
 
     rows: their rows in the batch that see a key, num_tokens of them; empty: int64, their rows before the start of the
     sequence (q_len > seq_len), which see no key, or None; block_table: [Rp, B] on the device; context_lens: [Rp] on the host.
-    Requests with a context come first, so that a turn of the plan has no row without one.
+    Requests with a context come first, so that a chunk of the plan has no row without one.
     """
 
     rows: Rows
@@ -180,7 +180,7 @@ class MLAPrefillBatch:
         return tuple(parts)
 
     def plan(self, workspace: int) -> ContextPlan:
-        """Return turns of at most `workspace` tokens of context, cached for the following layers."""
+        """Return chunks of at most `workspace` tokens of context, cached for the following layers."""
         if workspace not in self.plans:
             self.plans[workspace] = self._plan(workspace)
         return self.plans[workspace]
@@ -206,20 +206,20 @@ class MLAPrefillBatch:
         spans = context_spans(self.context_lens, workspace)
         starts = [queries[span.first : span.last + 1] - queries[span.first] for span in spans]
         keys = [np.clip(context[span.first : span.last + 1], span.begin, span.end) - span.begin for span in spans]
-        # Everything the device needs comes in one copy, and the places of tokens are computed there: there may be millions.
+        # One copy sends all that the device needs; it computes the slots of tokens, of which there may be millions.
         arrays = (queries, self.context_lens, -context[:-1], *starts, *keys)
         new, counts, shift, *cumulative = put_together(arrays, self.block_table.device)
         new_tokens = _prefills(new, queries)
         if not spans:
             return ContextPlan(new_tokens, (), True)
         pages, offsets = self._places(counts, shift, int(context[-1]))
-        turns = []
+        chunks = []
         for i, span in enumerate(spans):
             chunk = MLAContextChunk(cumulative[len(spans) + i], keys[i], int(keys[i][-1]), int(np.diff(keys[i]).max()))
             rows, tokens = slice(int(queries[span.first]), int(queries[span.last])), slice(span.begin, span.end)
-            turns.append(ContextTurn(rows, _prefills(cumulative[i], starts[i], chunk), (pages[tokens], offsets[tokens])))
-        once = all(turn.rows.stop <= after.rows.start for turn, after in itertools.pairwise(turns))
-        return ContextPlan(new_tokens, tuple(turns), once)
+            chunks.append(ContextChunk(rows, _prefills(cumulative[i], starts[i], chunk), (pages[tokens], offsets[tokens])))
+        once = all(chunk.rows.stop <= after.rows.start for chunk, after in itertools.pairwise(chunks))
+        return ContextPlan(new_tokens, tuple(chunks), once)
 
 
 def _prefills(query_start_loc: torch.Tensor, mirror: "IntArray", *chunks: MLAContextChunk) -> MLAPrefillMetadata:

@@ -410,18 +410,18 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
             rows = _rows.encode(kv_c, k_pe, self.kv_cache_dtype, kv_cache.dtype, layer._k_scale)
         key, value = self._expand(_rows.decode(rows, self.kv_cache_dtype, layer._k_scale), query.dtype)
         log: Any
-        with_lse = bool(plan.turns) or lse is not None
+        with_lse = bool(plan.chunks) or lse is not None
         state = self._prefill.run_prefill_new_tokens(prompts, key, value, plan.new_tokens, with_lse)
         result, log = state if with_lse else (state, None)
-        if plan.turns:
+        if plan.chunks:
             log = log.contiguous()  # some backends return a transposed [T, H]
         if not plan.once:  # a row that is merged several times is rounded once, at the end
             result = result.to(log.dtype)
-        for turn in plan.turns:
-            rows = _rows.decode(_rows.gather(kv_cache, *turn.places), self.kv_cache_dtype, layer._k_scale)
+        for chunk in plan.chunks:
+            rows = _rows.decode(_rows.gather(kv_cache, *chunk.places), self.kv_cache_dtype, layer._k_scale)
             key, value = self._expand(rows, query.dtype)
-            part = self._prefill.run_prefill_context_chunk(0, prompts[turn.rows], key, value, turn.meta)
-            merge_into(result[turn.rows], log[:, turn.rows], *part)
+            part = self._prefill.run_prefill_context_chunk(0, prompts[chunk.rows], key, value, chunk.meta)
+            merge_into(result[chunk.rows], log[:, chunk.rows], *part)
         out[batch.rows] = result.to(out.dtype)
         if lse is not None:
             lse[:, batch.rows] = log

@@ -60,4 +60,4 @@ class TorchMLAImpl(MLACommonImpl, backend=TorchMLABackend):
             _ragged.attend(work, rules)
             return
         for i, seen in enumerate(limits):
-            _ragged.attend(replace(work.cut(i, i + 1, 0, seen), position=seen - 1), rules)
+            _ragged.attend(replace(work.narrow(i, i + 1, 0, seen), position=seen - 1), rules)

@@ -35,8 +35,8 @@ def test_a_plan_is_as_long_as_its_work(seed: int) -> None:
         assert not long.any()
         return
     plan, total = metadata.prefill.plan(workspace), int(context[long].sum())
-    assert len(plan.turns) <= 2 * total / workspace + 1
-    rows = [turn.rows.stop - turn.rows.start for turn in plan.turns]
+    assert len(plan.chunks) <= 2 * total / workspace + 1
+    rows = [chunk.rows.stop - chunk.rows.start for chunk in plan.chunks]
     assert sum(rows) == int((q_lens * -(-context // workspace))[long].sum())
     assert plan.once == bool((context[long] <= workspace).all())
 
@@ -44,9 +44,9 @@ def test_a_plan_is_as_long_as_its_work(seed: int) -> None:
     packed = metadata.prefill.rows
     owner = owner[packed] if isinstance(packed, slice) else owner[packed.numpy()]
     seen: dict[int, list[int]] = {}
-    for turn in plan.turns:
-        meta, (chunk,) = turn.meta, turn.meta.chunks
-        pages, offsets = (x.numpy() for x in turn.places)
+    for part in plan.chunks:
+        meta, (chunk,) = part.meta, part.meta.chunks
+        pages, offsets = (x.numpy() for x in part.places)
         assert 0 < chunk.num_keys == len(pages) <= workspace
         for mirror, tensor in (
             (meta.query_start_loc_cpu, meta.query_start_loc),
@@ -58,7 +58,7 @@ def test_a_plan_is_as_long_as_its_work(seed: int) -> None:
         assert (meta.num_reqs, meta.max_query_len, chunk.max_keys) == (len(queries), queries.max(), keys.max())
         requests = np.repeat(np.arange(len(keys)), keys)
         for i in range(meta.num_reqs):
-            (r,) = set(owner[turn.rows][meta.query_start_loc_cpu[i] : meta.query_start_loc_cpu[i + 1]].tolist())
+            (r,) = set(owner[part.rows][meta.query_start_loc_cpu[i] : meta.query_start_loc_cpu[i + 1]].tolist())
             mine = requests == i
             assert mine.any() and set(pages[mine] // 1000) == {r}
             seen.setdefault(r, []).extend((pages[mine] % 1000 * PAGE + offsets[mine]).tolist())
