@@ -107,13 +107,13 @@ def without_kernels() -> Iterator[list[str]]:
         yield seen
 
 
+_planned = TritonPagedImpl._plan
+
+
 def _plan(self: Any, metadata: Any, kv_cache: torch.Tensor) -> Any:
-    """`TritonPagedImpl._plan` for the multiprocessors of an H200, which it does not make for tensors on the CPU."""
-    if (plans := metadata.__dict__.setdefault("_plans", {})).get(self) is None:
-        starts, lens = metadata.query_start_loc_cpu, metadata.seq_lens_cpu
-        bounds = metadata.max_query_len, kv_cache.element_size()
-        plans[self] = self._planned(starts[1:] - starts[:-1], lens, *bounds, "sm_90", 132)
-    return plans[self]
+    """`TritonPagedImpl._plan` for an H200's multiprocessors, which it does not make for tensors on the CPU."""
+    with mock.patch.object(direct, "multiprocessors", lambda device: 132):
+        return _planned(self, metadata, SimpleNamespace(is_cuda=True, device=None, element_size=kv_cache.element_size))
 
 
 class Calls(NamedTuple):
@@ -158,7 +158,7 @@ def calls_of(backend: str, kv_cache_dtype: str, query_lens: list[int]) -> Calls:
     if mla:
         impl._choose_prefill = lambda *_: TritonPrefillBackend(HEADS, NOPE + ROPE, VALUE, 0.1)
     again = functools.partial(impl.forward, layer, query, *new, cache, metadata, out)
-    return Calls(lambda: (metadata.__dict__.pop("_kept", None), again()), again)
+    return Calls(lambda: (metadata.kept().calls.clear(), again()), again)
 
 
 def entries_of(call: Callable[[], Any]) -> dict[str, Callable[[], Any]]:

@@ -171,6 +171,35 @@ class CommonAttentionMetadata:
         start = self.query_start_loc_cpu
         return None if start is None else start[1:] - start[:-1]
 
+    def writes_apart(self, block_size: int) -> bool:
+        """Whether the host knows that each request of a valid batch has one new token, written to the place of its last token
+        or nowhere, in a page that is in the tables once.
+
+        Then no request sees what another one writes, as requests that share a page may: drafts of one text as requests of their
+        own, for example. False also for long tables, in which looking for such pages takes longer than a launch in each layer.
+        """
+        import numpy as np
+
+        start, seq_lens, slots, n = self.query_start_loc_cpu, self.seq_lens_cpu, self.slot_mapping, self.num_reqs
+        table: Any = self.pages or self.block_table
+        if self.max_query_len != 1 or self.num_actual_tokens != n or start is None or seq_lens is None or start[-1] != n:
+            return False
+        ids = table.ids if isinstance(table, Pages) else table
+        if not (isinstance(slots, np.ndarray) and isinstance(ids, np.ndarray)) or not 0 < ids.size <= _LONG:
+            return False
+        if seq_lens[seq_lens.argmin()] < 1:
+            return False
+        position = seq_lens - 1
+        last = position // block_size
+        own = table[np.arange(n), last]
+        places, slots = position + (own.astype(np.int64) - last) * block_size, slots[:n]
+        if np.count_nonzero(slots == places) < n and not ((slots == places) | (slots == PAD_SLOT_ID)).all():
+            return False
+        is_own = np.zeros(int(own[own.argmax()]) + 2, np.bool_)
+        is_own[own] = True
+        # other ids, negative ones too, count as the last one, which no request has
+        return bool(np.count_nonzero(is_own) == n == np.count_nonzero(is_own.take(ids.view(np.uint32), mode="clip")))
+
     def positions(self) -> "npt.NDArray[np.int32]":
         """Return the position of each new token in its request, as for rotary embeddings: [T] int32, 0 in padding rows.
 

@@ -17,6 +17,9 @@ They run one after the other, except on Hopper where `hopper_prefill` handles 16
 the decode launched early onto the multiprocessors that the prefill leaves free. No lengths are fetched from the device and
 grids depend only on extents, max_query_len and max_seq_len: a captured launch serves any batch within those bounds.
 
+A decode of single tokens may write these to the cache before it reads it: of each request and kv head, the program whose keys
+are the last ones. No other program may read what it writes, so the caller knows that no two requests have that page.
+
 Masked scores are selected away, never multiplied: they become -inf, and keys and values that no row sees are not loaded. If
 a tile's sums are not finite at the end, it is recomputed in a slower way, so that a NaN or infinity among values that some
 rows see affects only those rows. Masks are computed only for the tiles of keys that need one; blocks outside every window
@@ -198,9 +201,9 @@ def tanh(x):  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=_BATCH)
 def attention(  # type: ignore[no-untyped-def]
     scratch, output, lse, query_start_loc, sinks, v_scale, output_scale, query, key_cache, value_cache, seq_lens, block_table,
-    slopes, tree, spans, prefix, is_causal, k_scale,
+    slopes, tree, spans, prefix, is_causal, k_scale, key, value, slots,
     factor, v_factor, num_reqs, states, lse_h, table_r, tree_w, split_tiles, max_splits, whole_from,
-    o_t, o_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head,
+    o_t, o_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, key_t, value_t,
     cap, left, right, tree_right, span_right, chunk, min_query, max_query, sparse_local, sparse_stride, sparse_shift,
     sparse_offset, kscale_h, vscale_h, scale_block, scale_slot, values_at,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, PER_TOKEN: tl.constexpr,
@@ -342,6 +345,14 @@ def attention(  # type: ignore[no-untyped-def]
     if HAS_TREE:
         tree_row = tree + r.to(tl.int64) * tree_w * tree_w
     shifted = head + sparse_offset
+    if slots is not None:
+        end = count - 1 - s if BLOCK_R > 0 else 0
+        if end == 0:
+            _write(
+                slots, key, value, k_base, v_base, begin.to(tl.int64), kv_head, key_t, value_t, k_block, k_slot, v_block,
+                v_slot, P, D, BLOCK_D,
+            )  # fmt: skip
+            tl.debug_barrier()  # every thread has stored before one reads what another stored
 
     # Weights in float16 reach 2**15 instead of 1: from 2**-39 of the largest on they are not 0, from 2**-29 on exact. None
     # may exceed the largest by much, as rounding causes when scores of 2**24 are scaled before it is subtracted.
@@ -412,6 +423,21 @@ def attention(  # type: ignore[no-untyped-def]
             tl.store(scratch + states.to(tl.int64) * D + state, log, mask=live)
             return
     _finish(output, lse, sinks, output_scale, result, log, v_factor, at, head, d, live, lanes, o_t, o_h, lse_h)
+
+
+@triton.jit
+def _write(  # type: ignore[no-untyped-def]
+    slots, key, value, k_base, v_base, token, kv_head, key_t, value_t, k_block, k_slot, v_block, v_slot, P: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Store a token's key and value of one kv head at its slot, if it has one (-1), in the dtype of the cache."""
+    d = tl.arange(0, BLOCK_D)
+    slot = tl.load(slots + token).to(tl.int64)
+    k = tl.load(key + token * key_t + kv_head * D + d, mask=d < D)
+    v = tl.load(value + token * value_t + kv_head * D + d, mask=d < D)
+    live = (d < D) & (slot >= 0)
+    tl.store(k_base + slot // P * k_block + slot % P * k_slot + d, k, mask=live)
+    tl.store(v_base + slot // P * v_block + slot % P * v_slot + d, v, mask=live)
 
 
 @triton.jit

@@ -23,7 +23,8 @@ from attn.kernels.launch import (
 #: The arrays of `merge` after `scratch`, and those of `attention`, which takes more.
 OF_MERGE = ("output", "lse", "query_start_loc", "sinks", "v_scale", "output_scale")
 _MASK = ("slopes", "tree", "spans", "prefix", "is_causal")
-ARRAYS = (*OF_MERGE, "query", "key_cache", "value_cache", "seq_lens", "block_table", *_MASK, "k_scale")
+_CACHE, _NEW = ("key_cache", "value_cache", "seq_lens", "block_table"), ("key", "value", "slots")
+ARRAYS = (*OF_MERGE, "query", *_CACHE, *_MASK, "k_scale", *_NEW)
 #: What `hopper_prefill` leaves to `attention`, by the array that asks for it, and by the layer's rules.
 _GENERAL = {
     "slopes": "ALiBi",

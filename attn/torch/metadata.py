@@ -31,7 +31,7 @@ _DTYPES = (torch.int32, torch.int32, torch.int32, torch.int64)
 #: The fields of a batch that the metadata has as they are.
 _BOUNDS = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len")
 LAUNCHED_BY = (*ARRAYS, *_BOUNDS, "causal", "mask", "block_size")
-_MASK = LAUNCHED_BY.index("mask")
+_MASK, _BLOCK_SIZE = LAUNCHED_BY.index("mask"), LAUNCHED_BY.index("block_size")
 _bounds = attrgetter(*_BOUNDS)
 _MOST = 64  #: calls of one kind of batch to keep
 _counter = itertools.count(1)
@@ -101,12 +101,16 @@ class Kept:
     """What layers keep of their calls over a batch while its fields are these, by everything else that calls depend on.
 
     calls: for this batch; shared_calls: for later batches too that are equal in what checks and launches depend on but
-    addresses and the longest request; it holds no memory of theirs. None unless the batch's tensors are plain ones.
+    addresses and the longest request; it holds no memory of theirs. None unless the batch's tensors are plain ones. plans: what
+    layers derive from the lengths on the host. batch: the one that these fields were built from, if its builder tells.
     """
+
+    batch: CommonAttentionMetadata | None = None
 
     def __init__(self, batch: "type[PagedAttentionMetadata]", fields: tuple[Any, ...]) -> None:
         """fields: those of `LAUNCHED_BY`, and what a subclass adds."""
         self.fields, self.calls, self._batch = fields, dict[Any, Any](), batch
+        self.plans = dict[Any, Any]()
         self._facts: Facts | None = None
 
     def facts(self, tensors: Sequence[Any]) -> Facts | None:
@@ -123,6 +127,11 @@ class Kept:
         )
 
     @functools.cached_property
+    def writes_apart(self) -> bool:
+        """Whether the host knows that `CommonAttentionMetadata.writes_apart` is so of these fields."""
+        return self.batch is not None and self.batch.writes_apart(self.fields[_BLOCK_SIZE])
+
+    @functools.cached_property
     def addresses(self) -> list[int]:
         """The addresses of the batch's tensors, absent ones left out."""
         return [x.data_ptr() for x in (*self.fields[: len(ARRAYS)], *self.fields[_MASK]) if x is not None]
@@ -136,7 +145,8 @@ class PagedAttentionMetadata(AttentionMetadata):
     query_start_loc: [R + 1] int32 · seq_lens: [R] int32 · block_table: [R, B] int32 · slot_mapping: [T] int64, all on the
     device; `*_cpu` are NumPy mirrors (None if the caller passed none). causal: whether every request is causal. mask: what else
     the batch lets its rows see, on the device; mask_cpu: those of its arrays of which the caller passed NumPy arrays, the tree
-    excepted.
+    excepted. A caller may change a tensor in place, as between replays of a captured graph; calls outside of graphs then rely
+    on the mirrors, and on no request having the page that another one writes to if none had when the batch was built.
     """
 
     query_start_loc: torch.Tensor

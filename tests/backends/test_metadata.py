@@ -179,6 +179,46 @@ def test_a_batch_that_writes_nothing():
         CommonAttentionMetadata.from_lens([1, 1], [7, 7], [[4, 2], [4, 9]], BLOCK, writes=False).validate(BLOCK, 5)
 
 
+@pytest.mark.parametrize(
+    ("seq_lens", "rows", "options", "apart"),
+    [
+        ([5, 33], [[3], [4, 0, 2]], {}, True),
+        ([16, 17], [[3], [4, 0]], {}, True),
+        ([20, 33], [[4, 1], [4, 0, 2]], {}, True),  # a prefix that both have
+        ([20, 33], [[4, 1, 7], [4, 0, 2, 6]], {}, True),  # and pages for tokens to come
+        ([5, 6], [[3], [3]], {}, False),  # drafts of one text
+        ([16, 17], [[3, 5], [3, 5]], {}, False),
+        ([20, 33], [[4, 0], [4, 0, 2]], {}, False),  # the page is full for the other one
+        ([20, 33], [[4, 2], [2, 0, 1]], {}, False),
+        ([20, 40], [[4, 1], [6, 0, 6]], {}, False),  # twice in a row of its own
+        ([20, 33], [[4, 0], [4, 0, 2]], {"writes": False}, False),
+        ([0, 33], [[4], [0, 1, 2]], {"strict": False}, False),
+    ],
+)
+def test_whether_a_request_may_see_what_another_writes(seq_lens, rows, options, apart):
+    batch = CommonAttentionMetadata.from_lens([1, 1], seq_lens, rows, 16, **options)
+    assert batch.writes_apart(16) is apart
+    table = batch.block_table  # from now on it counts, padded
+    assert batch.pages is None and batch.writes_apart(16) is apart
+    if apart:
+        assert batch.replace(slot_mapping=batch.slot_mapping.astype(np.int32)).writes_apart(16)
+        assert batch.replace(slot_mapping=np.array([-1, batch.slot_mapping[1]])).writes_apart(16)
+        assert not batch.replace(slot_mapping=batch.slot_mapping[::-1].copy()).writes_apart(16)
+        assert not batch.replace(slot_mapping=batch.slot_mapping - 1).writes_apart(16)
+        assert not batch.replace(block_table=np.where(table == rows[0][(seq_lens[0] - 1) // 16], 9, table)).writes_apart(16)
+        for unknown in ({"slot_mapping": object()}, {"block_table": object()}, {"seq_lens_cpu": None, "seq_lens": object()}):
+            assert not batch.replace(**unknown).writes_apart(16)
+        assert not batch.replace(num_actual_tokens=3, slot_mapping=np.append(batch.slot_mapping, 7)).writes_apart(16)
+
+
+def test_more_tokens_and_long_tables_are_not_looked_at():
+    assert not CommonAttentionMetadata.from_lens([2], [2], [[3]], 16).writes_apart(16)
+    assert not CommonAttentionMetadata.from_lens([], [], [], 16).writes_apart(16)
+    ids = np.arange(1 << 16, dtype=np.int32)
+    for n, apart in ((1 << 15, True), (1 << 16, False)):
+        assert CommonAttentionMetadata.from_lens([1], [16 * n], [ids[:n]], 16).writes_apart(16) is apart
+
+
 @pytest.mark.parametrize("table", [np.zeros((0, 4), np.int32), []], ids=["array", "list"])
 def test_an_empty_batch(table):
     made = CommonAttentionMetadata.from_lens([], [], table, BLOCK)

@@ -5,6 +5,7 @@ functions run on tensors of the host, with the tiles and the specialisation that
 they launch is compiled, and the launch does nothing. A kernel is an entry of `KERNELS`.
 """
 
+import functools
 import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -216,7 +217,8 @@ def _launch_paged(choice: Choice) -> None:
         scales = [torch.ones(kv_heads) for _ in "kv"]
     left, right = WINDOWS[choice["mask"]]
     scaled = choice["output_scale"]
-    paged_attention(
+    launch = functools.partial(
+        paged_attention,
         output=torch.empty(tokens, heads, size, dtype=torch.float8_e4m3fn if scaled else dtype),
         lse=torch.empty(heads, tokens) if choice["lse"] else None,
         query=torch.empty(tokens, heads, size, dtype=dtype),
@@ -242,6 +244,10 @@ def _launch_paged(choice: Choice) -> None:
         output_scale=torch.ones(()) if scaled else None,
         few_keys=choice.get("few_keys"),
     )
+    launch()
+    if max(query_lens) == 1 and stored == dtype:  # the launch may write the new tokens too
+        new = [torch.empty(tokens, kv_heads, size, dtype=dtype) for _ in "kv"]
+        launch(key=new[0], value=new[1], slots=torch.zeros(tokens, dtype=torch.int64))
 
 
 def _reach(mask: str, tokens: int, requests: int) -> dict[str, Any]:

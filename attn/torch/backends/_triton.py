@@ -2,10 +2,11 @@
 
 Nothing in this module waits for the device or depends on its values, so a forward can be captured in a CUDA graph and
 replayed for any batch within the bounds of its metadata. The host's copy of the lengths, if there is one, only selects among
-launches that are all correct, and outside of captures leaves out that of decodes where there are none. By default split-KV is
-planned for all decodes of a batch. A layer that requests `batch_invariant` uses the general kernels only, with splits at fixed
-positions, and no measured launches (docs/semantics.md §17); its arrays must begin at multiples of 16 bytes, as torch allocates
-them.
+launches that are all correct, and outside of captures leaves out launches that the batch does not need: that of decodes
+where there are none, and that of the cache's write where the decodes' kernel can write the new tokens. By default split-KV
+is planned for all decodes of a batch. A layer that requests `batch_invariant` uses the general kernels only, with splits at
+fixed positions, and no measured launches (docs/semantics.md §17); its arrays must begin at multiples of 16 bytes, as torch
+allocates them.
 """
 
 import functools
@@ -17,6 +18,7 @@ import torch
 
 from attn import envs
 from attn.arguments import fold_sign
+from attn.backends.abstract import AttentionType
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.paged import PagedCall
 from attn.capabilities import ATTN_TYPES, PAGED_FEATURES, Capabilities, Device, Feature, MultipleOf, Request
@@ -34,6 +36,7 @@ from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBu
 
 if TYPE_CHECKING:  # loaded with Triton
     from attn.backends.metadata import IntArray
+    from attn.torch.kernels.kept import KeptLaunches, Stages
 
 FEATURES = PAGED_FEATURES | {Feature.PER_HEAD_SCALES, Feature.OUTPUT_SCALE, Feature.NAN_SAFE, Feature.BATCH_INVARIANT}
 KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", *sorted(PER_TOKEN_HEAD))
@@ -57,6 +60,14 @@ def capabilities(platforms: tuple[str, ...], **changes: Any) -> Capabilities:
 
 class TritonMetadataBuilder(PagedAttentionMetadataBuilder):
     """Builds batches, also for graphs that are replayed with other lengths."""
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> PagedAttentionMetadata:
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if not torch.compiler.is_compiling():
+            metadata.kept().batch = common_attn_metadata
+        return metadata
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> PagedAttentionMetadata:
         """Build a batch whose launches do not follow its lengths, so that a captured graph suits any lengths in its bounds."""
@@ -100,14 +111,20 @@ class TritonPagedBackend(PagedAttentionBackend):
 
 class _BatchPlan(NamedTuple):
     """The launches of a batch: multiprocessors reserved for the prefill while it overlaps decodes (0: all), whether its rows
-    see few keys (None: unknown), whether decodes skip split-KV, whether prompts are in the decodes' launch, and whether there
-    may be requests of one token."""
+    see few keys (None: unknown), whether decodes skip split-KV, whether prompts are in the decodes' launch, whether there may
+    be requests of one token, and whether the decodes' launch may write all new tokens."""
 
     prefill_programs: int = 0
     few_keys: bool | None = None
     whole: bool = False
     together: bool = False
     singles: bool = True
+    writes: bool = False
+
+    @property
+    def serves_others(self) -> bool:
+        """Whether the launches are correct for any batch of these bounds, as a captured graph's must be."""
+        return self.singles and not self.writes
 
 
 _UNKNOWN = _BatchPlan()
@@ -142,27 +159,39 @@ class TritonPagedImpl(PagedAttentionImpl):
     def _stages(self, call: PagedCall) -> None:
         """All launches are kept."""
 
-    def _run_first(self, call: PagedCall, qkv: QKV) -> Callable[..., bool] | None:
+    def _run_first(self, call: PagedCall, qkv: QKV) -> "KeptLaunches | None":
         from attn.torch.kernels.kept import Keeper
 
         tensors = self._launched(call.layer, call.output, call.lse, *qkv, call.kv_cache)
         with Keeper((*tensors, *call.meta.tensors())) as keeper:
             self._run(call)
-        launches = keeper.kept
-        if launches is None or self._plan(call.meta, call.kv_cache).singles:
-            return launches
-        # a graph may be replayed with decodes, which these launches leave out
-        return lambda tensors, batch: not is_captured(tensors[0]) and launches(tensors, batch)
+        if keeper.kept is not None and call.kv_cache is not None:
+            keeper.kept.of_batch = not self._plan(call.meta, call.kv_cache).serves_others
+        return keeper.kept
 
     def _writes_by_kernel(self, key: torch.Tensor, kv_cache: torch.Tensor) -> bool:
         return True  # interpreted on a CPU, and an operator of traced graphs, as the attention is
 
-    def _attend(self, call: PagedCall) -> None:
+    def _run(self, call: PagedCall, stages: "Stages | None" = None) -> torch.Tensor | None:
+        if not self._writes_itself(call):
+            return super()._run(call, stages)
+        self._attend(call, writes=True)
+        return None
+
+    def _writes_itself(self, call: PagedCall) -> bool:
+        """Whether the decodes' launch writes the new tokens: of decoders, in the cache's dtype, where the plan lets it."""
+        if call.key is None or self.attn_type != AttentionType.DECODER or self.kv_sharing_target_layer_name is not None:
+            return False
+        if call.kv_cache.dtype != call.key.dtype or type(self).do_kv_cache_update is not PagedAttentionImpl.do_kv_cache_update:
+            return False
+        return self._plan(call.meta, call.kv_cache).writes and not is_captured(call.query)
+
+    def _attend(self, call: PagedCall, writes: bool = False) -> None:
         from attn.torch.kernels.paged_attention import paged_attention
 
         meta, (key_cache, value_cache, token_scales) = call.meta, self._parts(call.kv_cache)
         plan = self._plan(meta, key_cache)
-        if not plan.singles and is_captured(call.query):  # a graph may be replayed with decodes
+        if not plan.serves_others and is_captured(call.query):
             plan = plan._replace(singles=True)
         scales = {"k_scale": token_scales[0], "v_scale": token_scales[1]} if token_scales is not None else self._scales(call)
         arguments: dict[str, Any] = dict(
@@ -176,6 +205,9 @@ class TritonPagedImpl(PagedAttentionImpl):
             sparse=self._sparse(),
             **plan._asdict(),
         )
+        del arguments["writes"]
+        if writes:
+            arguments |= {"key": call.key, "value": call.value, "slots": meta.slot_mapping}
         if not self._fixed_split() and not torch.compiler.is_compiling() and envs.switch("ATTN_AUTOTUNE"):
             from attn.torch import autotune
             from attn.torch.kernels.kept import unkept
@@ -197,13 +229,16 @@ class TritonPagedImpl(PagedAttentionImpl):
         # a graph serves any batch of its shapes, and fixed splits any
         if self._fixed_split() or torch.compiler.is_compiling() or start is None or seq_lens is None or not key_cache.is_cuda:
             return _UNKNOWN
-        plans = attn_metadata.__dict__.setdefault("_plans", {})
-        shape = (self.num_heads, self.num_kv_heads, self.head_size, self.window, key_cache.element_size())
+        kept, plain = attn_metadata.kept(), not self._quantised and self.kv_sharing_target_layer_name is None
+        plans, itemsize = kept.plans, key_cache.element_size()
+        shape = (self.num_heads, self.num_kv_heads, self.head_size, self.window, itemsize, plain)
         if shape not in plans:
             from attn.torch.kernels.direct import arch, multiprocessors
 
-            lens, processors = (start[1:] - start[:-1], seq_lens), multiprocessors(key_cache.device)
-            plans[shape] = self._planned(*lens, attn_metadata.max_query_len, key_cache.element_size(), arch(), processors)
+            most, on = attn_metadata.max_query_len, arch()
+            plan = self._planned(start[1:] - start[:-1], seq_lens, most, itemsize, on, multiprocessors(key_cache.device))
+            # on NVIDIA a barrier orders what threads of a program store and read; what AMD's orders was not examined
+            plans[shape] = plan._replace(writes=most == 1 and plain and on.startswith("sm_") and kept.writes_apart)
         return plans[shape]
 
     def _planned(

@@ -176,7 +176,12 @@ def unkept() -> Iterator[None]:
 
 
 class KeptLaunches:
-    """Launches that can be repeated for tensors of the same shapes, strides and dtypes at other addresses."""
+    """Launches that can be repeated for tensors of the same shapes, strides and dtypes at other addresses.
+
+    of_batch: whether they serve no batch but those of their kind, so that no graph, which serves others too, may have them.
+    """
+
+    of_batch = False
 
     def __init__(
         self,
@@ -218,13 +223,16 @@ class KeptLaunches:
 
     def __call__(self, tensors: Sequence[torch.Tensor], batch: Sequence[int]) -> bool:
         """Repeat the launches for tensors of a call, and of a batch at these addresses. Returns whether it did; False: a tensor
-        is aligned to less than 16 bytes, another device is the current one, a profiler wants to see each launch, or another
-        thread is launching them."""
+        is aligned to less than 16 bytes, another device is the current one, a profiler wants to see each launch, another
+        thread is launching them, or a graph is captured that may not have them."""
         values: list[Any] = [x.data_ptr() for x in tensors]
         values += batch
         if functools.reduce(or_, values) % _ALIGNED or is_profiled():
             return False
         if self._index is not None and torch._C._cuda_getDevice() != self._index:
+            return False
+        stream = self._stream(self._number)
+        if stream and self.of_batch and torch.cuda.is_current_stream_capturing():  # the default stream, 0, cannot be captured
             return False
         try:
             launches, now = idle = self._idle.pop()
@@ -243,7 +251,6 @@ class KeptLaunches:
             self._pack(*values)
             if self._operates:
                 now[:] = memory, *tensors
-            stream = self._stream(self._number)
             return all([launch(stream, values) for launch in launches])
         finally:
             now.clear()

@@ -44,7 +44,7 @@ class _Launches:
     ) -> None:
         """Launch them. bounds: requests, tokens and keys of each at most; whole: `paged_attention`'s; prompts: its
         `prefill_programs`, `few_keys` and `singles`."""
-        output, lse, starts, sinks, _, _, query, key_cache, value_cache, seq_lens, table, _, tree, *mask, _ = arrays
+        output, lse, starts, sinks, _, _, query, key_cache, value_cache, seq_lens, table, _, tree, *mask = arrays[:-4]
         rules, layer, kv_heads = self._rules, self._rules.layer, self._rules.kv_heads
         num_reqs, max_query_len, max_seq_len = bounds
         factor, v_factor = layer.factor(factors[0]), factors[1]
@@ -123,6 +123,9 @@ def paged_attention(
     whole: bool = False,
     together: bool = False,
     singles: bool = True,
+    key: torch.Tensor | None = None,
+    value: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
 ) -> None:
     """Compute output [T, H, D] and, unless None, lse [H, T] for every token of every request.
 
@@ -141,6 +144,8 @@ def paged_attention(
     few_keys: whether rows of prompts see few keys (`hopper_prefill_launch.has_few_keys`), None if that is not known.
     whole: do not cut the keys of decodes into parts (`launch.are_whole`). together: prompts, of at most `launch.TOGETHER`
     rows, are in the launch of the decodes (`launch.run_together`). singles: whether there may be requests of one token.
+    key, value: [T, K, D], in the caches' dtype, to be written at slots [T] as by `kv_write.write_kv` before anything is read:
+    at most one token of each request, at its last position, in a page of no other request; not in a traced graph.
     """
     num_reqs, (tokens, heads, size) = query_start_loc.shape[0] - 1, query.shape
     if num_reqs < 1 or tokens == 0 or max_query_len == 0:
@@ -148,16 +153,21 @@ def paged_attention(
     name = arch()
     if output_scale is not None:
         output = output.view(torch.uint8)
+    if slots is not None:
+        assert max_query_len == 1 and key is not None and value is not None and key.dtype == value.dtype == key_cache.dtype
+        # slices of one projection are read where they are
+        key, value = (x if x.stride()[1:] == (size, 1) else x.contiguous() for x in (key, value))
     if key_cache.dtype == torch.float8_e4m3fn and not converts_e4m3(name):
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
     arrays = (
         output, lse, query_start_loc, sinks, v_scale, output_scale, query, key_cache, value_cache, seq_lens, block_table,
-        slopes, tree, spans, prefix, is_causal, k_scale,
+        slopes, tree, spans, prefix, is_causal, k_scale, key, value, slots,
     )  # fmt: skip
     pattern = None if sparse is None else tuple(sparse)
     rules = (scale, soft_cap, left, right, tree_right, chunk_size, span_window, fixed_split, pattern)
     of = (output.stride(), query.stride(), key_cache.stride(), value_cache.stride())
     strides, same, wide = strides_of(*of, max(key_cache.shape[0], value_cache.shape[0]), block_table is not None)
+    strides += (0, 0) if key is None or value is None else (key.stride(0), value.stride(0))
     shape, group, stored = (heads, size, *key_cache.shape[1:]), heads // key_cache.shape[-2], key_cache.itemsize
     serves, tuned = False, _UNTUNED
     if name == "sm_90" and max_query_len > 1 and hopper.is_on("hopper_prefill"):

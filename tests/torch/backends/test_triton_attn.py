@@ -21,6 +21,7 @@ from attn.errors import DTypeError, ShapeError, UnsupportedError
 from attn.functional import attention
 from attn.torch import Attention
 from attn.torch import kv_cache as caches
+from attn.torch.backends._triton import _BatchPlan
 from attn.torch.backends.blocksparse_attn import BlocksparseFlashAttentionBackend
 from attn.torch.backends.rocm_attn import RocmAttentionBackend
 from attn.torch.backends.tree_attn import TreeAttentionBackend
@@ -60,7 +61,7 @@ def test_the_plan_of_a_batch() -> None:
         q_lens, seq_lens = np.array(batch).T
         arch, cls = more.pop("arch", "sm_90"), more.pop("cls", TritonAttentionBackend).get_impl_cls()
         impl = cls(heads, size, 0.1, kv_heads, **more)
-        return tuple(impl._planned(q_lens, seq_lens, int(q_lens.max()), itemsize, arch, 132))
+        return tuple(impl._planned(q_lens, seq_lens, int(q_lens.max()), itemsize, arch, 132))[:5]
 
     small = [(57, 57), (1, 22), (1, 1338)]
     assert plan(small, 16, 16) == plan(small, 16, 16, itemsize=1) == (0, None, False, True, True)
@@ -112,6 +113,55 @@ def test_a_graph_for_other_lengths_is_not_planned_by_the_hosts() -> None:
     assert builder.build(0, batch).seq_lens_cpu is not None
     captured = builder.build_for_cudagraph_capture(batch)
     assert captured.seq_lens_cpu is None and captured.query_start_loc_cpu is None
+
+
+def test_which_batches_are_written_by_the_decodes_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of single tokens that the host knows to be written to pages of one request each, on NVIDIA's GPUs, until a field is
+    assigned."""
+    pytest.importorskip("triton")
+    from attn.torch.kernels import direct
+
+    monkeypatch.setattr(direct, "multiprocessors", lambda device: 132)
+    impl = TritonAttentionBackend.get_impl_cls()(4, 32, 0.2, 2)
+    cache: Any = SimpleNamespace(is_cuda=True, element_size=lambda: 2, device=None)
+
+    def writes(
+        rows: list[list[int]], arch: str = "sm_90", lens: tuple[int, int] = (1, 1), by: Any = impl, **changes: Any
+    ) -> bool:
+        monkeypatch.setattr(direct, "arch", lambda: arch)
+        spec = KVCacheSpec(16, 2, 32, "bfloat16")
+        build = TritonAttentionBackend.get_builder_cls()(spec, ["layer"], None, torch.device("cpu")).build
+        metadata = build(0, CommonAttentionMetadata.from_lens(list(lens), [20, 33], rows, 16))
+        vars(metadata).update(changes)
+        return bool(by._plan(metadata, cache).writes)
+
+    apart, shared = [[4, 1], [4, 0, 2]], [[4, 0], [4, 0, 2]]
+    assert writes(apart) and writes(apart, "sm_80")
+    assert not writes(shared) and not writes(apart, "gfx942") and not writes(apart, lens=(2, 1))
+    assert not writes(apart, slot_mapping=torch.tensor([0, 16]))  # assigned since the batch was built
+    for options in ({"kv_cache_dtype": "fp8"}, {"kv_sharing_target_layer_name": "other"}):
+        assert not writes(apart, by=TritonAttentionBackend.get_impl_cls()(4, 32, 0.2, 2, **options))
+
+
+@pytest.mark.triton_kernels
+@quiet
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 20, "sinks": [0.5, -1.0, 2.0, 0.0]}], ids=str)
+def test_a_layer_whose_decodes_write_the_cache(options: dict[str, Any]) -> None:
+    found, device = [], torch.device("cuda" if ON_GPU else "cpu")
+    spec = KVCacheSpec(16, 2, 32, "float32", num_blocks=10)
+    batch = CommonAttentionMetadata.from_lens([1, 1, 1], [20, 100, 49], [[4, 1], [4, 0, 2, 6, 7, 3, 5], [4, 0, 2, 9]], 16)
+    torch.manual_seed(0)
+    arrays = [torch.randn(3, n, 32, device=device) for n in (4, 2, 2)]
+    stored = torch.randn(2, 10, 16, 2, 32, device=device)
+    for writes in (False, True):
+        impl = TritonAttentionBackend.get_impl_cls()(4, 32, 0.2, 2, **options)
+        impl._plan = lambda *_, writes=writes: _BatchPlan(writes=writes)
+        metadata = TritonAttentionBackend.get_builder_cls()(spec, ["layer"], None, device).build(0, batch)
+        for _ in range(2):
+            out = impl.forward(_layer(), *arrays, cache := stored.clone(), metadata)
+            found.append((out, cache))
+    assert all(torch.equal(x, y) for pair in found for x, y in zip(pair, found[0], strict=True))
+    assert not torch.equal(found[0][1], stored)
 
 
 def _small(kv_cache_dtype: str = "auto", **changes: Any) -> tuple[Any, Any, torch.Tensor, tuple[torch.Tensor, ...]]:

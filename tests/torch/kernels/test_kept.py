@@ -53,7 +53,7 @@ def counted(name, function):
 torch.bmm, torch.Tensor.copy_ = counted("bmm", torch.bmm), counted("copy", torch.Tensor.copy_)
 HALF, FP8 = torch.bfloat16, torch.float8_e4m3fn
 DECODES, MIXED, FEW = ([1] * 5, [40, 900, 7, 300, 65]), ([1, 33, 1], [400, 70, 9]), ([5, 5], [200, 90])
-PROMPTS = [33, 40], [400, 70]
+PROMPTS, WRITES = ([33, 40], [400, 70]), _BatchPlan(writes=True)
 
 def batch_of(lens, causal=True, spans=False, prefix=False, tree=False):
     query_lens, seq_lens = lens
@@ -79,7 +79,7 @@ class Layer:
         self.scales = SimpleNamespace(_k_scale=torch.ones(K), _v_scale=torch.ones(K))
         self.spec = KVCacheSpec(P, K, D, "bfloat16", cache, 512)
         self.batch, tokens = batch_of(lens, **batch), sum(lens[0])
-        self.kv_cache = caches.allocate(self.cls, self.spec, 512)
+        self.kv_cache = None if "attn_type" in options else caches.allocate(self.cls, self.spec, 512)
         width = H + 2 * K
         if arrangement == "slices":
             whole = torch.zeros(tokens, width, D, dtype=HALF)
@@ -101,8 +101,9 @@ class Layer:
         result = self.impl.forward(
             self.scales, self.query, self.key, self.value, self.kv_cache, metadata, self.output)
         own = {x.data_ptr(): i for i, x in enumerate(result if isinstance(result, tuple) else (result,))}
+        parts = () if self.kv_cache is None else self.impl._parts(self.kv_cache)[:2]
         known = [x.data_ptr() for x in (
-            *metadata.tensors(), self.query, self.key, self.value, *self.impl._parts(self.kv_cache)[:2], self.output,
+            *metadata.tensors(), self.query, self.key, self.value, *parts, self.output,
             self.impl.sinks, self.impl.alibi_slopes, self.scales._k_scale, self.scales._v_scale) if x is not None]
         found = []
         for name, hash_, grid, values in taken():
@@ -158,6 +159,13 @@ calls = [
     (dict(lens=PROMPTS, plan=_BatchPlan(singles=False)), "write prefill"),
     (dict(lens=PROMPTS, plan=_BatchPlan(singles=False), cache="fp8"), "write attention"),
     (dict(lens=FEW, plan=_BatchPlan(singles=False)), "write attention merge"),
+    (dict(lens=PROMPTS, attn_type="encoder_only"), "prefill"),
+    (dict(lens=DECODES, plan=WRITES), "attention merge"),
+    (dict(lens=DECODES, plan=WRITES, arrangement="slices", lse=True), "attention merge"),
+    (dict(lens=DECODES, plan=WRITES._replace(whole=True), arrangement="flat"), "attention"),
+    (dict(lens=DECODES, plan=WRITES, arrangement="cached"), "attention merge"),
+    (dict(lens=DECODES, plan=WRITES, cache="fp8"), "write attention merge"),
+    (dict(lens=DECODES, plan=WRITES, kv_sharing_target_layer_name="other"), "attention merge"),
     (dict(lens=FEW, batch=dict(tree=True)), "write attention merge"),
     (dict(lens=FEW, batch=dict(prefix=True)), "write attention merge"),
 ]
@@ -223,15 +231,23 @@ metadata.max_seq_len = 400
 assert not metadata.kept().calls
 is_new(Layer(**plain))
 
-# a captured graph may be replayed with decodes: it has the launches that serve any lengths, whatever was kept before
-one = Layer(lens=PROMPTS, plan=_BatchPlan(singles=False))
-metadata = one.build()
-one(metadata)
-assert len(one(metadata)) == 2 and not used
-is_captured, _triton.is_captured = _triton.is_captured, lambda x: True
-assert [name for name, *_ in one(metadata)] == "write prefill attention merge".split() and used
-_triton.is_captured = is_captured
-assert len(one(metadata)) == 2 and not used
+# a captured graph may be replayed with decodes, and with pages that requests share: it has the launches that serve any batch,
+# whatever was kept before
+is_captured = _triton.is_captured
+for lens, plan, names in (
+    (PROMPTS, _BatchPlan(singles=False), "write prefill attention merge"), (DECODES, WRITES, "write attention merge")
+):
+    one = Layer(lens=lens, plan=plan)
+    metadata = one.build()
+    one(metadata)
+    assert len(one(metadata)) == 2 and not used
+    known, = metadata.kept().calls.values()
+    known.launches._stream, _triton.is_captured = lambda number: 7, lambda x: True
+    torch.cuda.is_current_stream_capturing = lambda: True
+    assert [name for name, *_ in one(metadata)] == names.split() and used
+    torch.cuda.is_current_stream_capturing = lambda: False
+    assert len(one(metadata)) == 2 and not used
+    _triton.is_captured = is_captured
 
 # requests are cut alike from some length on, and shorter ones if they need as many tiles
 for lens, most, is_same in (

@@ -1,6 +1,7 @@
 """Paged attention called as a kernel, where magnitudes leave what the product's dtype holds. 10 s on one core, interpreted."""
 
 import inspect
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from attn.kernels.plan import item_of
 from attn.torch.interpreter import correct_bfloat16
 from attn.torch.kernels import paged_attention as module
 from attn.torch.kernels.direct import arch
+from attn.torch.kernels.kv_write import write_kv
 from attn.torch.kernels.paged_attention import paged_attention
 from tests.levels import sampled
 
@@ -210,6 +212,55 @@ def test_a_batch_without_requests_of_one_token(q_lens: list[int], monkeypatch: p
         counts.append(len(launched))
     assert counts == ([2, 1] if max(q_lens) > 16 else [1, 1])
     assert not bool(found[0].isnan().any()) and torch.equal(*found)
+
+
+_WRITES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "float32": {"dtype": torch.float32},
+    "bfloat16, slices of one projection": {"dtype": torch.bfloat16, "sliced": True},
+    "heads of 40": {"size": 40},
+    "window, cap and sinks": {"left": 40, "soft_cap": 3.0, "sinks": True},
+    "chunks": {"chunk_size": 48},
+    "not causal, prefixes": {"right": None, "prefix": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "whole"), sampled([pytest.param(*x) for x in itertools.product(_WRITES, (True, False))], 4, "writes of decodes")
+)
+def test_decodes_write_the_new_tokens_before_they_read_them(case: str, whole: bool) -> None:
+    """The bits of the cache, the output and the log-sum-exp are those of a write in a launch of its own."""
+    choice, seq_lens, heads, kv_heads = dict(_WRITES[case]), [1, 17, 150, 33, 80, 0], 4, 2
+    dtype, size = choice.pop("dtype", torch.float16), choice.pop("size", SIZE)
+    requests, columns, generator = len(seq_lens), -(-max(seq_lens) // PAGE), torch.Generator().manual_seed(7)
+    if dtype == torch.bfloat16 and DEVICE == "cpu":
+        correct_bfloat16()
+    noise = lambda *shape: torch.randn(*shape, generator=generator).to(DEVICE, dtype)  # noqa: E731
+    projection = noise(requests, heads + 2 * kv_heads, size)
+    query, key, value = projection.split((heads, kv_heads, kv_heads), 1)
+    if not choice.pop("sliced", False):
+        query, key, value = (x.contiguous() for x in (query, key, value))
+    stored = noise(2, requests * columns, PAGE, kv_heads, size)
+    table = torch.randperm(requests * columns, generator=generator).int().view(requests, columns)
+    slots = torch.tensor([int(table[r, (n - 1) // PAGE]) * PAGE + (n - 1) % PAGE for r, n in enumerate(seq_lens)])
+    slots[3], slots[5] = -1, -1  # one that is there already, and a request without keys
+    starts, lens = torch.arange(requests + 1, dtype=torch.int32), torch.tensor(seq_lens, dtype=torch.int32)
+    for name, numbers in (("sinks", torch.rand(heads)), ("prefix", torch.tensor([0, 5, 100, 33, 0, 0], dtype=torch.int32))):
+        if choice.get(name):
+            choice[name] = numbers.to(DEVICE)
+    found = []
+    for writes in (False, True):
+        caches, output = stored.clone(), torch.full((requests, heads, size), torch.nan, dtype=dtype, device=DEVICE)
+        lse = torch.full((heads, requests), torch.nan, device=DEVICE)
+        new = {"key": key, "value": value, "slots": slots.to(DEVICE)} if writes else {}
+        if not writes:
+            write_kv(key, value, *caches, slots.to(DEVICE), None, None)
+        of = (output, lse, query, *caches, *(x.to(DEVICE) for x in (starts, lens, table)), 1, max(seq_lens), size**-0.5)
+        paged_attention(*of, **{"right": 0, **choice, **new}, whole=whole)
+        found.append((caches, output, lse))
+    assert not torch.equal(found[0][0], stored) and not bool(found[0][1].isnan().any())
+    for apart, together in zip(*found, strict=True):
+        assert torch.equal(apart, together)
 
 
 @triton.jit

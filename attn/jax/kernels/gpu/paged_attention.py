@@ -166,6 +166,8 @@ class _LaunchSequence:
             "max_splits": 0,
             "whole_from": 0,
             "scratch": None,
+            "key_t": 0,
+            "value_t": 0,
         }
         #: elements between keys and values of one array
         self.values_at = {"values_at": blocks * self.numbers["k_block"]}
