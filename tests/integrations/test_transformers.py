@@ -399,7 +399,7 @@ def _(query, *rest):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", sampled(["gemma2", "gpt_oss"], 1, "rows in graphs"))
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
 def test_single_rows_in_a_graph_are_captured_where_a_backend_has_an_operator_for_them(kind, monkeypatch):
     """With a static cache, as `generate` compiles it on a GPU, padding included."""
 
@@ -432,6 +432,7 @@ def test_single_rows_in_a_graph_are_captured_where_a_backend_has_an_operator_for
     torch.testing.assert_close(outputs["attn"], outputs["eager"], rtol=1e-4, atol=1e-4)
     assert len(graphs) <= 2, "one of the first length of the padding mask, one of any"
     assert all("attn_tests.row" in code and "attn.transformers" not in code for code in graphs)
+    assert not any("sinks_.float()" in code for code in graphs), "a kernel of each layer and token"
 
 
 def test_a_drawn_mask_that_is_a_pattern_is_known_again():
