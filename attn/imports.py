@@ -11,7 +11,7 @@ import importlib.util
 import re
 import shlex
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib import metadata
 from importlib.machinery import all_suffixes
 from pathlib import Path
@@ -51,6 +51,17 @@ def resolve_obj_by_qualname(qualname: str) -> Any:
         for part in attribute.split("."):
             target = getattr(target, part)
     return target
+
+
+def lazy(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` of a package that imports `names`, each from its module, at first use."""
+
+    def getattr_(name: str) -> Any:
+        if name in names:
+            return getattr(importlib.import_module(names[name]), name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return getattr_, lambda: sorted(names)
 
 
 @contextlib.contextmanager

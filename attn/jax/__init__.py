@@ -1,7 +1,6 @@
 """The jax framework: Pallas on TPU and GPU, XLA everywhere. Importing it imports jax, never torch."""
 
-import importlib
-from typing import Any
+from attn.imports import lazy
 
 _FACE = {
     "Attention": "attn.jax.layer",
@@ -14,13 +13,4 @@ _FACE = {
     "merge_attn_states": "attn.jax.merge",
 }
 __all__ = list(_FACE)
-
-
-def __getattr__(name: str) -> Any:
-    if name in _FACE:
-        return getattr(importlib.import_module(_FACE[name]), name)
-    raise AttributeError(f"module 'attn.jax' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy(__name__, _FACE)

@@ -11,8 +11,7 @@ finds blocks by content. `Buckets` pads steps to a few shapes, so that JAX compi
 no framework.
 """
 
-import importlib
-from typing import Any
+from attn.imports import lazy
 
 _FACE = {
     "BlockPool": "attn.serving.block_pool",
@@ -26,13 +25,4 @@ _FACE = {
     "block_key": "attn.serving.block_pool",
 }
 __all__ = list(_FACE)
-
-
-def __getattr__(name: str) -> Any:
-    if name in _FACE:
-        return getattr(importlib.import_module(_FACE[name]), name)
-    raise AttributeError(f"module 'attn.serving' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy(__name__, _FACE)

@@ -1,7 +1,6 @@
 """The torch framework: backends for CUDA, ROCm, XPU and CPU. Importing it imports torch, never jax."""
 
-import importlib
-from typing import Any
+from attn.imports import lazy
 
 _FACE = {
     "Attention": "attn.torch.layer",
@@ -12,13 +11,4 @@ _FACE = {
     "sdpa_backend": "attn.torch.dot_product",
 }
 __all__ = list(_FACE)
-
-
-def __getattr__(name: str) -> Any:
-    if name in _FACE:
-        return getattr(importlib.import_module(_FACE[name]), name)
-    raise AttributeError(f"module 'attn.torch' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy(__name__, _FACE)
