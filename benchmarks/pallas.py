@@ -578,7 +578,7 @@ def run_one(row: Row, chip: str, page: int, kernel: str, args: argparse.Namespac
                 env=env, cwd=ROOT, capture_output=True, text=True, timeout=args.seconds, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            return {"error": f"not done within {args.seconds:g} s"}
+            return {"error": f"not done within {args.seconds:g} s", "seconds": args.seconds}
     results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     made = json.loads(results[-1][7:]) if results else {"error": last_words(done.stderr, done.returncode)}
     if "error" in made:

@@ -73,6 +73,8 @@ class Blocks(NamedTuple):
     stretch: int = STRETCH
     #: Keys of the last step of a large item that sees no more of its `key_tile`; 0: all steps have as many.
     last: int = 0
+    #: Whether two such steps are one where only the second has masks.
+    pairs: bool = False
 
 
 #: (chip, head lanes, bytes of a cache element) -> Blocks, measured better than the rule.
@@ -128,8 +130,8 @@ def blocks_for(name: str, shape: PagedShape) -> Blocks:
 
     def size(kv_block: int, large: int) -> int:
         rows = heads * large * group
-        states = rows * 4 * (2 * 16 + 2 * lanes + (128 if shape.lse else 0)) + large * group * 4 * lanes
-        return slots * shape.planes * heads * kv_block * lanes * cache_itemsize + 3 * rows * lanes * itemsize + states
+        states = rows * 4 * (2 * 16 + 2 * lanes + (256 if shape.lse else 0)) + large * group * 4 * lanes
+        return slots * shape.planes * heads * kv_block * lanes * cache_itemsize + 4 * rows * lanes * itemsize + states
 
     while size(kv_block, large) > room and large * group > ROWS and large > smallest:
         large //= 2
@@ -143,7 +145,9 @@ def blocks_for(name: str, shape: PagedShape) -> Blocks:
     key_tile = min(kv_block, 256)
     # an item has few steps unless its request is long, and half of them end in the first half of their keys
     last = key_tile // 2 if itemsize == 2 and 0 < large < key_tile == 256 and max_query_len < 16 * large else 0
-    return Blocks(kv_block, large, min(kv_block, 1024), key_tile, row_tile, segment, slots, stretch, last)
+    ordered = shape.mask.causal and left is None and chunk is None and not shape.ranges
+    pairs = large > 0 and ordered and key_tile < min(kv_block, 1024) and 2 * key_tile * heads * large * group <= STRETCH // 2
+    return Blocks(kv_block, large, min(kv_block, 1024), key_tile, row_tile, segment, slots, stretch, last, pairs)
 
 
 def fixed_blocks(name: str, shape: PagedShape) -> Blocks:

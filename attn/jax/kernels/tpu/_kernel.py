@@ -46,16 +46,20 @@ def _longs(cfg: Config, refs: Refs) -> _pages.ItemOps:
         return copies + ([copy(refs.ranges.at[i], refs.seen.at[slot], refs.q_sem.at[slot])] if cfg.ranges else [])
 
     def outputs(i: jax.Array) -> list[Any]:
-        copies = [copy(refs.o, refs.out.at[:, rows(i), :], refs.o_sem)]
-        return copies + ([copy(refs.lse_rows, refs.lse.at[:, rows(i), :], refs.o_sem)] if cfg.lse else [])
+        slot = lax.rem(i, 2)
+        copies = [copy(refs.o.at[slot], refs.out.at[:, rows(i), :], refs.o_sem)]
+        return copies + ([copy(refs.lse_rows.at[slot], refs.lse.at[:, rows(i), :], refs.o_sem)] if cfg.lse else [])
 
     def attend(item: Item, begin: jax.Array, slot: jax.Array) -> None:
-        def step(first: jax.Array, size: int) -> _long.Step:
-            return _long.Step(slot, first, begin + first, size)
+        def step(first: jax.Array, size: Any, clear: int = 0) -> _long.Step:
+            return _long.Step(slot, first, begin + first, size, clear)
+
+        def is_clear(first: jax.Array, size: int) -> jax.Array:
+            return _long.is_clear(cfg, item, begin + first, begin + first + size)
 
         def whole(first: jax.Array, size: int, split: Callable[[jax.Array], None]) -> None:
             """Process keys that every row sees in one step; call split(first) for others."""
-            clear = _long.is_clear(cfg, item, begin + first, begin + first + size)
+            clear = is_clear(first, size)
 
             @pl.when(clear)
             def _() -> None:
@@ -67,7 +71,6 @@ def _longs(cfg: Config, refs: Refs) -> _pages.ItemOps:
         def edge(first: jax.Array) -> None:
             """The same keys in smaller steps, with masks for those that need them."""
             stop = jnp.minimum(item.high - begin - first, cfg.chunk)
-            steps = lax.div(jnp.maximum(stop, 0) + (cfg.key_tile - 1), cfg.key_tile)
             has_unseen = (stop < cfg.chunk) | (begin + first < item.low)
 
             @pl.when((stop > 0) & has_unseen)
@@ -77,25 +80,36 @@ def _longs(cfg: Config, refs: Refs) -> _pages.ItemOps:
                 tiles = lax.div(first, cfg.tile) + lax.div(stop + (least - 1), least) * (least // cfg.tile)
                 _pages.clean(cfg, refs, slot, item.low - begin, item.high - begin, tiles)
 
-            def one(n: jax.Array, _: None) -> None:
-                at = pl.multiple_of(first + n * cfg.key_tile, cfg.key_tile)
-                item.where_seen(lambda: begin + at, cfg.key_tile, lambda: small(at))
+            def one(done: jax.Array) -> jax.Array:
+                at = pl.multiple_of(first + done, cfg.key_tile)
+                clear, size, joined = is_clear(at, cfg.key_tile), cfg.key_tile, None
+                if cfg.pairs:
+                    joined = clear & (stop - done > size) & jnp.logical_not(is_clear(at + size, size))
+                    size = jnp.where(joined, 2 * size, size)
+                item.where_seen(lambda: begin + at, cfg.key_tile, lambda: small(at, size, clear, joined))
+                return done + size
 
-            def small(at: jax.Array) -> None:
-                clear = _long.is_clear(cfg, item, begin + at, begin + at + cfg.key_tile)
+            def small(at: jax.Array, size: Any, clear: jax.Array, joined: jax.Array | None) -> None:
+                left, masked = item.high - begin - at, jnp.logical_not(clear)
+                if joined is not None:
+                    clear &= jnp.logical_not(joined)
+                    is_short = left <= cfg.key_tile + cfg.last
+                    for last, here in ((cfg.last, joined & is_short), (cfg.key_tile, joined & jnp.logical_not(is_short))):
+                        if last:
+                            both = step(at, cfg.key_tile + last, clear=cfg.key_tile)
+                            pl.when(here)(functools.partial(_long.attend, cfg, refs, item, both, 1))
                 pl.when(clear)(lambda: _long.attend(cfg, refs, item, step(at, cfg.key_tile), 0))
-                masked = jnp.logical_not(clear)
                 if item.more is not None and cfg.ranges > 1:
                     pl.when(masked & (item.more > 0))(lambda: _long.attend(cfg, refs, item, step(at, cfg.key_tile), cfg.ranges))
                     masked &= item.more == 0
                 if cfg.last:
-                    is_short = masked & (item.high - begin - at <= cfg.last)
+                    is_short = masked & (left <= cfg.last)
                     pl.when(is_short)(lambda: _long.attend(cfg, refs, item, step(at, cfg.last), 1))
                     masked &= jnp.logical_not(is_short)
                 pl.when(masked)(lambda: _long.attend(cfg, refs, item, step(at, cfg.key_tile), 1))
-                _long.recompute(cfg, refs, item, step(at, cfg.key_tile))
+                _long.recompute(cfg, refs, item, step(at, size))
 
-            lax.fori_loop(0, steps, one, None)
+            lax.while_loop(lambda done: done < stop, one, jnp.int32(0))
 
         def chunk(first: jax.Array) -> None:
             whole(first, cfg.chunk, edge) if cfg.chunk > cfg.key_tile else edge(first)
@@ -111,4 +125,4 @@ def _longs(cfg: Config, refs: Refs) -> _pages.ItemOps:
         else:
             chunks(jnp.int32(0))
 
-    return _pages.ItemOps(queries, outputs, lambda: _long.reset(refs), attend, lambda _: _long.finish(cfg, refs))
+    return _pages.ItemOps(queries, outputs, lambda: _long.reset(refs), attend, lambda i: _long.finish(cfg, refs, lax.rem(i, 2)))

@@ -37,8 +37,9 @@ from attn.jax.kernels.tpu._refs import (
     widened_exactly,
 )
 
-#: The scalars of `Refs.flags`: the current buffer of the sums, whether the step must be repeated, and the buffer that it read.
-CURRENT, REPEAT, READ = range(3)
+#: The scalars of `Refs.flags`: the current buffer of the sums, whether the step must be repeated, the buffer that it read, and
+#: whether it wrote the item's results.
+CURRENT, REPEAT, READ, WRITTEN = range(4)
 #: The buffer that an item's first step reads: zeros, one for all heads.
 ZEROS = 2
 
@@ -47,12 +48,16 @@ _SUBLANES = 8
 
 
 class Step(NamedTuple):
-    """The keys of a step: rows [start, start + size) of the block in `slot`, the first of which is at position `first`."""
+    """The keys of a step: rows [start, start + size) of the block in `slot`, the first of which is at position `first`.
+
+    clear: how many of the first ones every row sees, if others are masked.
+    """
 
     slot: jax.Array
     start: jax.Array
     first: jax.Array
-    size: int
+    size: Any
+    clear: int = 0
 
 
 #: m is chosen again once log2 of a sum of exponentials leaves +-_MAX_LOG2_SUM. Terms that vanish beside a sum
@@ -80,6 +85,7 @@ def _sums(cfg: Config, buffer: jax.Array, k: Any) -> jax.Array:
 
 def reset(refs: Refs) -> None:
     refs.flags[CURRENT] = ZEROS
+    refs.flags[WRITTEN] = jnp.int32(0)
     refs.m[...] = jnp.zeros(refs.m.shape, jnp.float32)
 
 
@@ -111,6 +117,7 @@ def attend(cfg: Config, refs: Refs, item: Item, step: Step, masked: int) -> None
     before = refs.flags[CURRENT]
     after = jnp.where(before == 0, 1, 0)
     refs.flags[CURRENT], refs.flags[READ] = after, before
+    refs.flags[WRITTEN] = jnp.int32(_writes(cfg, masked))
     refs.recompute[...] = jnp.zeros(refs.recompute.shape, jnp.int32)
     at_once = 1
     while cfg.num_kv_heads % (2 * at_once) == 0 and 2 * at_once * cfg.rows * step.size <= cfg.stretch:
@@ -128,6 +135,7 @@ def recompute(cfg: Config, refs: Refs, item: Item, step: Step) -> None:
     @pl.when(refs.flags[REPEAT] > 0)
     def _() -> None:
         before, after = refs.flags[READ], refs.flags[CURRENT]
+        refs.flags[WRITTEN] = jnp.int32(0)
 
         def head(k: jax.Array, _: None) -> None:
             _exact(cfg, refs, item, step, k, before, after)
@@ -143,28 +151,29 @@ def _streamed(
     If a sum leaves its range, or a number that not every row may see is not finite, `recompute` is set and the step is
     repeated. The products with values are delayed by a few tiles.
     """
-    key_tile = min(cfg.key_tile, step.size)
-    tiles = [(first_row, at) for first_row in range(0, cfg.rows, cfg.row_tile) for at in range(0, step.size, key_tile)]
+    tiles = [(first_row, at) for first_row in range(0, cfg.rows, cfg.row_tile) for at in range(0, step.size, cfg.key_tile)]
     # 0 * NaN is NaN for the rows that may not see it; `rebiased` notices those of its codes
-    may_be_nonfinite = masked and jnp.issubdtype(refs.kv.dtype, jnp.floating) and not cfg.rebiased
+    may_be_nonfinite = jnp.issubdtype(refs.kv.dtype, jnp.floating) and not cfg.rebiased
     pending: list[Any] = []
 
-    def add_values(k: jax.Array, at: slice, keys_at: Any, p: jax.Array, source: jax.Array) -> None:
+    def add_values(k: jax.Array, at: slice, keys_at: Any, p: jax.Array, source: jax.Array, last: bool) -> None:
         values = widened(cfg, rows_at(cfg, refs, step.slot, cfg.planes - 1, k, keys_at), p.dtype, refs.recompute)
         total = refs.acc[source, :, at] + dot(values, p, 0, 0)
         refs.acc[after * cfg.num_kv_heads + k, :, at] = total
+        if last and _writes(cfg, masked):  # beside the products of the next heads
+            _write(cfg, refs, item.q_slot, k, at, after * cfg.num_kv_heads + k)
 
     for k in heads:
         for first_row, offset in tiles:
-            at = slice(first_row, first_row + cfg.row_tile)
-            keys_at = pl.ds(step.start + offset, key_tile)
+            at, key_tile = slice(first_row, first_row + cfg.row_tile), min(cfg.key_tile, step.size - offset)
+            keys_at, is_masked = pl.ds(step.start + offset, key_tile), bool(masked) and offset >= step.clear
             keys = widened(cfg, rows_at(cfg, refs, step.slot, 0, k, keys_at), refs.q.dtype, refs.recompute)
-            if may_be_nonfinite and first_row == 0:
+            if is_masked and may_be_nonfinite and first_row == 0:
                 values = rows_at(cfg, refs, step.slot, cfg.planes - 1, k, keys_at).astype(refs.q.dtype)
                 zero_products = dot(jnp.zeros((_SUBLANES, key_tile), values.dtype), values, 1, 0)
                 for lane in range(0, cfg.lanes, LANES):
                     refs.recompute[:, :LANES] |= jnp.where(zero_products[:, lane : lane + LANES] == 0, 0, 1)
-            s = _scores(cfg, refs, item, step.first + offset, keys, k, first_row, masked)
+            s = _scores(cfg, refs, item, step.first + offset, keys, k, first_row, masked * is_masked)
             if len(pending) * cfg.key_tile >= _PENDING_KEYS:
                 pending.pop(0)()
             p = jnp.exp2(s - refs.m[k, :1, at])
@@ -173,11 +182,12 @@ def _streamed(
             total = refs.l[source, :, at] + jnp.sum(p, axis=0, keepdims=True)
             refs.l[target, :, at] = total
             in_range = (total >= 2.0**-_MAX_LOG2_SUM) & (total <= 2.0**_MAX_LOG2_SUM)
-            if masked:
+            if masked and not step.clear:
                 in_range |= (total == 0) & _sees_none(cfg, refs, item, step.first + offset, s, first_row, masked)
-            if offset + key_tile == step.size:
+            last = offset + key_tile == step.size
+            if last:
                 refs.recompute[:, at] |= jnp.where(in_range, 0, 1)
-            pending.append(functools.partial(add_values, k, at, keys_at, p.astype(refs.q.dtype), source))
+            pending.append(functools.partial(add_values, k, at, keys_at, p.astype(refs.q.dtype), source, last))
     if cfg.rebiased:  # values set `recompute` as well
         pending.append(lambda: _reduce_recompute(refs))
     else:
@@ -229,7 +239,7 @@ def _exact(cfg: Config, refs: Refs, item: Item, step: Step, k: jax.Array, before
                     hits = dot(jnp.where(is_number, 1.0, 0.0).astype(dtype), seen, 0, 0)
                     refs.acc[target, :, at] += jnp.where(hits > 0, number, 0.0)
 
-    lax.fori_loop(0, step.size // cfg.key_tile, tile, None)
+    lax.fori_loop(0, lax.div(step.size, cfg.key_tile), tile, None)
 
 
 def _scores(
@@ -324,20 +334,31 @@ def _sees_none(cfg: Config, refs: Refs, item: Item, first: jax.Array, s: jax.Arr
     return functools.reduce(operator.and_, unseen_by)
 
 
-def finish(cfg: Config, refs: Refs) -> None:
-    """Write acc / l of every head into `o`, and its natural log-sum-exp into `lse_rows`, both with rows on sublanes again."""
-    current = refs.flags[CURRENT]
+def _writes(cfg: Config, masked: int) -> bool:
+    """Whether a step also writes its item's results: it is mostly the last one, if only keys of the item's rows are masked."""
+    return bool(masked) and cfg.mask.causal and cfg.from_start and cfg.large <= 2 * cfg.key_tile
+
+
+def finish(cfg: Config, refs: Refs, slot: jax.Array) -> None:
+    """Write the results of an item whose last step did not."""
 
     def head(k: jax.Array, _: None) -> None:
-        at = _sums(cfg, current, k)
-        m, total = refs.m[k], refs.l[at]
-        weight = total
-        if cfg.sinks:
-            weight = total + jnp.exp2(refs.rules[SINK, k] - m)
-        normaliser = jnp.where(total == 0.0, 0.0, refs.rules[V_FACTOR, k] / jnp.where(total == 0.0, 1.0, weight))
-        refs.o[k] = jnp.transpose((refs.acc[at] * normaliser[:1]).astype(refs.o.dtype))
-        if cfg.lse:
-            lse = jnp.where(total == 0.0, -jnp.inf, m * (1 / LOG2_E)) + jnp.log(total)
-            refs.lse_rows[k] = jnp.transpose(jnp.broadcast_to(lse[:1], (LANES, lse.shape[1])))
+        _write(cfg, refs, slot, k, slice(None), _sums(cfg, refs.flags[CURRENT], k))
 
-    lax.fori_loop(0, cfg.num_kv_heads, head, None, unroll=_HEADS_AT_ONCE if cfg.num_kv_heads % _HEADS_AT_ONCE == 0 else 1)
+    @pl.when(refs.flags[WRITTEN] == 0)
+    def _() -> None:
+        unroll = _HEADS_AT_ONCE if cfg.num_kv_heads % _HEADS_AT_ONCE == 0 else 1
+        lax.fori_loop(0, cfg.num_kv_heads, head, None, unroll=unroll)
+
+
+def _write(cfg: Config, refs: Refs, slot: jax.Array, k: Any, at: slice, sums: jax.Array) -> None:
+    """Write acc / l of rows `at` of head k into `o`, and the natural log-sum-exp into `lse_rows`, with rows on sublanes."""
+    m, total = refs.m[k, :, at], refs.l[sums, :, at]
+    weight = total
+    if cfg.sinks:
+        weight = total + jnp.exp2(refs.rules[SINK, k, :, at] - m)
+    normaliser = jnp.where(total == 0.0, 0.0, refs.rules[V_FACTOR, k, :, at] / jnp.where(total == 0.0, 1.0, weight))
+    refs.o[slot, k, at, :] = jnp.transpose((refs.acc[sums, :, at] * normaliser[:1]).astype(refs.o.dtype))
+    if cfg.lse:
+        lse = jnp.where(total == 0.0, -jnp.inf, m * (1 / LOG2_E)) + jnp.log(total)
+        refs.lse_rows[slot, k, at, :] = jnp.transpose(jnp.broadcast_to(lse[:1], (LANES, lse.shape[1])))

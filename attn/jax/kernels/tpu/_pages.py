@@ -2,8 +2,8 @@
 
 A kv block is `kv_block` tokens of one request, loaded page by page into one of the slots of `kv` while another is computed
 on. The pipeline runs ahead across items, so a request's first blocks arrive during the last ones of the previous request.
-One output buffer suffices: the write of item i must finish before that of item i + 1 begins, because an item writes whole
-tiles and its last rows may belong to the next one.
+The write of item i must finish before that of item i + 1 begins, because an item writes whole tiles and its last rows may
+belong to the next one.
 
 Pages are requested in straight code and whole blocks are waited for at once: with a loop over pages for either, a block of
 eight pages spent a tenth of its time in it. Single-row and longer items share that code; only their computation is conditional.

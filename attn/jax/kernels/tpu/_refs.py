@@ -132,6 +132,7 @@ class Config(PagedConfig):
 
     chunk: int  # keys per step of a long request if every row sees them but not a whole block; others have `key_tile`
     row_tile: int  # query rows of a score matrix
+    pairs: bool  # whether keys that every row sees and the masked ones after them are one step
     last: int  # except an item's last one if no row sees more keys of it than this; 0: that has `key_tile` too
     stretch: int  # scores per unrolled block of code
     logits_soft_cap: float | None
@@ -204,9 +205,9 @@ class Refs(PagedRefs):
     m: Ref = None  # [K, 8, M], rows alike
     l: Ref = None  # noqa: E741  # [2 * K + 1, 8, M]: see `_long.ZEROS`
     acc: Ref = None  # [2 * K + 1, lanes, M]
-    flags: Ref = None  # [3] in SMEM: see `_long.CURRENT`
+    flags: Ref = None  # [4] in SMEM: see `_long.CURRENT`
     recompute: Ref = None  # [8, M] int32, above 0 for rows whose step must be repeated
-    lse_rows: Ref = None
+    lse_rows: Ref = None  # [2, K, M, 128]
     edges: Ref = None  # [2, M, 128]
     seen: Ref = None  # [2, 8, M]
 

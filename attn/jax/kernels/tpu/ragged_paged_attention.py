@@ -203,16 +203,16 @@ def _buffers(cfg: Config, arrays: dict[str, jax.Array], stored: Any) -> _launch.
         made["out"] = jax.ShapeDtypeStruct(arrays["query"].shape, dtype)
         scratch |= {
             "q": pltpu.VMEM((2, heads, rows, lanes), dtype),
-            "o": pltpu.VMEM((heads, rows, lanes), dtype),
+            "o": pltpu.VMEM((2, heads, rows, lanes), dtype),
             "m": pltpu.VMEM((heads, 8, rows), jnp.float32),
             "l": pltpu.VMEM((2 * heads + 1, 8, rows), jnp.float32),
             "acc": pltpu.VMEM((2 * heads + 1, lanes, rows), jnp.float32),
-            "flags": pltpu.SMEM((3,), jnp.int32),
+            "flags": pltpu.SMEM((4,), jnp.int32),
             "recompute": pltpu.VMEM((8, rows), jnp.int32),
         }
         if cfg.lse:
             made["lse"] = jax.ShapeDtypeStruct((heads, arrays["query"].shape[1], LANES), jnp.float32)
-            scratch["lse_rows"] = pltpu.VMEM((heads, rows, LANES), jnp.float32)
+            scratch["lse_rows"] = pltpu.VMEM((2, heads, rows, LANES), jnp.float32)
         if cfg.tree:
             scratch["edges"] = pltpu.VMEM((2, rows, LANES), dtype)
         if cfg.ranges:

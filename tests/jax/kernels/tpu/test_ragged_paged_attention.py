@@ -189,6 +189,18 @@ CASES: dict[str, dict[str, Any]] = {
         "blocks": BLOCKS._replace(large=32, chunk=64, key_tile=64, last=32),
         "alibi_slopes": SLOPES,
     },
+    # steps of two tiles, the second of which has masks: items end in either half of it, in the first tile and with a chunk
+    "pairs": {
+        "lens": ((1, 70, 40), (70, 150, 100)),
+        "blocks": BLOCKS._replace(large=32, chunk=64, key_tile=32, last=16, pairs=True),
+        "sinks": SINKS,
+    },
+    "pairs_repeated": {
+        "mode": "eager",
+        "gain": 60.0,
+        "lens": ((64, 3), (96, 61)),
+        "blocks": BLOCKS._replace(large=32, chunk=64, key_tile=32, pairs=True),
+    },
     "window": {
         "window": (30, None),
         "logits_soft_cap": 5.0,
@@ -257,7 +269,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 #: Each alone notices a defect of `tests.testing.planted`.
 KEPT = ("window", "bidirectional", "leaping", "fp8_by_hand", "int8", "chunks_of_a_window", "spans", "spans_of_a_window")
-KEPT += ("short_steps", "whole_blocks", "whole_pages", "whole_pages_of_a_single")
+KEPT += ("short_steps", "pairs", "pairs_repeated", "whole_blocks", "whole_pages", "whole_pages_of_a_single")
 
 
 @pytest.mark.parametrize("name", sampled(list(CASES), 1, "ragged paged attention", lambda name: name in KEPT))
@@ -530,6 +542,18 @@ def test_short_last_steps() -> None:
 
     assert [last(n) for n in (1, 8, 512, 1024, 2048)] == [0, 128, 128, 128, 0]
     assert [last(512, itemsize=4), last(512, group=1)] == [0, 0]
+
+
+def test_steps_of_two_tiles() -> None:
+    """Where each row sees all before it, and eight heads have 512 rows, or fewer heads more."""
+
+    def pairs(max_query_len: int, **sizes: Any) -> bool:
+        return blocks_for("v6e", dataclasses.replace(SHAPE, max_query_len=max_query_len, **sizes)).pairs
+
+    assert [pairs(n) for n in (1, 512, 2048)] == [False, True, False]
+    assert pairs(2048, num_kv_heads=1, group=8)
+    masks = (LayerMask(False), LayerMask(True, window=(600, None)), LayerMask(True, chunk_size=600))
+    assert not any(pairs(512, mask=mask) for mask in masks) and not pairs(512, ranges=1)
 
 
 def test_as_many_rows_as_the_query_has() -> None:
