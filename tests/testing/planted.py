@@ -528,8 +528,8 @@ DEFECTS = (
     Defect(
         "tpu_long_values_taken_for_finite",
         "jax/kernels/tpu/_long.py",
-        "may_be_nonfinite = masked and",
-        "may_be_nonfinite = not masked and",
+        "if is_masked and may_be_nonfinite",
+        "if not is_masked and may_be_nonfinite",
         PAGED_TPU,
         "A NaN or an infinity among the values reaches rows of a prompt that do not see it.",
     ),
@@ -792,8 +792,8 @@ DEFECTS = (
     Defect(
         "tpu_kernel_last_step",
         "jax/kernels/tpu/_kernel.py",
-        "item.high - begin - at <= cfg.last",
-        "item.high - begin - at <= cfg.last + 8",
+        "masked & (left <= cfg.last)",
+        "masked & (left <= cfg.last + 8)",
         PAGED_TPU,
         "A last step leaves out keys that rows see.",
     ),

@@ -82,9 +82,10 @@ def _longs(cfg: Config, refs: Refs) -> _pages.ItemOps:
 
             def one(done: jax.Array) -> jax.Array:
                 at = pl.multiple_of(first + done, cfg.key_tile)
-                clear, size, joined = is_clear(at, cfg.key_tile), cfg.key_tile, None
+                clear, joined = is_clear(at, cfg.key_tile), None
+                size: Any = cfg.key_tile
                 if cfg.pairs:
-                    joined = clear & (stop - done > size) & jnp.logical_not(is_clear(at + size, size))
+                    joined = clear & (stop - done > size) & jnp.logical_not(is_clear(at + size, cfg.key_tile))
                     size = jnp.where(joined, 2 * size, size)
                 item.where_seen(lambda: begin + at, cfg.key_tile, lambda: small(at, size, clear, joined))
                 return done + size
