@@ -8,7 +8,7 @@ import operator
 from collections.abc import Collection
 from typing import Any
 
-from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, AttentionType, Feature, Request
+from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, AttentionType, Feature, Request, check_known
 from attn.errors import UnsupportedError
 from attn.visibility import BatchMask
 
@@ -158,9 +158,7 @@ def check_soft_cap(logits_soft_cap: float | None) -> float | None:
 
 def check_attn_type(attn_type: str) -> str:
     """Return `attn_type` if it is one of the four. Raises ValueError otherwise."""
-    if attn_type not in ATTN_TYPES:
-        raise ValueError(f"attn_type={attn_type!r} is unknown; known: {', '.join(ATTN_TYPES)}")
-    return attn_type
+    return check_known("attn_type", attn_type, ATTN_TYPES)
 
 
 def window_pair(sliding_window: int | Window | None, attn_type: str, name: str = "sliding_window") -> Window:

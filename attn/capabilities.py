@@ -186,9 +186,9 @@ class Request:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a positive int")
-        _check_word("dtype", self.dtype, DTYPES)
-        _check_word("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
-        _check_word("attn_type", self.attn_type, ATTN_TYPES)
+        check_known("dtype", self.dtype, DTYPES)
+        check_known("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        check_known("attn_type", self.attn_type, ATTN_TYPES)
         object.__setattr__(self, "features", frozenset(feature_name(f) for f in self.features))
         if self.num_heads and self.num_kv_heads and self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
@@ -228,9 +228,11 @@ def feature_name(feature: str) -> str:
         raise ValueError(f"feature {str(feature)!r} is unknown; known: {', '.join(Feature)}") from None
 
 
-def _check_word(name: str, value: object, known: Collection[str]) -> None:
+def check_known(name: str, value: str, known: Collection[str]) -> str:
+    """Return `value` if it is one of the strings in `known`. Raises ValueError with those otherwise."""
     if not isinstance(value, str) or value not in known:
         raise ValueError(f"{name}={value!r} is unknown; known: {', '.join(known)}")
+    return value
 
 
 def arch_matches(arch: str, rule: str) -> bool:
@@ -279,14 +281,14 @@ class Capabilities:
         object.__setattr__(self, "features", frozenset(feature_name(f) for f in self.features))
         if both := sorted(self.features.intersection(feature_name(f) for f, _ in self.refusals)):
             raise ValueError(f"features and refusals both name {', '.join(both)}")
-        _check_word("framework", self.framework, FRAMEWORKS)
+        check_known("framework", self.framework, FRAMEWORKS)
         for name, words, known in (  # a misspelled name would never match
             ("dtype", self.dtypes, DTYPES),
             ("kv_cache_dtype", self.kv_cache_dtypes, KV_CACHE_DTYPES),
             ("attn_type", self.attn_types, ATTN_TYPES),
         ):
             for word in words:
-                _check_word(name, word, known)
+                check_known(name, word, known)
 
     def reasons(self, request: Request, device: Device | None = None, features: frozenset[str] | None = None) -> list[str]:
         """Return every reason why `request` (on `device`) is not served; empty when it is. `features`: the served features,

@@ -24,7 +24,7 @@ from attn.arguments import (
 )
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.registry import AttentionBackendEnum
-from attn.capabilities import AttentionType, Feature, supports_size
+from attn.capabilities import AttentionType, Feature, check_known, supports_size
 from attn.dtypes import DTYPES, dtype_name
 from attn.errors import DTypeError, ShapeError, UnsupportedError
 from attn.imports import resolve_obj_by_qualname
@@ -100,8 +100,8 @@ def attention(
     """
     causal, return_lse = check_flag("causal", causal), check_flag("return_lse", return_lse)
     framework = _framework(q, k, v)
-    if layout not in (None, *LAYOUTS):
-        raise ValueError(f"layout={layout!r} is unknown; known: {', '.join(LAYOUTS)}")
+    if layout is not None:
+        check_known("layout", layout, LAYOUTS)
     batched = _check_shapes(q, k, v, layout)
     if layout == "BHSD":
         q, k, v = (x.swapaxes(-3, -2) for x in (q, k, v))

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from attn.arguments import check_flag, check_heads, list_of_names
 from attn.arrays import ops_of
-from attn.capabilities import Feature
+from attn.capabilities import Feature, check_known
 from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
 from attn.errors import ShapeError, UnsupportedError
 from attn.imports import resolve_obj_by_qualname
@@ -44,8 +44,7 @@ class BaseSequenceParallel:
         super().__init__()
         self.strategy = strategy
         choice = self._join(**more)
-        if self.strategy not in STRATEGIES:
-            raise ValueError(f"strategy={self.strategy!r} is unknown; known: {', '.join(STRATEGIES)}")
+        check_known("strategy", self.strategy, STRATEGIES)
         num_heads, num_kv_heads, head_size = check_heads(num_heads, num_kv_heads, head_size)
         features = list_of_names("features", features)
         if self.strategy == "ring":

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attn.arguments import check_flag, list_of_names, positive_int
-from attn.capabilities import Device
+from attn.capabilities import Device, check_known
 from attn.diffusion.backends.abstract import ROLES, DiffusionAttentionBackend, DiffusionRequest
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.dtypes import dtype_name, framework_of_dtype
@@ -33,7 +33,7 @@ class DiffusionAttentionConfig:
 
     def __post_init__(self) -> None:
         for category in self.per_category:
-            _check_category(category)
+            check_known("category", category, ROLES)
 
     def resolve(self, role: str, category: str) -> tuple[Name | None, str]:
         """Return (requested backend, source), or (None, "")."""
@@ -92,7 +92,7 @@ def select_diffusion(
     self). `device` may describe a device that is not present. Raises ValueError for an unknown name or category; for a
     request that no backend serves, returns a `Selection` without a winner (its `require()` raises).
     """
-    category = _check_category(category if category is not None else role if role in ROLES else "self")
+    category = check_known("category", category if category is not None else role if role in ROLES else "self", ROLES)
     configured = (config or DiffusionAttentionConfig()).resolve(role, category)
     asked = asked_for(DiffusionAttentionBackendEnum, ((backend, "argument"), configured))
     platform, device = place_of(asked, framework, platform, device)
@@ -117,9 +117,3 @@ def get_diffusion_attn_backend(
     framework = framework_of_dtype(dtype)
     selection = select_diffusion(request, role=role, category=category, config=config, backend=backend, framework=framework)
     return selection.require()
-
-
-def _check_category(category: str) -> str:
-    if category not in ROLES:
-        raise ValueError(f"category={category!r} is unknown; known: {', '.join(ROLES)}")
-    return category

@@ -19,7 +19,7 @@ from attn import envs, imports, selector
 from attn.arguments import list_of_names
 from attn.backend_enum import load_candidate, registries
 from attn.backends.registry import AttentionBackendEnum, blocksparse_candidate
-from attn.capabilities import FRAMEWORKS, AttentionType, Candidate, Capabilities, Device, Feature
+from attn.capabilities import FRAMEWORKS, AttentionType, Candidate, Capabilities, Device, Feature, check_known
 from attn.dtypes import framework_of_dtype
 from attn.imports import version_of
 from attn.reports import evidence, machines
@@ -165,8 +165,8 @@ def backends(registry: str | None = None) -> BackendTable:
 
     Raises ValueError for an unknown registry only.
     """
-    if registry is not None and registry not in REGISTRIES:
-        raise ValueError(f"registry={registry!r} is unknown; known: {', '.join(REGISTRIES)}")
+    if registry is not None:
+        check_known("registry", registry, REGISTRIES)
     reports = plugins.load()
     devices = {framework: _device(framework) for framework in FRAMEWORKS}
     rows = []

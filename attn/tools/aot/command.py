@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from attn.arguments import positive_number
-from attn.capabilities import AttentionType, Feature, Request
+from attn.capabilities import AttentionType, Feature, Request, check_known
 from attn.errors import BackendLoadError
 from attn.imports import resolve_obj_by_qualname
 from attn.progress import Quiet, display
@@ -251,9 +251,7 @@ def compiler_here(target: str) -> str:
 
 def cases(target: str) -> list[CompileCase]:
     """Return the declared grid of `target`. Raises ValueError for an unknown target."""
-    if target not in TARGETS:
-        raise ValueError(f"target={target!r} is unknown; known: {', '.join(TARGETS)}")
-    return _attr(target, "cases")(target)
+    return _attr(check_known("target", target, TARGETS), "cases")(target)
 
 
 def compile_cases(
