@@ -187,8 +187,8 @@ def _function(backend: str | None) -> Callable[..., Any]:
         if cache is not None:
             refuse_unknown(call, kwargs)
             if kwargs.get("indices") is not None or kwargs.get("output_attentions"):
-                what = "indices of keys" if kwargs.get("indices") is not None else "output_attentions"
-                raise call.refusal(f"{what} in continuous batching", "use model.generate")
+                argument = "indices of keys" if kwargs.get("indices") is not None else "output_attentions"
+                raise call.refusal(f"{argument} in continuous batching", "use model.generate")
             return attend_paged(call, cache, kwargs), None
         if not _OTHERS.isdisjoint(kwargs):
             return _restricted(call, kwargs, graph)

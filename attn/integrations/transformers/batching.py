@@ -90,8 +90,8 @@ def refuse_unpaged(model: Any, backend: str | None) -> None:
         where = name if backend else f"{name} ({request.by})"
         AttentionBackendEnum[asked]  # raises ValueError with the closest name for an unknown one
         if asked not in paged_backends():
-            what = f"{asked} has no torch layer with a paged cache of keys and values"
-            raise UnsupportedError(f"{where}: {what}; use {', '.join(paged_backends())}")
+            reason = f"{asked} has no torch layer with a paged cache of keys and values"
+            raise UnsupportedError(f"{where}: {reason}; use {', '.join(paged_backends())}")
         try:
             _layer_of_model(model, window, asked, size_for(asked))
         except UnsupportedError as error:
@@ -128,7 +128,7 @@ def graphs_where_possible(model: Any, backend: str | None) -> Generator[None, No
     before = vars(model).get("init_continuous_batching")
 
     def init_continuous_batching(
-        generation_config: Any = None, continuous_batching_config: Any = None, *rest: Any, **more: Any
+        generation_config: Any = None, continuous_batching_config: Any = None, *args: Any, **more: Any
     ) -> Any:
         from transformers.generation import ContinuousBatchingConfig  # type: ignore[attr-defined]
 
@@ -155,7 +155,7 @@ def graphs_where_possible(model: Any, backend: str | None) -> Generator[None, No
         elif installed() < JOINED and config.max_memory_percent is None and config.num_blocks is None:
             config = copy.copy(config)
             config.max_memory_percent = _SHARE
-        manager = start(generation_config, config, *rest, **more)
+        manager = start(generation_config, config, *args, **more)
         _implementations[manager] = implementation
         return manager
 

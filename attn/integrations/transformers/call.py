@@ -141,16 +141,16 @@ class Call:
         """The layer's name, and what requested its backend by name."""
         return f"{self.layer_name} ({self.asked.by})" if self.backend else self.layer_name
 
-    def refusal(self, what: str, advice: str) -> UnsupportedError:
-        return UnsupportedError(f"{self.label}: {what} not supported; {advice}")
+    def refusal(self, subject: str, advice: str) -> UnsupportedError:
+        return UnsupportedError(f"{self.label}: {subject} not supported; {advice}")
 
     def non_causal_window(self) -> UnsupportedError:
         return self.refusal("a non-causal window without a mask", "let transformers make the mask")
 
-    def by_name(self, what: str, feature: Feature) -> UnsupportedError:
+    def by_name(self, subject: str, feature: Feature) -> UnsupportedError:
         """Return the error for a backend requested by name when no paged one has `feature`; it lists the dense ones."""
         able = having(DiffusionAttentionBackendEnum, {feature})
-        return self.refusal(what, f'attn_implementation="{NAME}" uses {able}, or the formula')
+        return self.refusal(subject, f'attn_implementation="{NAME}" uses {able}, or the formula')
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,12 +196,12 @@ def refuse_unknown(call: Call, kwargs: dict[str, Any]) -> None:
             raise call.refusal(name, f"{able} support it: use eager")
 
 
-def require(call: Call, allowed: torch.Tensor, what: str, advice: str) -> None:
-    """Raise the refusal of `what` unless `allowed` is true everywhere; in a graph, when it runs."""
+def require(call: Call, allowed: torch.Tensor, subject: str, advice: str) -> None:
+    """Raise the refusal of `subject` unless `allowed` is true everywhere; in a graph, when it runs."""
     if torch.compiler.is_compiling():
-        torch._assert_async(allowed.all(), str(call.refusal(what, advice)))
+        torch._assert_async(allowed.all(), str(call.refusal(subject, advice)))
     elif not bool(allowed.all()):
-        raise call.refusal(what, advice)
+        raise call.refusal(subject, advice)
 
 
 def dropout_name(call: Call) -> str:

@@ -389,15 +389,15 @@ def _recognised(call: Call, draw: bool) -> Described | torch.Tensor:
     return as_bool(call, tensor) if description is None else description
 
 
-def once(mask: torch.Tensor, what: Any, make: Callable[[], _T]) -> _T:
+def once(mask: torch.Tensor, key: Any, make: Callable[[], _T]) -> _T:
     """Return what `make` returns, kept with a mask for the other layers of its step, until it is changed in place. It must be
     neither the mask nor a view of it, which would keep the mask for good."""
     if torch.compiler.is_compiling() or mask.is_inference():
         return make()
     kept: dict[Any, tuple[int, Any]] = vars(mask).setdefault("attn_kept", {})
-    version, value = kept.get(what, (None, None))
+    version, value = kept.get(key, (None, None))
     if version != mask._version:
-        kept[what] = mask._version, (value := make())
+        kept[key] = mask._version, (value := make())
     return value  # type: ignore[return-value]
 
 

@@ -232,13 +232,13 @@ def _checked(call: Call, kwargs: dict[str, Any]) -> list[torch.Tensor]:
         got = f"{len(starts[0]) - 1} sequences of rows and {len(starts[1]) - 1} of keys in a batch of {len(call.query)}"
         raise call.refusal(f"cu_seq_lens_q, cu_seq_lens_k: {got}", "pass equally many, in one row [1, T]")
     ends = (("rows", call.query.shape[2]), ("keys", call.key.shape[2]))
-    for name, x, (what, end) in zip(BOUNDARIES, starts, ends, strict=True):
+    for name, x, (axis, end) in zip(BOUNDARIES, starts, ends, strict=True):
         if torch.compiler.is_compiling():
             increasing = (x[0] == 0) & (x[-1] == end) & (x.diff() >= 0).all()
-            torch._assert_async(increasing, f"{call.label}: {name} must increase from 0 to the number of {what}")
+            torch._assert_async(increasing, f"{call.label}: {name} must increase from 0 to the number of {axis}")
         elif min(_lens(x), default=0) < 0 or sum(_lens(x)) != end or int(x[0]):
             advice = f"it must increase from 0 to {end}; a call over cached keys needs a mask instead"
-            raise call.refusal(f"{name} = {x.tolist()} over {end} {what}", advice)
+            raise call.refusal(f"{name} = {x.tolist()} over {end} {axis}", advice)
     return starts
 
 
