@@ -47,10 +47,7 @@ class DenseLaunch(NamedTuple):
         prepare = getattr(self.of_any, "bound", None)
         if prepare is None:
             return self.run
-        if sinks is None:
-            return prepare(query, key, value)  # type: ignore[no-any-return]
-        again = prepare(query, key, value, as_float(sinks))
-        return lambda query, key, value, sinks, runs: again(query, key, value, as_float(sinks))  # type: ignore[arg-type]
+        return prepare(query, key, value, *(() if sinks is None else (sinks,)))  # type: ignore[no-any-return]
 
 
 _launches: "weakref.WeakKeyDictionary[Any, dict[Any, DenseLaunch | None]]" = weakref.WeakKeyDictionary()
@@ -126,7 +123,7 @@ def facts_of(
         return None
     return (
         query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(), query.dtype, key.dtype, value.dtype,
-        query.device, key.get_device(), value.get_device(), sinks is None, options,
+        query.device, key.get_device(), value.get_device(), None if sinks is None else sinks.dtype, options,
     )  # fmt: skip
 
 
@@ -210,13 +207,12 @@ def _decided(call: Call) -> DenseLaunch | None:
     def launch(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, runs: Runs | None
     ) -> torch.Tensor:
-        floats = None if sinks is None else as_float(sinks)
         if pads:
             value = F.pad(value, (0, pads))
         if row is not None:
-            out: torch.Tensor = row(query, key, value, floats, runs)
+            out: torch.Tensor = row(query, key, value, sinks, runs)
         else:
-            impl.sinks = floats
+            impl.sinks = None if sinks is None else as_float(sinks)
             q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
             out = impl.attend_keys(q, k, v, causal) if runs is None else impl.attend_keys(q, k, v, causal, valid=runs)
         return out[..., :width] if pads else out
@@ -343,10 +339,7 @@ def _as_row(call: Call, graph: bool) -> torch.Tensor | None:
         return of_keys, run_of(of_keys)
 
     of_keys, run = keys_and_run() if graph else once(mask, (len(call.query), keys), keys_and_run)
-    sinks = call.sinks
-    if sinks is not None and not graph:  # in a graph each conversion would be a kernel of a token
-        sinks = as_float(sinks)
-    out = row(call.query, call.key, widened(call), call.scale, call.soft_cap or 0.0, sinks, of_keys, run)
+    out = row(call.query, call.key, widened(call), call.scale, call.soft_cap or 0.0, call.sinks, of_keys, run)
     return out[..., : call.value.shape[-1]]
 
 

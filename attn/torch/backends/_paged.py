@@ -381,8 +381,8 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
     def row_launcher(self, device: torch.device, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
         """Return a function that computes `attend_keys` of single rows on a device with little work of the host, or None.
 
-        It takes query [B, H, 1, D], key and value [B, K, m, D], sinks float32 [H] or None, and `valid` of `attend_keys`;
-        it returns [B, 1, H, D].
+        It takes query [B, H, 1, D], key and value [B, K, m, D], sinks [H] of any float dtype or None, and `valid` of
+        `attend_keys`; it returns [B, 1, H, D].
         """
         return None
 

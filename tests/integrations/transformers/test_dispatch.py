@@ -188,10 +188,11 @@ class Bound:
         return attn.attention(*(x.transpose(1, 2) for x in (query, key, value)), scale=0.25, sinks=sinks, layout="BSHD")
 
     def bound(self, query, key, value, sinks=None):
-        like = [(x.shape, x.stride()) for x in (query, key, value)]
+        facts = lambda sinks, *arrays: [sinks is None or sinks.dtype, *((x.shape, x.stride()) for x in arrays)]  # noqa: E731
+        like = facts(sinks, query, key, value)
 
         def again(query, key, value, sinks=None, runs=None):
-            assert like == [(x.shape, x.stride()) for x in (query, key, value)]
+            assert like == facts(sinks, query, key, value)
             self.prepared.append(key.shape[2])
             return self(query, key, value, sinks)
 
@@ -201,18 +202,22 @@ class Bound:
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
 def test_layers_of_a_step_repeat_a_prepared_call(dtype, monkeypatch):
-    """Each step prepares one for all of its layers, from the second on; strides count. Each layer has sinks of its own."""
+    """Each step prepares one for all of its layers, from the second on; strides count, and the dtype of sinks, of which each
+    layer has its own."""
     decoder = Bound()
     monkeypatch.setattr(dispatch, "_decided", lambda call: dispatch.DenseLaunch(decoder, decoder))
     layers = [(Layer(), {} if dtype is None else {"s_aux": torch.randn(4).to(dtype)}) for _ in range(3)]
+    if dtype is not None:
+        layers.append((Layer(), {"s_aux": torch.randn(4).half()}))
     for keys in (11, 13, 17):
         for layer, options in layers:
             given = arrays(1, keys)
             sinks = None if dtype is None else options["s_aux"].float()
             want = attn.attention(*(x.transpose(1, 2) for x in given), scale=0.25, sinks=sinks, layout="BSHD")
             torch.testing.assert_close(attended(layer, given, None, **options), want)
-    assert decoder.calls == [11] * 3 + [13] * 3 + [17] * 3
-    assert decoder.prepared == [11] * 2 + [13] * 3 + [17] * 3
+    each = len(layers)
+    assert decoder.calls == [11] * each + [13] * each + [17] * each
+    assert decoder.prepared == [11] * 2 + [13] * each + [17] * each
     query, key, value = arrays(1, 17)
     attended(layers[0][0], (query, key.transpose(1, 2).contiguous().transpose(1, 2), value), None, **layers[0][1])
 
