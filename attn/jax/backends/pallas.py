@@ -60,7 +60,7 @@ class PallasAttentionBackend(PagedAttentionBackend):
     block_sizes = (16, 32, 64, 128, 256)
     interpreted_on = ("cpu",)
     capabilities = records.PALLAS(
-        head_sizes=(MultipleOf(16, 64, 256),),
+        head_sizes=(MultipleOf(16, 64, 256), 512),
         kv_cache_dtypes=("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"),
         attn_types=ATTN_TYPES,
         features=FEATURES | {Feature.BATCH_INVARIANT},

@@ -90,7 +90,7 @@ MASKS = {
 RAGGED: dict[str, Sequence[Any]] = {
     "batch": tuple(BATCHES),
     "heads": ((8, 2), (4, 4), (16, 1), (6, 2), (32, 8)),
-    "head_size": (64, 80, 96, 128, 192, 256),
+    "head_size": (64, 80, 96, 128, 192, 256, 512),
     "block_size": (16, 64, 128, 256),
     "dtype": ("bfloat16", "float32"),
     "kv": ("auto", "bfloat16", "fp8_e4m3", "fp8_e5m2", "int8"),

@@ -37,8 +37,9 @@ def build(layer: Attention, common: CommonAttentionMetadata) -> Any:
     return layer.backend.get_builder_cls()(layer.kv_cache_spec).build(0, common)
 
 
-def test_it_serves_a_tpu_and_comes_first() -> None:
-    request = Request(128, "bfloat16", block_size=128, features=frozenset({"sinks", "alibi", "lse"}))
+@pytest.mark.parametrize("head_size", [128, 512])
+def test_it_serves_a_tpu_and_comes_first(head_size: int) -> None:
+    request = Request(head_size, "bfloat16", block_size=128, features=frozenset({"sinks", "alibi", "lse"}))
     assert TpuPlatform().priorities(request, TPU) == ("PALLAS", "XLA_ATTN")
     assert PallasAttentionBackend.why_not(request, TPU) == []
 
@@ -46,7 +47,7 @@ def test_it_serves_a_tpu_and_comes_first() -> None:
 @pytest.mark.parametrize(
     ("request_", "device", "reason"),
     [
-        (Request(72, "bfloat16"), TPU, "head_size=72 (supports multiples of 16 from 64 up to 256)"),
+        (Request(72, "bfloat16"), TPU, "head_size=72 (supports multiples of 16 from 64 up to 256, 512)"),
         (Request(128, "float16"), TPU, "dtype=float16 (supports float32, bfloat16)"),
         (Request(128, "bfloat16", block_size=24), TPU, "block_size=24 (supports 16, 32, 64, 128, 256)"),
         (Request(128, "bfloat16"), Device("jax", "gpu", "H200", "sm_90"), "platform=gpu (supports tpu, cpu)"),

@@ -24,6 +24,10 @@ SEGMENTS, SEGMENT = 8, 128
 #: exponentials.
 KEYS_OF_HEADS = 4096
 
+#: Lanes of heads up to which these sizes hold. Blocks and stretches of wider ones have fewer keys and scores in proportion, so
+#: that blocks have the same bytes and programs the same length.
+WIDE = 256
+
 
 class Chip(NamedTuple):
     """One TensorCore.
@@ -103,6 +107,7 @@ def blocks_for(name: str, shape: PagedShape) -> Blocks:
     known = OVERRIDES.get((name, lanes, cache_itemsize))
     if known is not None:
         return known
+    wide = max(lanes // WIDE, 1)
     # the rest is for spilled registers: 20 MiB of them in float32 at 256 lanes
     room = chip.vmem * 3 // 4 if itemsize == 2 else chip.vmem // 2
     # rows of an item are lanes of its scores, so they fill whole registers
@@ -115,7 +120,7 @@ def blocks_for(name: str, shape: PagedShape) -> Blocks:
     # rows of an item beyond its request's are computed for nothing: the most rows pay only for long requests
     while large and large < max_query_len and 2 * large * group <= (long if 16 * large <= max_query_len else ROWS):
         large *= 2
-    keys = max(chip.keys if max_query_len == 1 else 1024, KEYS_OF_HEADS >> (heads - 1).bit_length())
+    keys = max(chip.keys if max_query_len == 1 else 1024, KEYS_OF_HEADS >> (heads - 1).bit_length()) // wide
     # more one-byte keys, but not of heads of 256, whose first block would arrive late
     whole = kv_block = max(keys, 2048 * LANES // (cache_itemsize * lanes), page)
     most, (left, _), chunk = shape.columns * page, shape.mask.window, shape.mask.chunk_size
@@ -140,7 +145,10 @@ def blocks_for(name: str, shape: PagedShape) -> Blocks:
     while size(kv_block, large) > room and large > smallest:
         large //= 2
     row_tile = next((tile for tile in (512, 384, 256, 128) if large * group % tile == 0), 0)
-    stretch = 2 * STRETCH if large > smallest and large * group > ROWS else STRETCH
+    # a product of float32 or of heads of 512 is more code; no larger item of such heads has its steps in one stretch
+    stretch = STRETCH // (wide * (1 if itemsize == 2 else 4))
+    if wide == 1 and large > smallest and large * group > ROWS:
+        stretch *= 2
     segment = max(page, kv_block // SEGMENTS, min(kv_block, SEGMENT))
     key_tile = min(kv_block, 256)
     # an item has few steps unless its request is long, and half of them end in the first half of their keys

@@ -6,6 +6,7 @@ Every slot of the cache that no request owns is NaN before the launch, and so ar
 
 import dataclasses
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -249,6 +250,17 @@ CASES: dict[str, dict[str, Any]] = {
         "alibi_slopes": SLOPES,
         "blocks": BLOCKS._replace(large=0),
     },
+    "wide": {"heads": (4, 1, 512), "sinks": SINKS[:4], "logits_soft_cap": 5.0, "mode": "eager", "window": (60, None)},
+    "wide_fp8": {"heads": (4, 2, 512), "cache_dtype": "float8_e4m3fn", "chip": "v6e", "blocks": BLOCKS._replace(key_tile=32)},
+    "wide_int8": {
+        "heads": (2, 2, 512),
+        "cache_dtype": "int8",
+        "page": 32,
+        "causal": False,
+        "alibi_slopes": SLOPES[:2],
+        "blocks": BLOCKS._replace(large=128),
+    },
+    "wide_by_the_rule": {"heads": (8, 1, 512), "lens": ((1, 30, 3), (70, 300, 40)), "blocks": None},
     "fp8_of_one_page": {"cache_dtype": "float8_e5m2", "lens": ((1, 3), (5, 9)), "blocks": None, "padding": 1},
     "int8": {"cache_dtype": "int8", "page": 32, "k_scale": np.float32(0.05), "v_scale": np.float32(0.03), "hold_back": 5},
     # new rows fill two pages of the first request, which the last one sees too, none of the third, and two of the fourth
@@ -503,6 +515,19 @@ def test_blocks_of_decodes() -> None:
     assert [keys("v7x", 2, 8), keys("v6e", 1, 8), keys("v5e", 1, 8)] == [1024] * 3
     assert [keys(chip, n, 8, 1) for chip in ("v5e", "v7x") for n in (1, 2)] == [2048] * 4
     assert [keys("v6e", n, heads, 1, 256) for n in (1, 2) for heads in (1, 2, 8)] == [4096, 2048, 1024] * 2
+
+
+def test_blocks_of_wide_heads() -> None:
+    """Heads of 512 take no more bytes a block than those of 256, and no more products a stretch of code."""
+    for chip in ("v5e", "v6e", "v7x"):
+        for itemsize, heads, rows in itertools.product((2, 4), (1, 2, 8), (1, 300, 2048)):
+            shape = dataclasses.replace(
+                SHAPE, num_kv_heads=heads, max_query_len=rows, itemsize=itemsize, cache_itemsize=itemsize
+            )
+            narrow, wide = (blocks_for(chip, dataclasses.replace(shape, lanes=lanes)) for lanes in (256, 512))
+            assert wide.kv_block == SHAPE.page or wide.kv_block * 512 <= narrow.kv_block * 256
+            assert wide.stretch * 512 <= narrow.stretch * 256
+            assert wide.slots * 2 * heads * wide.kv_block * 512 * itemsize < CHIPS[chip].vmem
 
 
 def test_blocks_of_short_requests() -> None:
