@@ -172,11 +172,11 @@ class CommonAttentionMetadata:
         return None if start is None else start[1:] - start[:-1]
 
     def writes_apart(self, block_size: int) -> bool:
-        """Whether the host knows that each request of a valid batch has one new token, written to the place of its last token
-        or nowhere, in a page that is in the tables once.
+        """Whether the host knows that each request of a valid batch has one new token, written at its last position or not at
+        all, to a page that the tables contain once.
 
-        Then no request sees what another one writes, as requests that share a page may: drafts of one text as requests of their
-        own, for example. False also for long tables, in which looking for such pages takes longer than a launch in each layer.
+        Then no request sees the new token of another. Requests that share a page may: several drafts of one text, for example.
+        False also for long tables, where this check takes longer than a launch in each layer.
         """
         import numpy as np
 
@@ -191,14 +191,14 @@ class CommonAttentionMetadata:
             return False
         position = seq_lens - 1
         last = position // block_size
-        own = table[np.arange(n), last]
-        places, slots = position + (own.astype(np.int64) - last) * block_size, slots[:n]
+        page_id = table[np.arange(n), last]
+        places, slots = position + (page_id.astype(np.int64) - last) * block_size, slots[:n]
         if np.count_nonzero(slots == places) < n and not ((slots == places) | (slots == PAD_SLOT_ID)).all():
             return False
-        is_own = np.zeros(int(own[own.argmax()]) + 2, np.bool_)
-        is_own[own] = True
+        is_used = np.zeros(int(page_id[page_id.argmax()]) + 2, np.bool_)
+        is_used[page_id] = True
         # other ids, negative ones too, count as the last one, which no request has
-        return bool(np.count_nonzero(is_own) == n == np.count_nonzero(is_own.take(ids.view(np.uint32), mode="clip")))
+        return bool(np.count_nonzero(is_used) == n == np.count_nonzero(is_used.take(ids.view(np.uint32), mode="clip")))
 
     def positions(self) -> "npt.NDArray[np.int32]":
         """Return the position of each new token in its request, as for rotary embeddings: [T] int32, 0 in padding rows.

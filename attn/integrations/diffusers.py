@@ -98,7 +98,9 @@ def _function(backend: str | None, error_budget: float) -> Any:
         query, key, value = autocast(query, key, value)
         if is_causal and attn_mask is not None:
             raise UnsupportedError("attn: is_causal=True and attn_mask: pass only one of them")
-        mask = None if attn_mask is None else _placed(_bool(attn_mask), query, key)
+        mask = None if attn_mask is None else _bool(attn_mask)
+        if mask is not None and mask.shape != (query.shape[0], key.shape[1]):  # not [B, M] of keys: broadcast, as by torch
+            mask = mask[(None,) * (4 - mask.ndim)]
         rows, keys = query.shape[1], key.shape[1]
         if is_causal and keys > rows:
             key, value = key[:, :rows], value[:, :rows]  # keys that no row sees
@@ -139,10 +141,3 @@ def _require(allowed: torch.Tensor, mask: torch.Tensor, message: str) -> None:
         torch._assert_async(allowed.all(), f"attn: {message}")
     elif not bool(allowed.all()):
         raise UnsupportedError(f"attn: {message} (got {mask[~allowed][0].item()} of {mask.dtype})")
-
-
-def _placed(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return a mask as [B, M], of keys, or [.., .., S, M]: diffusers reads [B, M] as keys, any other shape as torch does."""
-    if mask.shape == (query.shape[0], key.shape[1]):
-        return mask
-    return mask[(None,) * (4 - mask.ndim)]
