@@ -56,7 +56,7 @@ class Static:
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(Static):
+class FlashConfig(Static):
     """The static configuration of a launch."""
 
     heads: int  # G: query heads per unit
@@ -128,12 +128,12 @@ class Tile:
 AttendTiles = Callable[[list[Tile]], None]
 
 
-def grid_step(cfg: Config, masks: Masks, sequence: jax.Array, group: jax.Array) -> GridStep:
+def grid_step(cfg: FlashConfig, masks: Masks, sequence: jax.Array, group: jax.Array) -> GridStep:
     position = masks.bounds[2 * sequence] + group * cfg.reach
     return GridStep(sequence, group, position, masks.bounds[2 * sequence + 1])
 
 
-def seen_keys(cfg: Config, at: GridStep, first: Any, count: int) -> tuple[jax.Array, jax.Array]:
+def seen_keys(cfg: FlashConfig, at: GridStep, first: Any, count: int) -> tuple[jax.Array, jax.Array]:
     """[low, high): the keys that any of `count` successive rows sees, the first of which is at position `first`."""
     (left, right), low, high = cfg.mask.window, jnp.int32(0), at.length
     if cfg.mask.causal:
@@ -145,7 +145,7 @@ def seen_keys(cfg: Config, at: GridStep, first: Any, count: int) -> tuple[jax.Ar
     return low, jnp.clip(high, 0, cfg.keys)
 
 
-def clear_chunks(cfg: Config, at: GridStep, low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
+def clear_chunks(cfg: FlashConfig, at: GridStep, low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
     """[start, stop): the chunks of keys [low, high) that every row of the group sees completely, segments aside."""
     (left, right), begin, end = cfg.mask.window, low, jnp.minimum(high, at.length)
     if cfg.mask.causal:
@@ -158,7 +158,7 @@ def clear_chunks(cfg: Config, at: GridStep, low: jax.Array, high: jax.Array) -> 
     return start, jnp.maximum(start, lax.div(jnp.maximum(end, 0), cfg.chunk))
 
 
-def each_chunk(cfg: Config, masks: Masks, at: GridStep, attend: AttendTiles, finish: Callable[[], None]) -> None:
+def each_chunk(cfg: FlashConfig, masks: Masks, at: GridStep, attend: AttendTiles, finish: Callable[[], None]) -> None:
     """Call attend(tiles), each list one unrolled block, until every row of the group has seen all its keys; then finish().
 
     A chunk that all rows see is one block with all units. A causal group's diagonal, if it is aligned with chunks, comes
@@ -177,7 +177,7 @@ def each_chunk(cfg: Config, masks: Masks, at: GridStep, attend: AttendTiles, fin
     def by_unit(c: jax.Array) -> None:
         def unit(u: jax.Array, _: None) -> None:
             tile = Tile(u, pl.multiple_of(c * cfg.chunk, cfg.chunk), cfg.chunk, masked=True, limit=limit)
-            pl.when(overlaps(cfg, masks, at, u, c, limit))(lambda: attend([tile]))
+            pl.when(sees(cfg, masks, at, u, c, limit))(lambda: attend([tile]))
 
         lax.fori_loop(0, cfg.units, unit, None)
 
@@ -206,7 +206,7 @@ def each_chunk(cfg: Config, masks: Masks, at: GridStep, attend: AttendTiles, fin
         pl.when(jnp.logical_not(aligned))(finish)
 
 
-def _diagonal(cfg: Config, at: GridStep) -> list[Tile]:
+def _diagonal(cfg: FlashConfig, at: GridStep) -> list[Tile]:
     """Unit u sees the keys at the positions of the units before it, and its own up to the diagonal."""
     tiles = []
     step = max(cfg.chunk, cfg.positions)
@@ -219,7 +219,7 @@ def _diagonal(cfg: Config, at: GridStep) -> list[Tile]:
     return tiles
 
 
-def overlaps(cfg: Config, masks: Masks, at: GridStep, unit: jax.Array, chunk: jax.Array, limit: Any) -> jax.Array:
+def sees(cfg: FlashConfig, masks: Masks, at: GridStep, unit: jax.Array, chunk: jax.Array, limit: Any) -> jax.Array:
     """Whether some row of the unit may see some key of the chunk below `limit`."""
     low, high = seen_keys(cfg, at, at.position + unit * cfg.positions, cfg.positions)
     overlapping = (chunk * cfg.chunk < jnp.minimum(high, limit)) & (chunk * cfg.chunk + cfg.chunk > low)
@@ -230,7 +230,7 @@ def overlaps(cfg: Config, masks: Masks, at: GridStep, unit: jax.Array, chunk: ja
     return overlapping
 
 
-def one_segment(cfg: Config, masks: Masks, at: GridStep, chunk: jax.Array) -> jax.Array:
+def one_segment(cfg: FlashConfig, masks: Masks, at: GridStep, chunk: jax.Array) -> jax.Array:
     """Whether the group and the chunk consist of one common segment."""
     least, greatest = _chunk_span(cfg, masks, at, chunk)
     same = least == greatest
@@ -240,20 +240,20 @@ def one_segment(cfg: Config, masks: Masks, at: GridStep, chunk: jax.Array) -> ja
     return same
 
 
-def _unit_span(cfg: Config, masks: Masks, at: GridStep, unit: Any) -> tuple[jax.Array, jax.Array]:
+def _unit_span(cfg: FlashConfig, masks: Masks, at: GridStep, unit: Any) -> tuple[jax.Array, jax.Array]:
     total = cfg.units * cfg.groups
     base = at.sequence * 2 * (total + cfg.chunks) + at.group * cfg.units + unit
     return masks.spans[base], masks.spans[base + total]
 
 
-def _chunk_span(cfg: Config, masks: Masks, at: GridStep, chunk: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _chunk_span(cfg: FlashConfig, masks: Masks, at: GridStep, chunk: jax.Array) -> tuple[jax.Array, jax.Array]:
     total = cfg.units * cfg.groups
     base = at.sequence * 2 * (total + cfg.chunks) + 2 * total + chunk
     return masks.spans[base], masks.spans[base + cfg.chunks]
 
 
 def scores(
-    cfg: Config, masks: Masks, at: GridStep, tile: Tile, queries: jax.Array, keys: jax.Array
+    cfg: FlashConfig, masks: Masks, at: GridStep, tile: Tile, queries: jax.Array, keys: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
     """([keys, rows] in units of log2, -inf where not seen; their derivative by the uncapped scores, or None for 1).
 
@@ -296,7 +296,7 @@ def scores(
     return s, slope
 
 
-def _of_segment(cfg: Config, masks: Masks, unit: Any, first: Any, count: int, seen: jax.Array | None) -> Any:
+def _of_segment(cfg: FlashConfig, masks: Masks, unit: Any, first: Any, count: int, seen: jax.Array | None) -> Any:
     if not cfg.segments:
         return seen
     of_keys = masks.key_segments[0, pl.ds(first, count), :]

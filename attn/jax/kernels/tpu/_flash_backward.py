@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from attn.jax.kernels.tpu._flash import TILE, Config, GridStep, Masks, Tile, each_chunk, grid_step, scores
+from attn.jax.kernels.tpu._flash import TILE, FlashConfig, GridStep, Masks, Tile, each_chunk, grid_step, scores
 from attn.jax.kernels.tpu._refs import Ref, dot
 
 
 @dataclasses.dataclass(frozen=True)
-class Refs:
+class BackwardRefs:
     """The refs, in VMEM except for the scalars of `masks`."""
 
     masks: Masks
@@ -38,7 +38,7 @@ class Refs:
     acc: Ref  # [units, D, rows] float32
 
 
-def run(cfg: Config, split: int, refs: Refs) -> None:
+def run(cfg: FlashConfig, split: int, refs: BackwardRefs) -> None:
     """A group's step, which requires `acc` to be zero and leaves it zero; `split` successive heads' units share a kv head."""
     at = grid_step(cfg, refs.masks, pl.program_id(0), pl.program_id(2))
 
@@ -55,12 +55,12 @@ def run(cfg: Config, split: int, refs: Refs) -> None:
     each_chunk(cfg, refs.masks, at, functools.partial(_attend, cfg, refs, at), finish)
 
 
-def _finish(cfg: Config, refs: Refs, unit: Any) -> None:
+def _finish(cfg: FlashConfig, refs: BackwardRefs, unit: Any) -> None:
     refs.dq[0, 0, unit] = (refs.acc[unit] * cfg.scale).astype(refs.dq.dtype)
     refs.acc[unit] = jnp.zeros(refs.acc.shape[1:], jnp.float32)
 
 
-def _attend(cfg: Config, refs: Refs, at: GridStep, tiles: list[Tile]) -> None:
+def _attend(cfg: FlashConfig, refs: BackwardRefs, at: GridStep, tiles: list[Tile]) -> None:
     """Process all tiles in one unrolled block; sums run one tile behind, so that the matrix unit has work meanwhile."""
     pending = None
     for i, tile in enumerate([part for whole in tiles for part in whole.split(TILE)]):
@@ -73,7 +73,7 @@ def _attend(cfg: Config, refs: Refs, at: GridStep, tiles: list[Tile]) -> None:
         pending()
 
 
-def _probabilities(cfg: Config, refs: Refs, at: GridStep, tile: Tile) -> tuple[jax.Array, jax.Array]:
+def _probabilities(cfg: FlashConfig, refs: BackwardRefs, at: GridStep, tile: Tile) -> tuple[jax.Array, jax.Array]:
     """[keys, rows] each: p, and the gradient of the products of queries and keys, without `scale`."""
     keys = pl.ds(tile.first, tile.count)
     s, slope = scores(cfg, refs.masks, at, tile, refs.query[0, 0, tile.unit], refs.keys[0, 0, keys, :])
@@ -89,7 +89,7 @@ def _probabilities(cfg: Config, refs: Refs, at: GridStep, tile: Tile) -> tuple[j
     return p.astype(refs.p_ds.dtype), ds.astype(refs.p_ds.dtype)
 
 
-def _add(cfg: Config, refs: Refs, tile: Tile, p_ds: Ref) -> None:
+def _add(cfg: FlashConfig, refs: BackwardRefs, tile: Tile, p_ds: Ref) -> None:
     keys, p, ds = pl.ds(tile.first, tile.count), p_ds[0], p_ds[1]
     refs.dv[0, 0, :, keys] += dot(refs.d_out[0, 0, tile.unit], p, 1, 1)
     refs.dk[0, 0, :, keys] += dot(refs.query[0, 0, tile.unit], ds, 1, 1)

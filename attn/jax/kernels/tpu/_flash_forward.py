@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from attn.jax.kernels.tpu._flash import SINK, Config, GridStep, Masks, Tile, each_chunk, grid_step, overlaps, scores, seen_keys
+from attn.jax.kernels.tpu._flash import SINK, FlashConfig, GridStep, Masks, Tile, each_chunk, grid_step, scores, seen_keys, sees
 from attn.jax.kernels.tpu._refs import LOG2_E, Ref, dot
 
 #: A log-sum-exp up to this magnitude needs no maximum: it leaves 30 binary digits below for terms of the sum.
@@ -24,7 +24,7 @@ _LARGEST = 96 / LOG2_E
 
 
 @dataclasses.dataclass(frozen=True)
-class Refs:
+class ForwardRefs:
     """The refs, in VMEM except for the scalars of `masks`."""
 
     masks: Masks
@@ -38,7 +38,7 @@ class Refs:
     m: Ref  # [8, rows] float32: the maximum, if needed
 
 
-def run(cfg: Config, refs: Refs) -> None:
+def run(cfg: FlashConfig, refs: ForwardRefs) -> None:
     """A group's step. It requires `total` and `acc` to be zero and leaves them zero."""
     at = grid_step(cfg, refs.masks, pl.program_id(0), pl.program_id(2))
 
@@ -53,7 +53,7 @@ def run(cfg: Config, refs: Refs) -> None:
     each_chunk(cfg, refs.masks, at, functools.partial(_attend, cfg, refs, at), finish)
 
 
-def _attend(cfg: Config, refs: Refs, at: GridStep, tiles: list[Tile]) -> None:
+def _attend(cfg: FlashConfig, refs: ForwardRefs, at: GridStep, tiles: list[Tile]) -> None:
     """Process all tiles in one unrolled block, software-pipelined so that the matrix unit has work during exponentials.
 
     The products of keys run one tile ahead, those of values one tile behind.
@@ -76,32 +76,32 @@ def _attend(cfg: Config, refs: Refs, at: GridStep, tiles: list[Tile]) -> None:
         _check(cfg, refs, at, failed)
 
 
-def _tile_scores(cfg: Config, refs: Refs, at: GridStep, tile: Tile) -> jax.Array:
+def _tile_scores(cfg: FlashConfig, refs: ForwardRefs, at: GridStep, tile: Tile) -> jax.Array:
     keys = refs.keys[0, 0, pl.ds(tile.first, tile.count), :]
     return scores(cfg, refs.masks, at, tile, refs.query[0, 0, tile.unit], keys)[0]
 
 
-def _add_values(cfg: Config, refs: Refs, at: GridStep, tile: Tile, p: jax.Array) -> list[jax.Array]:
+def _add_values(cfg: FlashConfig, refs: ForwardRefs, at: GridStep, tile: Tile, p: jax.Array) -> list[jax.Array]:
     """Returns `_finish`'s result for a unit's last tile."""
     refs.acc[tile.unit] += dot(refs.values[0, 0, :, pl.ds(tile.first, tile.count)], p, 1, 0)
     return [_finish(cfg, refs, at, tile.unit)] if tile.diagonal else []
 
 
-def _finish(cfg: Config, refs: Refs, at: GridStep, unit: Any) -> jax.Array:
+def _finish(cfg: FlashConfig, refs: ForwardRefs, at: GridStep, unit: Any) -> jax.Array:
     """Write a unit's results; [1, rows]: 1 for each real row whose sum needs a maximum, is empty, or is NaN, else 0."""
     total = jnp.sum(refs.total[unit], axis=0, keepdims=True)
     _write(cfg, refs, unit, jnp.zeros_like(total), total)
     return _outside(cfg, at, unit, refs.lse[0, 0, unit])
 
 
-def _outside(cfg: Config, at: GridStep, unit: Any, lse: jax.Array) -> jax.Array:
+def _outside(cfg: FlashConfig, at: GridStep, unit: Any, lse: jax.Array) -> jax.Array:
     lane = lax.broadcasted_iota(jnp.int32, lse.shape, 1) & (cfg.positions - 1)
     row = (at.group * cfg.units + unit) * cfg.positions + lane
     in_range = (jnp.abs(lse) <= _LARGEST) | (row < cfg.first_row) | (row >= cfg.first_row + cfg.num_rows)
     return jnp.where(in_range, 0.0, 1.0)
 
 
-def _check(cfg: Config, refs: Refs, at: GridStep, failed: list[jax.Array]) -> None:
+def _check(cfg: FlashConfig, refs: ForwardRefs, at: GridStep, failed: list[jax.Array]) -> None:
     """Recompute the units that have a row out of range."""
 
     @pl.when(jnp.max(functools.reduce(jnp.maximum, failed)) > 0)
@@ -112,7 +112,7 @@ def _check(cfg: Config, refs: Refs, at: GridStep, failed: list[jax.Array]) -> No
         lax.fori_loop(0, cfg.units, unit, None)
 
 
-def _write(cfg: Config, refs: Refs, unit: Any, m: jax.Array, total: jax.Array) -> None:
+def _write(cfg: FlashConfig, refs: ForwardRefs, unit: Any, m: jax.Array, total: jax.Array) -> None:
     """Write out and lse of a unit, and zeros for the next; m, total: [1, rows]."""
     weight = total
     if cfg.sinks:
@@ -125,12 +125,12 @@ def _write(cfg: Config, refs: Refs, unit: Any, m: jax.Array, total: jax.Array) -
     refs.acc[unit] = jnp.zeros(refs.acc.shape[1:], jnp.float32)
 
 
-def _exact(cfg: Config, refs: Refs, at: GridStep, unit: jax.Array) -> None:
+def _exact(cfg: FlashConfig, refs: ForwardRefs, at: GridStep, unit: jax.Array) -> None:
     """Recompute a unit, with every chunk masked and a running maximum."""
     refs.m[...] = jnp.full(refs.m.shape, -jnp.inf, jnp.float32)
 
     def step(c: jax.Array, _: None) -> None:
-        @pl.when(overlaps(cfg, refs.masks, at, unit, c, cfg.keys))
+        @pl.when(sees(cfg, refs.masks, at, unit, c, cfg.keys))
         def _chunk() -> None:
             tile = Tile(unit, pl.multiple_of(c * cfg.chunk, cfg.chunk), cfg.chunk, masked=True, limit=cfg.keys)
             s = _tile_scores(cfg, refs, at, tile)

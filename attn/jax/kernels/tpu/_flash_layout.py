@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from attn.jax.kernels.tpu._chips import MIB, chip_of
-from attn.jax.kernels.tpu._flash import TILE, BlockSizes, Config, Static
+from attn.jax.kernels.tpu._flash import TILE, BlockSizes, FlashConfig, Static
 from attn.jax.kernels.tpu._refs import LANES, LOG2_E
 
 
@@ -46,7 +46,7 @@ class Extras(NamedTuple):
 class Layout:
     """How rows, heads and keys are divided; K1 is the number of the heads' units: K, or more if G is split."""
 
-    cfg: Config
+    cfg: FlashConfig
     batch: int
     rows: int  # S
     unit_heads: int  # K1
@@ -130,7 +130,7 @@ def layout_of(static: Static, q: jax.Array, v: jax.Array, extras: Extras, *, bac
     of_extras = extras.alibi_slopes is not None, False, extras.q_segment_ids is not None
     fields: list[Any] = [*vars(static).values(), *of_rows, *of_extras]
     split = group // heads
-    return Layout(Config(*fields), batch, rows, num_kv_heads * split, split, -(-num_keys // keys), num_keys)
+    return Layout(FlashConfig(*fields), batch, rows, num_kv_heads * split, split, -(-num_keys // keys), num_keys)
 
 
 def block_sizes_for(chip: str, extents: Extents) -> BlockSizes:

@@ -47,7 +47,7 @@ SCORES, OUTPUTS = range(2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(PagedConfig):
+class MLAConfig(PagedConfig):
     """The static configuration. A row of the cache is `lanes` wide; its first `values` columns are the value."""
 
     single_tile: int  # keys per score matrix of singles; `key_tile` is of longer requests
@@ -57,7 +57,7 @@ class Config(PagedConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class RowRefs:
     """Refs for the items of one row group, and keys of a score matrix. S: rows; query and out: in HBM, by request or packed."""
 
     key_tile: int
@@ -73,7 +73,7 @@ class Rows:
     order: Ref = None  # [S, 128] int32: a row's token within the item
 
 
-class Step(NamedTuple):
+class MLAStep(NamedTuple):
     """The keys of an item that are processed together: `size` rows of the block in `slot`, from `start` on.
 
     The first is at position `begin`. masked: some row may not see some of them.
@@ -88,23 +88,23 @@ class Step(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Refs(PagedRefs):
+class MLARefs(PagedRefs):
     """Refs passed to the kernel; None for those this launch does not use."""
 
     factors: Ref  # [2] float32 in SMEM
     failed: Ref  # [items, 128] int32, above 0 in the rows of those that must be repeated with `_exact`
-    single: Rows
-    long: Rows | None = None
+    single: RowRefs
+    long: RowRefs | None = None
     wide: Ref = None  # [kv_block, lanes]: a block's keys as they are multiplied
     lost: Ref = None  # [8, 128] int32, above 0 where a NaN of the item's keys was lost
 
 
-def run(cfg: Config, refs: Refs) -> None:
+def run(cfg: MLAConfig, refs: MLARefs) -> None:
     """The whole launch."""
     _pages.writing(cfg, refs, lambda: _attend(cfg, refs))
 
 
-def _attend(cfg: Config, refs: Refs) -> None:
+def _attend(cfg: MLAConfig, refs: MLARefs) -> None:
     loads = _pages.Loads(cfg, refs, refs.counts[0])
     refs.failed[...] = jnp.zeros(refs.failed.shape, jnp.int32)
     groups = [(rows, _item_ops(cfg, refs, rows)) for rows in (refs.single, refs.long) if rows is not None]
@@ -112,19 +112,19 @@ def _attend(cfg: Config, refs: Refs) -> None:
     pl.when(jnp.max(refs.failed[...]) > 0)(lambda: _repeat(cfg, refs, loads, groups))
 
 
-def _repeat(cfg: Config, refs: Refs, loads: _pages.Loads, groups: list[tuple[Rows, _pages.ItemOps]]) -> None:
+def _repeat(cfg: MLAConfig, refs: MLARefs, loads: _pages.Loads, groups: list[tuple[RowRefs, _pages.ItemOps]]) -> None:
     """Process the failed items again, and those whose rows this overwrites: a long request's last item writes a whole tile,
     which may contain rows of the next requests.
     """
     slot = jnp.int32(0)
 
-    def whole(i: jax.Array, rows: Rows, ops: _pages.ItemOps) -> None:
+    def whole(i: jax.Array, rows: RowRefs, ops: _pages.ItemOps) -> None:
         item, first = loads.item(i), loads.first_page(i) * cfg.page
 
         def block(b: jax.Array, _: None) -> None:
             loads.start(i, b, slot)
             loads.wait(i, b, slot)
-            _exact(cfg, refs, rows, Step(item, slot, 0, first + b * cfg.kv_block, cfg.kv_block, True))
+            _exact(cfg, refs, rows, MLAStep(item, slot, 0, first + b * cfg.kv_block, cfg.kv_block, True))
 
         _pages.start(ops.queries(i))
         _pages.wait(ops.queries(i))
@@ -145,7 +145,7 @@ def _repeat(cfg: Config, refs: Refs, loads: _pages.Loads, groups: list[tuple[Row
     lax.fori_loop(0, loads.count, one, jnp.int32(0))
 
 
-def _item_ops(cfg: Config, refs: Refs, rows: Rows) -> _pages.ItemOps:
+def _item_ops(cfg: MLAConfig, refs: MLARefs, rows: RowRefs) -> _pages.ItemOps:
     def item_rows(ref: Ref, i: jax.Array) -> Ref:
         row = refs.items[_plan.ROW * cfg.num_items + i]
         if rows is refs.single:
@@ -162,7 +162,7 @@ def _item_ops(cfg: Config, refs: Refs, rows: Rows) -> _pages.ItemOps:
 
     def attend(item: Item, begin: jax.Array, slot: jax.Array) -> None:
         def process(start: jax.Array | int, size: int, masked: bool) -> None:
-            _stream(cfg, refs, rows, Step(item, slot, start, begin + start, size, masked))
+            _stream(cfg, refs, rows, MLAStep(item, slot, start, begin + start, size, masked))
 
         def step(start: jax.Array | int, size: int) -> None:
             """Keys that every row sees at once, and others by halves."""
@@ -195,7 +195,7 @@ def _item_ops(cfg: Config, refs: Refs, rows: Rows) -> _pages.ItemOps:
     return _pages.ItemOps(queries, outputs, lambda: _reset(refs, rows), attend, finish)
 
 
-def _reset(refs: Refs, rows: Rows) -> None:
+def _reset(refs: MLARefs, rows: RowRefs) -> None:
     rows.m[...] = jnp.full(rows.m.shape, -jnp.inf, jnp.float32)
     rows.l[...] = jnp.zeros(rows.l.shape, jnp.float32)
     rows.acc[...] = jnp.zeros(rows.acc.shape, jnp.float32)
@@ -203,7 +203,7 @@ def _reset(refs: Refs, rows: Rows) -> None:
         refs.lost[...] = jnp.zeros(refs.lost.shape, jnp.int32)
 
 
-def _mark(cfg: Config, refs: Refs, rows: Rows, i: jax.Array) -> None:
+def _mark(cfg: MLAConfig, refs: MLARefs, rows: RowRefs, i: jax.Array) -> None:
     """Mark item i if it must be repeated with `_exact`."""
     sums = [rows.l[...]]
     if rows.order is not None:  # rows see different keys, and a weight of 0 does not keep NaN out of a sum
@@ -213,7 +213,7 @@ def _mark(cfg: Config, refs: Refs, rows: Rows, i: jax.Array) -> None:
     refs.failed[pl.ds(i, 1), :] = jnp.max(jnp.where(zero == 0.0, lost, 1), axis=0, keepdims=True)
 
 
-def _seen(cfg: Config, rows: Rows, step: Step, start: Any) -> jax.Array:
+def _seen(cfg: MLAConfig, rows: RowRefs, step: MLAStep, start: Any) -> jax.Array:
     """Whether rows see the keys of the tile at `start`: [rows, keys]."""
     j = step.begin + start + lax.broadcasted_iota(jnp.int32, (rows.q.shape[1], rows.key_tile), 1)
     visible = j < step.item.high
@@ -222,14 +222,14 @@ def _seen(cfg: Config, rows: Rows, step: Step, start: Any) -> jax.Array:
     return visible
 
 
-def _scores(cfg: Config, rows: Rows, step: Step, start: Any, keys: jax.Array) -> jax.Array:
+def _scores(cfg: MLAConfig, rows: RowRefs, step: MLAStep, start: Any, keys: jax.Array) -> jax.Array:
     """Products of queries and keys. Their factor multiplies differences from the maximum, so that the largest has a weight of 1
     also where the compiler contracts a product and a difference into one operation."""
     s = dot(rows.q[step.item.q_slot], keys, 1, 1)
     return jnp.where(_seen(cfg, rows, step, start), s, -jnp.inf) if step.masked else s
 
 
-def _stream(cfg: Config, refs: Refs, rows: Rows, step: Step) -> None:
+def _stream(cfg: MLAConfig, refs: MLARefs, rows: RowRefs, step: MLAStep) -> None:
     """Process a step in one pass.
 
     Products of keys run a tile ahead of the exponentials, and products of values a tile behind them. Exponentials are relative
@@ -274,7 +274,7 @@ def _stream(cfg: Config, refs: Refs, rows: Rows, step: Step) -> None:
     rows.acc[...] = acc
 
 
-def _exact(cfg: Config, refs: Refs, rows: Rows, step: Step) -> None:
+def _exact(cfg: MLAConfig, refs: MLARefs, rows: RowRefs, step: MLAStep) -> None:
     """The same relative to the maximum of all scores, where no row is affected by numbers that it does not see."""
     dtype, factor = rows.q.dtype, refs.factors[SCORES]
 
@@ -303,7 +303,7 @@ def _select(p: jax.Array, seen: jax.Array, wide: jax.Array) -> jax.Array:
     return pv
 
 
-def _finish(cfg: Config, refs: Refs, rows: Rows) -> None:
+def _finish(cfg: MLAConfig, refs: MLARefs, rows: RowRefs) -> None:
     """Write acc / l into `o`, and the natural log-sum-exp into `lse_rows`."""
     m, total = rows.m[...], rows.l[...]
     normaliser = jnp.where(total == 0.0, 0.0, refs.factors[OUTPUTS] / jnp.where(total == 0.0, 1.0, total))

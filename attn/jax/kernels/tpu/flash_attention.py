@@ -220,7 +220,7 @@ def _launch_forward(layout: Layout, arrays: dict[str, jax.Array], out_dtype: Any
     }
 
     def run(refs: dict[str, Any]) -> None:
-        _flash_forward.run(cfg, _flash_forward.Refs(**refs))
+        _flash_forward.run(cfg, _flash_forward.ForwardRefs(**refs))
 
     results = _call(layout, run, arrays, out_shapes, scratch, "flash_attention")
     return results["out"], results["lse"]
@@ -259,7 +259,7 @@ def _backward(static: Static, qkv: Arrays, extras: Extras, lse: jax.Array, d_out
         }
 
         def run(refs: dict[str, Any]) -> None:
-            _flash_backward.run(cfg, layout.split, _flash_backward.Refs(**refs))
+            _flash_backward.run(cfg, layout.split, _flash_backward.BackwardRefs(**refs))
 
         return _call(layout, run, arrays, out_shapes, scratch, "flash_attention_backward")
 

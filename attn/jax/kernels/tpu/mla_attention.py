@@ -20,13 +20,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 from attn.jax.kernels.tpu import _launch, _plan
 from attn.jax.kernels.tpu._chips import MULTIPLIES_FP8, REBIASES_E4M3, chip_of
-from attn.jax.kernels.tpu._mla_kernel import Config, Refs, Rows, run
+from attn.jax.kernels.tpu._mla_kernel import MLAConfig, MLARefs, RowRefs, run
 from attn.jax.kernels.tpu._plan import Batch
 from attn.jax.kernels.tpu._refs import E4M3_GAIN, LANES, LOG2_E, PagedShape
 from attn.visibility import LayerMask
 
 
-class Blocks(NamedTuple):
+class MLABlocks(NamedTuple):
     """Sizes of a launch.
 
     Keys per DMA block; query tokens per long item (0: there is none); keys of a score matrix of singles, and of others,
@@ -45,7 +45,7 @@ def row_lanes(width: int) -> int:
     return _round_up(width, LANES)
 
 
-def blocks_for(chip: str, shape: PagedShape) -> Blocks:
+def blocks_for(chip: str, shape: PagedShape) -> MLABlocks:
     """Block sizes for a launch on `chip`. Raises ValueError for an unknown chip.
 
     2,048 keys at a time, and 4,096 codes that are multiplied as they are, since the products of a block wait for its
@@ -59,7 +59,7 @@ def blocks_for(chip: str, shape: PagedShape) -> Blocks:
     large = shape.align if shape.max_query_len > 1 else 0
     while large and 2 * large * heads <= 512 and large < shape.max_query_len:
         large *= 2
-    return Blocks(kv_block, large, min(kv_block, 512), min(kv_block, 256))
+    return MLABlocks(kv_block, large, min(kv_block, 512), min(kv_block, 256))
 
 
 class MLAParams(NamedTuple):
@@ -71,7 +71,7 @@ class MLAParams(NamedTuple):
     max_query_len: int
     causal: bool = True
     return_lse: bool = False
-    blocks: Blocks | None = None
+    blocks: MLABlocks | None = None
 
 
 def mla_attention(
@@ -104,7 +104,7 @@ def mla_attention(
     multiplied = dtype == jnp.bfloat16 and device.chip in MULTIPLIES_FP8 and kv_cache.dtype.itemsize == 1
     rebiased = multiplied and device.chip in REBIASES_E4M3 and kv_cache.dtype == jnp.float8_e4m3fn
     operand_dtype = jnp.dtype(jnp.float8_e4m3b11fnuz) if rebiased else kv_cache.dtype if multiplied else dtype
-    cfg = Config(
+    cfg = MLAConfig(
         **vars(shape),
         **(rules.blocks or blocks_for(device.chip, shape))._asdict(),
         values=_round_up(rank, LANES),
@@ -144,13 +144,13 @@ def _round_up(x: int, multiple: int) -> int:
     return -(-x // multiple) * multiple
 
 
-def _row_groups(cfg: Config) -> dict[str, int]:
+def _row_groups(cfg: MLAConfig) -> dict[str, int]:
     """The row groups in use, and the query tokens per item of each. A group's name begins those of its refs."""
     return {"single": 1} | ({"long": cfg.large} if cfg.large else {})
 
 
-def _buffers(cfg: Config, arrays: dict[str, jax.Array], stored: Any, operand_dtype: Any) -> _launch.Buffers:
-    """The buffers of a launch, by the names of `Refs`. The cache has dtype `stored`; matrix products take `operand_dtype`."""
+def _buffers(cfg: MLAConfig, arrays: dict[str, jax.Array], stored: Any, operand_dtype: Any) -> _launch.Buffers:
+    """The buffers of a launch, by names of `MLARefs`. The cache has dtype `stored`; matrix products take `operand_dtype`."""
     dtype = arrays["single.query"].dtype
     made: dict[str, Any] = {}
     scratch = _launch.page_buffers(cfg, stored) | {"failed": pltpu.VMEM((cfg.num_items, LANES), jnp.int32)}
@@ -176,11 +176,11 @@ def _buffers(cfg: Config, arrays: dict[str, jax.Array], stored: Any, operand_dty
     return _launch.Buffers(scratch, made, {"factors": pltpu.SMEM, "long.order": pltpu.VMEM})
 
 
-def _refs(cfg: Config, named: dict[str, Any]) -> Refs:
-    """The refs of a launch, with those of a row group in one `Rows`."""
+def _refs(cfg: MLAConfig, named: dict[str, Any]) -> MLARefs:
+    """The refs of a launch, with those of a row group in one `RowRefs`."""
     plain = {name: ref for name, ref in named.items() if "." not in name}
     groups = {
-        group: Rows(key_tile, **{name.split(".")[1]: ref for name, ref in named.items() if name.startswith(f"{group}.")})
+        group: RowRefs(key_tile, **{name.split(".")[1]: ref for name, ref in named.items() if name.startswith(f"{group}.")})
         for group, key_tile in zip(_row_groups(cfg), (cfg.single_tile, cfg.key_tile), strict=False)
     }
-    return Refs(**plain, **groups)
+    return MLARefs(**plain, **groups)

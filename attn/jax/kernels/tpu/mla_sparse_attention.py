@@ -41,7 +41,7 @@ _PACKED = 2  # values in a word
 _PAIR = 16  # keys of two registers of words
 
 
-class Config(NamedTuple):
+class SparseConfig(NamedTuple):
     """The static configuration. A step is STAGES * `stage_keys` keys of a row's list."""
 
     stage_keys: int
@@ -51,7 +51,7 @@ class Config(NamedTuple):
     scale: float  # of scores, into units of log2
 
 
-class Refs(NamedTuple):
+class SparseRefs(NamedTuple):
     """Refs passed to the kernel, for the row of a grid step where they are in VMEM."""
 
     first: Ref  # [T + 1] the number of each row's first step, in SMEM
@@ -104,7 +104,7 @@ def mla_sparse_attention(
         return jnp.zeros((num_rows, heads, kv_lora_rank), query.dtype), jnp.full((heads, num_rows), -jnp.inf, jnp.float32)
     device = _launch.device(chip, interpret)
     size = min(STAGE_KEYS, _round_up(-(-topk // STAGES), _PAIR))
-    cfg = Config(size, words, _round_up(width, LANES), _round_up(kv_lora_rank, LANES), scale * LOG2_E)
+    cfg = SparseConfig(size, words, _round_up(width, LANES), _round_up(kv_lora_rank, LANES), scale * LOG2_E)
     slots, valid = xla_mla.slots_of(indices, requests, kv_cache.shape[1])
     slots = jnp.where(valid, slots, jnp.max(jnp.where(valid, slots, 0), axis=1, keepdims=True))
     last = jnp.max(jnp.where(valid, jnp.arange(1, topk + 1, dtype=jnp.int32), 0), axis=1)
@@ -132,8 +132,8 @@ def _round_up(x: int, multiple: int) -> int:
     return -(-x // multiple) * multiple
 
 
-def _launch_rows(cfg: Config, arrays: dict[str, jax.Array], device: _launch.TpuDevice) -> tuple[jax.Array, jax.Array]:
-    """The pallas_call, one row a grid step: (out, lse), as in `Refs` for all rows."""
+def _launch_rows(cfg: SparseConfig, arrays: dict[str, jax.Array], device: _launch.TpuDevice) -> tuple[jax.Array, jax.Array]:
+    """The pallas_call, one row a grid step: (out, lse), as in `SparseRefs` for all rows."""
     interpreted = device.interpret is not False
     if interpreted:  # the interpreter has no views of a ref as another type
         arrays["cache"] = lax.bitcast_convert_type(arrays["cache"].swapaxes(-1, -2), jnp.int32)[:, :, None]
@@ -143,7 +143,7 @@ def _launch_rows(cfg: Config, arrays: dict[str, jax.Array], device: _launch.TpuD
         words = cache if interpreted else cache.bitcast(jnp.int32)
         m, total, acc, list_sem, key_sem, *stages = refs
         sums, lists, keys = (m, total, acc), tuple(stages[:STAGES]), tuple(stages[STAGES:])
-        run(cfg, Refs(first, source, slots, words, query, bias, out, lse, *sums, list_sem, key_sem, lists, keys))
+        run(cfg, SparseRefs(first, source, slots, words, query, bias, out, lse, *sums, list_sem, key_sem, lists, keys))
 
     def of_row(shape: tuple[int, ...]) -> pl.BlockSpec:
         return pl.BlockSpec((1, *shape[1:]), lambda t, *_: (t, *(0 for _ in shape[1:])))
@@ -169,7 +169,7 @@ def _launch_rows(cfg: Config, arrays: dict[str, jax.Array], device: _launch.TpuD
     )(*arrays.values())
 
 
-def run(cfg: Config, refs: Refs) -> None:
+def run(cfg: SparseConfig, refs: SparseRefs) -> None:
     """Attend one row. Copies run ahead, into the next rows too."""
     t = pl.program_id(0)
 
@@ -196,12 +196,12 @@ def run(cfg: Config, refs: Refs) -> None:
     _finish(cfg, refs)
 
 
-def _list(refs: Refs, g: jax.Array, stage: int) -> Any:
+def _list(refs: SparseRefs, g: jax.Array, stage: int) -> Any:
     """The copy of a stage's slots in step g."""
     return pltpu.make_async_copy(refs.slots.at[refs.source[g], stage], refs.lists[stage], refs.list_sem.at[stage])
 
 
-def _starts(cfg: Config, refs: Refs, stage: int) -> list[Callable[[], None]]:
+def _starts(cfg: SparseConfig, refs: SparseRefs, stage: int) -> list[Callable[[], None]]:
     """Functions that each start the copy of one key of a stage, from its slot in `lists`."""
 
     def start(n: int) -> None:
@@ -213,7 +213,7 @@ def _starts(cfg: Config, refs: Refs, stage: int) -> list[Callable[[], None]]:
     return [functools.partial(start, n) for n in range(cfg.stage_keys)]
 
 
-def _step(cfg: Config, refs: Refs, g: jax.Array, *, more: bool) -> None:
+def _step(cfg: SparseConfig, refs: SparseRefs, g: jax.Array, *, more: bool) -> None:
     """Process the stages of step g. more: whether another step follows, whose first copies are started."""
     for stage in range(STAGES):
         pltpu.make_async_copy(refs.keys[stage], refs.keys[stage], refs.key_sem.at[stage]).wait()
@@ -224,7 +224,7 @@ def _step(cfg: Config, refs: Refs, g: jax.Array, *, more: bool) -> None:
             _list(refs, jnp.minimum(g + later + 1, refs.total - 1), target).start()
 
 
-def _attend(cfg: Config, refs: Refs, g: jax.Array, stage: int, starts: list[Callable[[], None]]) -> None:
+def _attend(cfg: SparseConfig, refs: SparseRefs, g: jax.Array, stage: int, starts: list[Callable[[], None]]) -> None:
     """Process the keys of a stage, and call `starts` between its products."""
     step, tile = g - refs.first[pl.program_id(0)], min(cfg.stage_keys, TILE)
     tiles = cfg.stage_keys // tile
@@ -248,7 +248,7 @@ def _attend(cfg: Config, refs: Refs, g: jax.Array, stage: int, starts: list[Call
             _weigh(cfg, refs, scores[n - 1], keys[n - 1][:, : cfg.values])
 
 
-def _keys(cfg: Config, refs: Refs, stage: int, at: Any) -> jax.Array:
+def _keys(cfg: SparseConfig, refs: SparseRefs, stage: int, at: Any) -> jax.Array:
     """Keys `at` of a stage: [keys, columns]."""
     columns = []
     for word in range(cfg.words):
@@ -258,7 +258,7 @@ def _keys(cfg: Config, refs: Refs, stage: int, at: Any) -> jax.Array:
     return jnp.concatenate([pltpu.bitcast(x, jnp.bfloat16) for x in columns[: cfg.columns // LANES]], axis=1)
 
 
-def _weigh(cfg: Config, refs: Refs, scores: jax.Array, values: jax.Array) -> None:
+def _weigh(cfg: SparseConfig, refs: SparseRefs, scores: jax.Array, values: jax.Array) -> None:
     """Add a tile's weighted values to the row's sums."""
     m, width = refs.m[...], scores.shape[1]
     new = jnp.maximum(m, jnp.max(scores, axis=1, keepdims=True))
@@ -268,7 +268,7 @@ def _weigh(cfg: Config, refs: Refs, scores: jax.Array, values: jax.Array) -> Non
     refs.acc[...] = refs.acc[...] * widen(rescale, cfg.values) + dot(p.astype(values.dtype), values, 1, 0)
 
 
-def _finish(cfg: Config, refs: Refs) -> None:
+def _finish(cfg: SparseConfig, refs: SparseRefs) -> None:
     """Write acc / l and the natural log-sum-exp."""
     total = refs.l[...]
     normaliser = jnp.where(total == 0.0, 0.0, 1.0 / jnp.where(total == 0.0, 1.0, total))

@@ -18,7 +18,7 @@ from attn.jax.kernels.tpu import mla_attention as kernel
 from attn.jax.kernels.tpu._chips import CHIPS
 from attn.jax.kernels.tpu._plan import Batch
 from attn.jax.kernels.tpu._refs import PagedShape
-from attn.jax.kernels.tpu.mla_attention import Blocks, MLAParams, blocks_for
+from attn.jax.kernels.tpu.mla_attention import MLABlocks, MLAParams, blocks_for
 from attn.testing import run_case
 from attn.testing.case import Case
 from attn.testing.conformance import candidate_of
@@ -27,7 +27,7 @@ from tests.levels import sampled
 #: decode over two kv blocks; a short chunk; a prefill over several; a request without rows; a decode within a block
 LENS = (1, 5, 20, 0, 1), (70, 33, 80, 20, 40)
 DECODES = (1, 1, 1), (70, 64, 3)
-BLOCKS = Blocks(kv_block=64, large=8, single_tile=16, key_tile=16, slots=3)
+BLOCKS = MLABlocks(kv_block=64, large=8, single_tile=16, key_tile=16, slots=3)
 WIDE = (144, 16, 24, 20)  #: values of two registers' lanes, rows of two as well
 
 #: Of bfloat16 and 16 heads, where they do not say otherwise.
@@ -50,7 +50,7 @@ def make(make_mla: Any, lens: Any = LENS, **more: Any) -> Any:
 def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
     """launched(blocks, mode, chip): the backend's kernel runs so."""
 
-    def run(blocks: Blocks = BLOCKS, mode: str = "on_wait", chip: str = "v5e") -> None:
+    def run(blocks: MLABlocks = BLOCKS, mode: str = "on_wait", chip: str = "v5e") -> None:
         interpret = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode=mode)
 
         def step(*arrays: Any, rules: MLAParams, k_scale: Any) -> Any:
