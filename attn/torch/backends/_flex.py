@@ -180,8 +180,7 @@ def lay_out(
         unseeing |= (bounds[:, 5] == 1) & (at < 0)
     if masks.ranges:
         unseeing &= (bounds[:, 6] > bounds[:, 7]) & (bounds[:, 8] == 0)
-    # CPU kernels require each page list to be as long as the cache has pages
-    columns = max(2, table.shape[1], num_pages if table.device.type == "cpu" else 0)
+    columns = _columns(table, num_pages)
     masked = _named(table, owner, whole - low + high - until, low, whole - low, until, columns)
     full = _named(table, owner, until - whole, whole, until - whole, until, columns)
     return FlexPlan(source, back, rows, (*masked, *full), places, unseeing)
@@ -211,6 +210,11 @@ def _ranges(
             end = torch.minimum(end, position + right)
         span_from, span_to = torch.where(used, start.clamp(min=0), span_from), torch.where(used, end, span_to)
     return span_from, span_to, prefix
+
+
+def _columns(table: torch.Tensor, num_pages: int) -> int:
+    """Return the width of a page list. CPU kernels require each list to be as long as the cache has pages."""
+    return max(2, table.shape[1], num_pages if table.device.type == "cpu" else 0)
 
 
 def _named(
