@@ -1612,6 +1612,22 @@ DEFECTS = (
         "Sinks that were loaded later are not used.",
     ),
     Defect(
+        "transformers_warm_up_fills_the_cache",
+        "integrations/transformers/batching.py",
+        "min(older, rows), cache)",
+        "older, cache)",
+        ("integrations/transformers/test_batching.py",),
+        "The warm-up of continuous batching computes attention over a whole cache.",
+    ),
+    Defect(
+        "transformers_facts_without_the_dtype_of_sinks",
+        "integrations/transformers/dispatch.py",
+        "None if sinks is None else sinks.dtype, options",
+        "sinks is None, options",
+        ("integrations/transformers/test_dispatch.py",),
+        "A prepared launch reads sinks of another dtype.",
+    ),
+    Defect(
         "transformers_facts_without_strides",
         "integrations/transformers/dispatch.py",
         "query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(), ",

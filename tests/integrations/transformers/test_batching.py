@@ -235,6 +235,17 @@ def test_gathered_keys_find_memory(version, asked, share, monkeypatch):
     assert config.max_memory_percent == asked.get("max_memory_percent")
 
 
+def test_the_request_of_a_warm_up_is_limited_within_the_block(monkeypatch):
+    runner, asked = pytest.importorskip("transformers.generation.continuous_batching.model_runner"), []
+    recorded = lambda *given: asked.append(given)  # noqa: E731
+    monkeypatch.setattr(runner, "create_warmup_future_states", recorded)
+    with attn_transformers.paged(decoder("llama"), "TORCH_SDPA"):
+        for older in (10_000, 3):
+            runner.create_warmup_future_states(1, "prefilling", 16, older, "cache")
+    assert asked == [(1, "prefilling", 16, older, "cache") for older in (16, 3)]
+    assert runner.create_warmup_future_states is recorded
+
+
 def test_the_warm_up_fills_no_cache(captures, monkeypatch):
     """Its attention would take seconds. Arrays have the sizes of the largest step, so later graphs fit in its memory."""
     model, made, make = decoder("llama"), [], steps._made_on_device
