@@ -179,7 +179,7 @@ def _broken(case: PrefillCase, state_name: str, state: State, want: State) -> li
     out = np.where(np.isneginf(want[1]).T[..., None], 0, state[0])
     as_case = Case(state_name, case.query_lens, case.query_lens, num_heads=case.num_heads, dtype=case.dtype, lse=True)
     result = Result(rounded(out, case.dtype), state[1], None, None, case.dtype)
-    return [f"rule {v.rule} ({state_name}): {v.problem}" for v in compare(as_case, result, Expected(*want, None))]
+    return [f"rule {v.rule} ({state_name}): {v.what}" for v in compare(as_case, result, Expected(*want, None))]
 
 
 def run_prefill(names: Sequence[str] | None = None, **options: Any) -> Report:

@@ -47,7 +47,7 @@ class Violation:
     """A rule that a case breaks, with the worst place."""
 
     rule: str
-    problem: str
+    what: str
     case: Case
     row: int | None = None
     head: int | None = None
@@ -59,7 +59,7 @@ class Violation:
         head = "" if self.head is None else f", head {self.head}"
         where = "" if self.row is None else f" at {_location(self.case, self.row)}{head}"
         values = "" if self.got is None and self.want is None else f": got {_shown(self.got)}, want {_shown(self.want)}"
-        return f"rule {self.rule} [{self.case.name}]{where}: {self.problem}{values}\n    {self.case.repro(self.backend)}"
+        return f"rule {self.rule} [{self.case.name}]{where}: {self.what}{values}\n    {self.case.repro(self.backend)}"
 
 
 @dataclass

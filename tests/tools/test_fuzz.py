@@ -78,7 +78,7 @@ def test_planted_bugs_are_found_and_made_small(name: str) -> None:
     found = report.finds[0]
     case = Case.from_json(found.repro.partition("--repro ")[2].strip("'"))
     assert len(case.query_lens) <= 2 and case.num_kv_heads <= 3
-    assert f"{found.failure} (seen {found.times} times)" in str(report)
+    assert f"{found.kind} (seen {found.times} times)" in str(report)
     assert {"WindowLeftOneMore": "sliding_window", "ScaleMadePositive": "scale"}.get(name, "") in ("", *found.needs)
 
 
@@ -180,7 +180,7 @@ def test_dense_backends_are_fuzzed_too(kernel: type[SDPAImpl], monkeypatch: pyte
     assert {KeysThatAreNotThere: "lens", NoRearStream: "rear"}[kernel] in found.needs
     again = DenseCase.from_json(found.repro.partition("--repro ")[2].strip("'"))
     assert "DENSE --registry diffusion --repro" in found.repro and again.batch == again.num_heads == 1
-    with pytest.raises(AssertionError, match=found.failure):
+    with pytest.raises(AssertionError, match=found.kind):
         check(Dense, again)
     command = shlex.split(again.repro("TORCH_SDPA"))[3:]
     assert main(command) == 0, "the backend without the bug"
@@ -239,7 +239,7 @@ def test_a_find_in_an_entry_is_made_small_and_repeated(
 
     report = campaign(subject, [examine], 1, FAR, FuzzReport("TORCH_ENTRY", 1), most=200, max_finds=1)
     (found,) = report.finds
-    assert found.failure.startswith("IndexError in") and found.needs == {"causal": True}
+    assert found.kind.startswith("IndexError in") and found.needs == {"causal": True}
     assert "TORCH_ENTRY --registry entries --repro" in found.repro and len(found.repro) < 200
     command = shlex.split(found.repro)[3:]
     assert main(command) == 1 and "tuple index out of range" in capsys.readouterr().out

@@ -62,7 +62,7 @@ class CaseOutcome:
 class Find:
     """A failure: its kind, the fields that it needs not to be plain, how often it occurred, the command that repeats it."""
 
-    failure: str
+    kind: str
     text: str
     repro: str
     needs: dict[str, Any] = field(default_factory=dict)
@@ -114,7 +114,7 @@ class FuzzReport:
         outcome = f"{len(self.finds)} FINDS (seen {times} times)" if self.finds else outcome
         ran = f"{self.cases} cases of {self.programs} programs"
         lines = [f"{self.backend}: seed {self.seed}, {ran}, {outcome}, {self.seconds:.0f} s"]
-        lines += [f"  {find.failure} (seen {find.times} times): {find.text}\n    {find.repro}" for find in self.finds]
+        lines += [f"  {find.kind} (seen {find.times} times): {find.text}\n    {find.repro}" for find in self.finds]
         return "\n".join(lines + [f"  error of the run: {error}" for error in self.errors])
 
 
@@ -213,7 +213,7 @@ def _add(
         return result is not None and result.failure == outcome.failure
 
     with lock:
-        known = [find for find in report.finds if find.failure == outcome.failure]
+        known = [find for find in report.finds if find.kind == outcome.failure]
     for find in known:
         if _alike(find.needs) <= _alike(features_of(case, family.plain)) and not (
             find.needs and fails(case.replace(**{name: family.plain[name] for name in find.needs}))
@@ -226,7 +226,7 @@ def _add(
     needs = features_of(smallest, family.plain)
     with lock:
         for find in report.finds:
-            if (find.failure, _alike(find.needs)) == (outcome.failure, _alike(needs)):
+            if (find.kind, _alike(find.needs)) == (outcome.failure, _alike(needs)):
                 find.times += 1
                 return
         report.finds.append(Find(outcome.failure, text, smallest.replace(name="find").repro(report.backend), needs))
@@ -298,7 +298,7 @@ def examined(case: Case, run: Callable[[Case], Sequence[Any]]) -> CaseOutcome:
     if not violations:
         return CaseOutcome(memory=_memory())
     first = violations[0]
-    step = first.problem.partition(" (")[0] if first.rule == "R" else ""
+    step = first.what.partition(" (")[0] if first.rule == "R" else ""
     return CaseOutcome(f"rule {first.rule} {step}".strip(), str(first).partition("\n")[0], _memory())
 
 
