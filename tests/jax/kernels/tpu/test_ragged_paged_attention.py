@@ -190,9 +190,10 @@ CASES: dict[str, dict[str, Any]] = {
         "blocks": BLOCKS._replace(large=32, chunk=64, key_tile=64, last=32),
         "alibi_slopes": SLOPES,
     },
-    # steps of two tiles, the second of which has masks: items end in either half of it, in the first tile and with a chunk
+    # steps of two tiles, the second of which has masks: items end in either half of it, in the first tile and with a chunk; the
+    # last one has a row that sees all keys of its steps
     "pairs": {
-        "lens": ((1, 70, 40), (70, 150, 100)),
+        "lens": ((1, 70, 40, 33), (70, 150, 100, 64)),
         "blocks": BLOCKS._replace(large=32, chunk=64, key_tile=32, last=16, pairs=True),
         "sinks": SINKS,
     },
