@@ -174,7 +174,7 @@ def warn_valueless(where: str) -> None:
 
 
 def valueless(layer: Any, arguments: Arguments) -> str:
-    """Return where a call has no values, such as "under a transformation of JAX", or "" if it has them."""
+    """Return the context in which a call has no values, such as "under a transformation of JAX", or ""."""
     return str(ops_of(layer.framework).valueless(*arguments))
 
 

@@ -1,4 +1,4 @@
-"""Which keys a row of queries sees: a layer's rules and a batch's arrays, as one value.
+"""The mask of attention: a layer's rules and a batch's arrays, as one value.
 
 A row at position p of its request sees key j if
 

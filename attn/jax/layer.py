@@ -25,7 +25,7 @@ def _scale_property(name: str) -> Any:
 
 
 class _Module(BaseLayer, nnx.Module):
-    """How a module stores its scales, and how it allocates a cache."""
+    """The storage of scales and the allocation of caches of a module."""
 
     framework = "jax"
     # Scales are static, like the backend, not leaves of the module's state: a checkpoint need not contain them, and a

@@ -105,7 +105,7 @@ class PagedAttentionMetadata(AttentionMetadata):
         )
 
     def _least_layers(self, layer: Any) -> int:
-        """Return how many layers the cache must have, as far as known. Raises `MetadataError` for a layer outside it."""
+        """Return the least number of layers that the cache must have. Raises `MetadataError` for a layer outside it."""
         if isinstance(layer, jax.core.Tracer):
             if layer.ndim or not jnp.issubdtype(layer.dtype, jnp.integer):
                 raise MetadataError("layer", None, layer.aval, "an int, or a traced scalar of an integer dtype")

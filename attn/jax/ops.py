@@ -85,7 +85,7 @@ class Ops:
 
     @staticmethod
     def valueless(*arguments: Any) -> str:
-        """Return where a call with these arguments has no values, "" if it has them."""
+        """Return the context in which a call with these arguments has no values, or ""."""
         traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arguments))
         return "under a transformation of JAX (jit, grad, vmap, scan)" if traced else ""
 

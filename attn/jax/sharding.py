@@ -26,7 +26,7 @@ from attn.errors import ShapeError
 
 @dataclass(frozen=True)
 class HeadShards:
-    """How H query heads that share K kv heads are distributed over the `size` devices of a mesh axis, in order.
+    """The distribution of H query heads and K kv heads over the `size` devices of a mesh axis, in order.
 
     Raises `ShapeError` if the query heads or the kv heads do not divide: every device runs one program, so all must hold
     equal numbers of both, and a kv head for each of their query heads.

@@ -53,7 +53,7 @@ reinterpret = _newest(gl.shared_memory_descriptor, "reinterpret", "_reinterpret"
 
 
 class _Address:
-    """Where a tensor's memory is, which a descriptor takes for the tensor: a descriptor that is kept keeps no memory."""
+    """A tensor's address and dtype in place of the tensor, so that a cached descriptor keeps no memory alive."""
 
     def __init__(self, address: int, dtype: Any) -> None:
         self.address, self.dtype = address, dtype
@@ -71,7 +71,7 @@ def descriptor(
 
 
 def layout_of(box: tuple[int, ...]) -> Any:
-    """How boxes of 16-bit elements are laid out in shared memory: swizzled rows of 128 bytes."""
+    """The shared-memory layout of boxes of 16-bit elements: swizzled rows of 128 bytes."""
     return gl.NVMMASharedLayout(128, 16, rank=len(box))
 
 

@@ -121,7 +121,7 @@ def _rows(begin, q_len, first_row, H: gl.constexpr, LAYOUT: gl.constexpr):  # ty
 
 @gluon.jit
 def _state(state, at, head, splits, H: gl.constexpr, PLANNED: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Where a row's state is among all states: by the item of the plan, or by the row and the number of the split."""
+    """The index of a row's state: by the item of the plan, or by the row and the split."""
     slot = state.to(gl.int64) * 64 + gl.arange(0, 64, layout=LAYOUT)
     return slot if PLANNED else (at * H + head) * splits + state
 

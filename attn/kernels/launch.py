@@ -1,7 +1,7 @@
 """Launch rules: tile sizes, warps and stages from shapes and the architecture, not from a table of measured shapes.
 
-A rule lists launches in order of preference and takes the first that fits the architecture's shared memory. How the keys of
-decodes are cut depends on the batch, and can be fixed (`split_kv_for`) if a sequence's bits must not depend on the rest of it.
+A rule lists launches in order of preference and takes the first that fits the architecture's shared memory. The splits of
+decodes depend on the batch; `split_kv_for` fixes them if a sequence's bits must not depend on the rest of it.
 """
 
 import functools
@@ -25,7 +25,7 @@ PROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 1
 
 @dataclass(frozen=True)
 class Launch:
-    """How one kernel is launched: rows and keys per tile, warps per program, stages of the software pipeline."""
+    """Launch options of one kernel: rows and keys per tile, warps per program, stages of the software pipeline."""
 
     block_m: int
     block_n: int
@@ -209,7 +209,7 @@ def int8_launch(arch: str, head_size: int) -> Launch:
 
 @dataclass(frozen=True)
 class SplitKV:
-    """How the keys of decodes are cut into work items; each program derives the items from the lengths on the device.
+    """The split-KV plan of decodes; each program derives the items from the lengths on the device.
 
     split_tiles: tiles of keys in every part, or, if max_splits > 0, the least number of tiles that a part has; the device then
     chooses the smallest number that makes at most `max_splits` items more than there are requests. whole_from: the number of

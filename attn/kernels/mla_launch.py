@@ -157,7 +157,7 @@ def _in_two_parts(size: int) -> int:
 
 
 class RopeFrom(NamedTuple):
-    """Where the rotary part of queries is in an array of its own: its element for token t and head h is first + t token + h
+    """The layout of a separate array of queries' rotary parts: the element of token t and head h is first + t token + h
     head. All 0 if the queries have it beside their latents."""
 
     token: int = 0
@@ -202,7 +202,7 @@ class Decode(NamedTuple):
 
 
 class MLALaunches(NamedTuple):
-    """How a batch is launched, from its extents alone.
+    """The launch of a batch, by its extents alone.
 
     tiles: of rows, per request, or per group of a plan. split: keys per program. shares: how a batch of uneven lengths is cut
     instead, or None. block_m, block_n: rows and keys per tile. attend, merge: the constants and options of the two stages (of
@@ -229,7 +229,7 @@ class MLALaunches(NamedTuple):
         return self.shares.groups, min(self.tiles * self.block_m, heads * max_query_len)
 
     def states(self, rows: int) -> int:
-        """How many states of parts a batch of `rows` (token, head) pairs has."""
+        """The number of split states of a batch of `rows` (token, head) pairs."""
         if self.shares is not None:
             return 2 * self.shares.groups * self.tiles * self.block_m
         return rows * self.splits if self.splits > 1 else 0

@@ -90,7 +90,7 @@ _Layers = Callable[["_Reader", int], list[str]]
 
 @dataclass(frozen=True)
 class _Model:
-    """How a model type departs from the usual fields.
+    """The differences of a model type from the usual fields.
 
     `names` maps the usual name of a field to the type's own; `defaults` are transformers' for optional fields; `layers`
     returns each layer's type (`_WORDS`) if the file has no `layer_types`; `change` adjusts a layer of attention.

@@ -120,7 +120,7 @@ class ModelReport:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """How the model was read, what the numbers are, and remarks on all choices."""
+        """The source of the model, the meaning of the numbers, and remarks on all choices."""
         load = f"{self.requests} request{'s' * (self.requests > 1)} of {self.context} tokens"
         total = self.total("token_bytes")
         sentences = [

@@ -1,1 +1,1 @@
-"""Which backend is chosen, and why: platforms, preferences, plug-ins, verdicts."""
+"""The choice of a backend, with reasons: platforms, preferences, plug-ins, verdicts."""

@@ -34,7 +34,7 @@ def aligned(tensor: torch.Tensor, strides: bool = True) -> torch.Tensor:
 
 
 def _offset(tensor: torch.Tensor) -> int | torch.SymInt:
-    """Return where the tensor begins in its storage, in bytes."""
+    """Return the offset of the tensor in its storage, in bytes."""
     return tensor.storage_offset() * tensor.element_size()
 
 

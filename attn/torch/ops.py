@@ -70,7 +70,7 @@ class Ops:
 
     @staticmethod
     def rows_at_once(n: int, row: int) -> int:
-        """How many of n rows, of `row` scores each, are computed at a time."""
+        """The number of rows, of n with `row` scores each, that are computed at a time."""
         return max(1, min(n, _SCORES_AT_ONCE // max(1, row)))
 
     @staticmethod
@@ -80,7 +80,7 @@ class Ops:
 
     @staticmethod
     def valueless(query: Any, *others: Any) -> str:
-        """Return where a call with these arguments has no values, "" if it has them."""
+        """Return the context in which a call with these arguments has no values, or ""."""
         capturing = isinstance(query, torch.Tensor) and query.is_cuda and torch.cuda.is_current_stream_capturing()
         return "during the capture of a CUDA graph" if capturing else ""
 

@@ -23,7 +23,7 @@ _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are scaled beyond the trained length; `rope_type` determines which fields apply."""
+    """The scaling of rotary frequencies beyond the trained length; `rope_type` determines which fields apply."""
 
     rope_type: str  # linear, llama3 or yarn
     factor: float

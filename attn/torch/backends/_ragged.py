@@ -120,7 +120,7 @@ class Work:
 
 @dataclass(frozen=True)
 class RequestParams:
-    """How one request's dot products become weights, and its weights an output.
+    """The softmax rules of one request: from dot products to weights, and from weights to an output.
 
     mask: what the request's rows see, the tree on the device, other arrays on the host; its rows are at positions from
     `context` on. slopes, sinks: [H]; ALiBi is -slope * |p - j|.

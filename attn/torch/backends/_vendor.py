@@ -87,7 +87,7 @@ def token_slots(block_table: torch.Tensor, block_size: int, requests: Any, begin
 
 
 def decodes_first(starts: Any) -> int:
-    """Return how many requests at the start of a batch have one query each; starts: [R + 1] on the host."""
+    """Return the number of requests at the start of a batch with one query each; starts: [R + 1] on the host."""
     longer = np.flatnonzero(np.diff(starts) != 1)
     return int(longer[0]) if len(longer) else len(starts) - 1
 

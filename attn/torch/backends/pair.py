@@ -86,7 +86,7 @@ class PairedBackend(PagedAttentionBackend):
 
 
 def _layout(backend: type[Any], request: Request) -> tuple[Any, ...]:
-    """Return where a cache of 7 blocks has its keys and values: its shape, its order in memory, and the views of both."""
+    """Return the layout of a cache of 7 blocks: its shape, its order in memory, and the views of keys and values."""
     extent = (7, request.block_size or 16, request.num_kv_heads or 3, request.head_size, request.kv_cache_dtype)
     cache = torch.empty(backend.get_kv_cache_shape(*extent), device="meta")
     views = tuple((x.shape, x.stride(), x.storage_offset()) for x in backend.logical_kv_cache(cache))
@@ -127,7 +127,7 @@ def _capture(builder: PairedMetadataBuilder, common_attn_metadata: CommonAttenti
 
 
 def decodes_of(batch: CommonAttentionMetadata) -> int:
-    """Return how many requests at the start of a batch the decodes' backend serves; the other one serves the rest.
+    """Return the number of requests at the start of a batch that the decodes' backend serves; the other one serves the rest.
 
     A request without new tokens is of either. All, unless the host knows the lengths and most requests from the first prompt on
     are prompts.

@@ -1,4 +1,4 @@
-"""How the host launches kernels: with little work per call, on the device of the tensors, in a graph as custom operators.
+"""Kernel launches by the host: with little work per call, on the device of the tensors, in a graph as custom operators.
 
 Triton examines every argument at every launch. `Prepared` passes a compiled kernel its arguments itself (`driver`), from the
 second launch of a kind on; `operator` makes the functions that launch kernels.

@@ -412,7 +412,7 @@ def _rows_of(rows: Rows, tokens: slice, device: torch.device) -> torch.Tensor:
 
 
 def _starts(lens: "IntArray") -> "IntArray":
-    """Return where each of some lengths begins, and where the last ends: [n + 1] int32."""
+    """Return the exclusive cumulative sum of lengths, and their total: [n + 1] int32."""
     starts = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(lens, out=starts[1:])
     return starts
