@@ -411,17 +411,20 @@ def put_together(parts: "Sequence[IntArray | Pages]", device: torch.device) -> l
     A GPU copies them from pinned memory while the host goes on; torch keeps that memory until the copy is done, and for later
     batches.
     """
-    sections, size = list[slice](), 0
+    sizes, at, size = list[int](), list[int](), 0
     for part in parts:
         n = part.size
-        sections.append(slice(size, size + n))
+        at.append(len(sizes))
+        sizes += (n, -n % 4) if n % 4 else (n,)
         size += n + -n % 4
     staged = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
-    host = staged.numpy()
-    for section, part in zip(sections, parts, strict=True):
-        if isinstance(part, Pages):
-            part.copy_to(host[section])
+    host, begin = staged.numpy(), 0
+    for part in parts:
+        end = begin + part.size
+        if type(part) is Pages:
+            part.copy_to(host[begin:end])
         else:
-            host[section] = part
-    on_device = staged.to(device, non_blocking=True)
-    return [on_device[section] for section in sections]
+            host[begin:end] = part
+        begin = end + -end % 4
+    pieces = staged.to(device, non_blocking=True).split_with_sizes(sizes)
+    return [pieces[i] for i in at]
