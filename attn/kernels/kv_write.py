@@ -24,8 +24,8 @@ def bf16_code(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _code(x, FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Convert float32 x, already divided by its scale, to a byte."""
+def code_in(x, FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Convert float32 x, already divided by its scale, to a code of this format, which is not ""."""
     if FORMAT == "int8":
         clipped = tl.minimum(tl.maximum(x, -127.0), 127.0)
         return nearest(tl.where(x != x, 0.0, clipped)).to(tl.int32).to(tl.uint8)
@@ -46,7 +46,7 @@ def _scaled_by_itself(x, live, FORMAT: tl.constexpr):  # type: ignore[no-untyped
     largest = tl.max(tl.where((x - x) != 0.0, 0.0, tl.abs(x)), 1)
     scale = tl.where(nonfinite, float("nan"), tl.math.div_rn(largest, tl.zeros_like(largest) + most))
     by = tl.where(scale == 0.0, 1.0, scale)
-    return _code(tl.math.div_rn(x, tl.zeros_like(x) + by[:, None]), FORMAT), scale
+    return code_in(tl.math.div_rn(x, tl.zeros_like(x) + by[:, None]), FORMAT), scale
 
 
 @triton.jit
@@ -74,12 +74,12 @@ def write(  # type: ignore[no-untyped-def]
             tl.store(k_scale + at, k_by_token, mask=tl.arange(0, BLOCK_H) < HEADS)
             tl.store(v_scale + at, v_by_token, mask=tl.arange(0, BLOCK_H) < HEADS)
         elif FORMAT == "bf16":
-            k, v = _code(k.to(tl.float32), FORMAT), _code(v.to(tl.float32), FORMAT)
+            k, v = code_in(k.to(tl.float32), FORMAT), code_in(v.to(tl.float32), FORMAT)
         elif FORMAT != "":
             k_by = tl.load(k_scale + h * kscale_h, mask=h < HEADS, other=1.0)
             v_by = tl.load(v_scale + h * vscale_h, mask=h < HEADS, other=1.0)
-            k = _code(tl.math.div_rn(k.to(tl.float32), tl.broadcast_to(k_by, (BLOCK_H, BLOCK_D))), FORMAT)
-            v = _code(tl.math.div_rn(v.to(tl.float32), tl.broadcast_to(v_by, (BLOCK_H, BLOCK_D))), FORMAT)
+            k = code_in(tl.math.div_rn(k.to(tl.float32), tl.broadcast_to(k_by, (BLOCK_H, BLOCK_D))), FORMAT)
+            v = code_in(tl.math.div_rn(v.to(tl.float32), tl.broadcast_to(v_by, (BLOCK_H, BLOCK_D))), FORMAT)
         k_at = key_cache + block * kc_block + offset * kc_slot + h * kc_head + d
         v_at = value_cache + block * vc_block + offset * vc_slot + h * vc_head + d
         tl.store(k_at, k.to(key_cache.dtype.element_ty), mask=live)
@@ -88,7 +88,8 @@ def write(  # type: ignore[no-untyped-def]
 
 #: The strides of both scales, () for a number or none.
 Scales = tuple[tuple[int, ...], ...]
-_FORMATS = {"int8": "int8", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "bfloat16": "bf16"}
+#: Formats by the dtype of a cache; "uint8" is that of e4m3 codes for kernels that do not convert these.
+_FORMATS = {"int8": "int8", "float8_e4m3fn": "e4m3", "uint8": "e4m3", "float8_e5m2": "e5m2", "bfloat16": "bf16"}
 
 
 def format_of(dtype: str, stored: str) -> str:

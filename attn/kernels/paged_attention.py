@@ -33,6 +33,7 @@ import triton
 import triton.language as tl
 
 from attn.kernels.codes import fp8_code, number_in
+from attn.kernels.kv_write import code_in
 from attn.kernels.plan import item_of, visible
 
 #: Changes of these do not recompile.
@@ -202,7 +203,7 @@ def tanh(x):  # type: ignore[no-untyped-def]
 def attention(  # type: ignore[no-untyped-def]
     scratch, output, lse, query_start_loc, sinks, v_scale, output_scale, query, key_cache, value_cache, seq_lens, block_table,
     slopes, tree, spans, prefix, is_causal, k_scale, key, value, slots,
-    factor, v_factor, num_reqs, states, lse_h, table_r, tree_w, split_tiles, max_splits, whole_from,
+    factor, k_factor, v_factor, num_reqs, states, lse_h, table_r, tree_w, split_tiles, max_splits, whole_from,
     o_t, o_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, key_t, value_t,
     cap, left, right, tree_right, span_right, chunk, min_query, max_query, sparse_local, sparse_stride, sparse_shift,
     sparse_offset, kscale_h, vscale_h, scale_block, scale_slot, values_at,
@@ -214,6 +215,7 @@ def attention(  # type: ignore[no-untyped-def]
     SPAN_LEFT: tl.constexpr, HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr,
     SPARSE: tl.constexpr, MAY_BE_NONFINITE: tl.constexpr, SAME: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
     PRECISION: tl.constexpr, EARLY: tl.constexpr, BESIDE: tl.constexpr, IN_HALF: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):  # fmt: skip
     K: tl.constexpr = H // G
     if value_cache is None:
@@ -324,6 +326,7 @@ def attention(  # type: ignore[no-untyped-def]
         q = (wide_q * (16384.0 / power)[:, None]).to(tl.float16)
         factor = factor * (power * 6.103515625e-05)
     if HAS_K_SCALE:
+        k_factor = k_factor * tl.load(k_scale + kv_head * kscale_h)
         factor = factor * tl.load(k_scale + kv_head * kscale_h)
     if HAS_V_SCALE:
         v_factor = v_factor * tl.load(v_scale + kv_head * vscale_h)
@@ -350,7 +353,7 @@ def attention(  # type: ignore[no-untyped-def]
         if end == 0:
             _write(
                 slots, key, value, k_base, v_base, begin.to(tl.int64), kv_head, key_t, value_t, k_block, k_slot, v_block,
-                v_slot, P, D, BLOCK_D,
+                v_slot, k_factor, v_factor, P, D, BLOCK_D, FORMAT,
             )  # fmt: skip
             tl.debug_barrier()  # every thread has stored before one reads what another stored
 
@@ -427,17 +430,28 @@ def attention(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _write(  # type: ignore[no-untyped-def]
-    slots, key, value, k_base, v_base, token, kv_head, key_t, value_t, k_block, k_slot, v_block, v_slot, P: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr,
+    slots, key, value, k_base, v_base, token, kv_head, key_t, value_t, k_block, k_slot, v_block, v_slot, k_by, v_by,
+    P: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Store a token's key and value of one kv head at its slot, if it has one (-1), in the dtype of the cache."""
+    """Store a token's key and value of one kv head at its slot, if it has one (-1), as `kv_write.write` does."""
     d = tl.arange(0, BLOCK_D)
     slot = tl.load(slots + token).to(tl.int64)
     k = tl.load(key + token * key_t + kv_head * D + d, mask=d < D)
     v = tl.load(value + token * value_t + kv_head * D + d, mask=d < D)
     live = (d < D) & (slot >= 0)
-    tl.store(k_base + slot // P * k_block + slot % P * k_slot + d, k, mask=live)
-    tl.store(v_base + slot // P * v_block + slot % P * v_slot + d, v, mask=live)
+    k_at = k_base + slot // P * k_block + slot % P * k_slot + d
+    v_at = v_base + slot // P * v_block + slot % P * v_slot + d
+    if FORMAT == "":
+        k, v = k.to(k_base.dtype.element_ty), v.to(v_base.dtype.element_ty)
+    else:
+        k, v = k.to(tl.float32), v.to(tl.float32)
+        codes: tl.constexpr = tl.uint16 if FORMAT == "bf16" else tl.uint8
+        if FORMAT != "bf16":
+            k, v = tl.math.div_rn(k, tl.zeros_like(k) + k_by), tl.math.div_rn(v, tl.zeros_like(v) + v_by)
+        k, v = code_in(k, FORMAT), code_in(v, FORMAT)
+        k_at, v_at = k_at.to(tl.pointer_type(codes)), v_at.to(tl.pointer_type(codes))
+    tl.store(k_at, k, mask=live)
+    tl.store(v_at, v, mask=live)
 
 
 @triton.jit

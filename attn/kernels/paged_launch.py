@@ -6,6 +6,7 @@ Frameworks share these rules: dtypes are names (`"bfloat16"`), arrays are their 
 from typing import Any, NamedTuple
 
 from attn.kernels.hopper_prefill_launch import PrefillParams
+from attn.kernels.kv_write import format_of
 from attn.kernels.launch import (
     FUSED,
     LOG2E,
@@ -182,6 +183,7 @@ class Launches:
             "PRECISION": "tf32x3" if wide_query and name.startswith("sm") else "ieee",
             "TILED": self.kinds.together,
             "IN_HALF": query == "bfloat16" and one_byte and not per_token,
+            "FORMAT": format_of(str(dtypes["key"]), str(stored)) if dtypes["slots"] else "",
             **({"launch_pdl": True} if self.beside else {}),
         }
 

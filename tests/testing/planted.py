@@ -1256,6 +1256,22 @@ DEFECTS = (
         "Launches are repeated although the batch was changed.",
     ),
     Defect(
+        "pages_that_two_requests_write_to",
+        "backends/metadata.py",
+        "return bool(np.count_nonzero(is_own) == n == np.count_nonzero(",
+        "return bool(n == np.count_nonzero(",
+        ("backends/test_metadata.py",),
+        "Two drafts in one page count as apart, so one's launch may read what the other is yet to write.",
+    ),
+    Defect(
+        "captured_launches_of_one_batch",
+        "torch/kernels/kept.py",
+        "if stream and self.of_batch and",
+        "if stream and not self.of_batch and",
+        ("torch/kernels/test_kept.py",),
+        "A graph has the launches of a batch without decodes, and is replayed with some.",
+    ),
+    Defect(
         "row_of_an_invariant_layer",
         "torch/backends/_triton.py",
         "return not (self._fixed_split() or ",

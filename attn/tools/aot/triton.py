@@ -245,7 +245,7 @@ def _launch_paged(choice: Choice) -> None:
         few_keys=choice.get("few_keys"),
     )
     launch()
-    if max(query_lens) == 1 and stored == dtype:  # the launch may write the new tokens too
+    if max(query_lens) == 1 and choice["kv"] not in PER_TOKEN_HEAD:  # the launch may write the new tokens too
         new = [torch.empty(tokens, kv_heads, size, dtype=dtype) for _ in "kv"]
         launch(key=new[0], value=new[1], slots=torch.zeros(tokens, dtype=torch.int64))
 

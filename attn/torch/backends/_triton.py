@@ -144,6 +144,8 @@ class TritonPagedImpl(PagedAttentionImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         prepare(self.backend.get_name())
+        #: Whether the cache has a scale for each token and head.
+        self._keeps_scales = self.kv_cache_dtype in PER_TOKEN_HEAD
 
     def _constants(self) -> tuple[Any, ...]:
         pattern = self._sparse()
@@ -179,10 +181,10 @@ class TritonPagedImpl(PagedAttentionImpl):
         return None
 
     def _writes_itself(self, call: PagedCall) -> bool:
-        """Whether the decodes' launch writes the new tokens: of decoders, in the cache's dtype, where the plan lets it."""
+        """Whether the decodes' launch writes the new tokens: of decoders, where the plan lets it."""
         if call.key is None or self.attn_type != AttentionType.DECODER or self.kv_sharing_target_layer_name is not None:
             return False
-        if call.kv_cache.dtype != call.key.dtype or type(self).do_kv_cache_update is not PagedAttentionImpl.do_kv_cache_update:
+        if self._keeps_scales or type(self).do_kv_cache_update is not PagedAttentionImpl.do_kv_cache_update:
             return False
         return self._plan(call.meta, call.kv_cache).writes and not is_captured(call.query)
 
@@ -229,7 +231,7 @@ class TritonPagedImpl(PagedAttentionImpl):
         # a graph serves any batch of its shapes, and fixed splits any
         if self._fixed_split() or torch.compiler.is_compiling() or start is None or seq_lens is None or not key_cache.is_cuda:
             return _UNKNOWN
-        kept, plain = attn_metadata.kept(), not self._quantised and self.kv_sharing_target_layer_name is None
+        kept, plain = attn_metadata.kept(), not self._keeps_scales and self.kv_sharing_target_layer_name is None
         plans, itemsize = kept.plans, key_cache.element_size()
         shape = (self.num_heads, self.num_kv_heads, self.head_size, self.window, itemsize, plain)
         if shape not in plans:

@@ -50,7 +50,7 @@ class _Launches:
         factor, v_factor = layer.factor(factors[0]), factors[1]
         lse_h, table_r = 0 if lse is None else lse.stride(0), 0 if table is None else table.stride(0)
         tree_w = 0 if tree is None else tree.shape[1]
-        numbers, no_plan = (factor, v_factor, num_reqs), (0, lse_h, table_r, tree_w, 0, 0, 0)
+        numbers, no_plan = (factor, *factors, num_reqs), (0, lse_h, table_r, tree_w, 0, 0, 0)
         if rules.on_hopper:
             pointers = output, lse, query, key_cache, value_cache, starts, seq_lens, table, sinks, *mask
             processors, of_prompts = prompts[0] or rules.kinds.processors, self._of_prompts(prompts[1])
@@ -144,8 +144,9 @@ def paged_attention(
     few_keys: whether rows of prompts see few keys (`hopper_prefill_launch.has_few_keys`), None if that is not known.
     whole: do not cut the keys of decodes into parts (`launch.are_whole`). together: prompts, of at most `launch.TOGETHER`
     rows, are in the launch of the decodes (`launch.run_together`). singles: whether there may be requests of one token.
-    key, value: [T, K, D], in the caches' dtype, to be written at slots [T] as by `kv_write.write_kv` before anything is read:
-    at most one token of each request, at its last position, in a page of no other request; not in a traced graph.
+    key, value: [T, K, D] to be written at slots [T] as by `kv_write.write_kv` before anything is read, to caches without a
+    scale per token: at most one token of each request, at its last position, in a page of no other request; not in a traced
+    graph.
     """
     num_reqs, (tokens, heads, size) = query_start_loc.shape[0] - 1, query.shape
     if num_reqs < 1 or tokens == 0 or max_query_len == 0:
@@ -154,7 +155,7 @@ def paged_attention(
     if output_scale is not None:
         output = output.view(torch.uint8)
     if slots is not None:
-        assert max_query_len == 1 and key is not None and value is not None and key.dtype == value.dtype == key_cache.dtype
+        assert max_query_len == 1 and key is not None and value is not None
         # slices of one projection are read where they are
         key, value = (x if x.stride()[1:] == (size, 1) else x.contiguous() for x in (key, value))
     if key_cache.dtype == torch.float8_e4m3fn and not converts_e4m3(name):

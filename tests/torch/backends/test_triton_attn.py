@@ -139,7 +139,8 @@ def test_which_batches_are_written_by_the_decodes_launch(monkeypatch: pytest.Mon
     assert writes(apart) and writes(apart, "sm_80")
     assert not writes(shared) and not writes(apart, "gfx942") and not writes(apart, lens=(2, 1))
     assert not writes(apart, slot_mapping=torch.tensor([0, 16]))  # assigned since the batch was built
-    for options in ({"kv_cache_dtype": "fp8"}, {"kv_sharing_target_layer_name": "other"}):
+    assert writes(apart, by=TritonAttentionBackend.get_impl_cls()(4, 32, 0.2, 2, kv_cache_dtype="fp8"))
+    for options in ({"kv_cache_dtype": "fp8_per_token_head"}, {"kv_sharing_target_layer_name": "other"}):
         assert not writes(apart, by=TritonAttentionBackend.get_impl_cls()(4, 32, 0.2, 2, **options))
 
 

@@ -164,7 +164,7 @@ calls = [
     (dict(lens=DECODES, plan=WRITES, arrangement="slices", lse=True), "attention merge"),
     (dict(lens=DECODES, plan=WRITES._replace(whole=True), arrangement="flat"), "attention"),
     (dict(lens=DECODES, plan=WRITES, arrangement="cached"), "attention merge"),
-    (dict(lens=DECODES, plan=WRITES, cache="fp8"), "write attention merge"),
+    (dict(lens=DECODES, plan=WRITES, cache="fp8"), "attention merge"),
     (dict(lens=DECODES, plan=WRITES, kv_sharing_target_layer_name="other"), "attention merge"),
     (dict(lens=FEW, batch=dict(tree=True)), "write attention merge"),
     (dict(lens=FEW, batch=dict(prefix=True)), "write attention merge"),

@@ -222,13 +222,18 @@ _WRITES: dict[str, dict[str, Any]] = {
     "window, cap and sinks": {"left": 40, "soft_cap": 3.0, "sinks": True},
     "chunks": {"chunk_size": 48},
     "not causal, prefixes": {"right": None, "prefix": True},
+    "e4m3, a scale per head": {"stored": torch.float8_e4m3fn, "k_scale": [0.5, 0.02], "v_scale": [0.03, 0.1]},
+    "e4m3 taken as bytes": {"stored": torch.float8_e4m3fn, "k_scale": 0.3, "v_scale": [0.03, 0.1], "converts": False},
+    "e5m2, numbers of the host": {"stored": torch.float8_e5m2, "k_factor": 0.3, "v_factor": 0.7},
+    "int8, a number of each": {"stored": torch.int8, "k_factor": 0.03, "v_scale": 0.01, "dtype": torch.bfloat16},
+    "bfloat16 in float32": {"stored": torch.bfloat16, "dtype": torch.float32},
 }
 
 
 @pytest.mark.parametrize(
-    ("case", "whole"), sampled([pytest.param(*x) for x in itertools.product(_WRITES, (True, False))], 4, "writes of decodes")
+    ("case", "whole"), sampled([pytest.param(*x) for x in itertools.product(_WRITES, (True, False))], 6, "writes of decodes")
 )
-def test_decodes_write_the_new_tokens_before_they_read_them(case: str, whole: bool) -> None:
+def test_decodes_write_the_new_tokens_before_they_read_them(case: str, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits of the cache, the output and the log-sum-exp are those of a write in a launch of its own."""
     choice, seq_lens, heads, kv_heads = dict(_WRITES[case]), [1, 17, 150, 33, 80, 0], 4, 2
     dtype, size = choice.pop("dtype", torch.float16), choice.pop("size", SIZE)
@@ -240,7 +245,16 @@ def test_decodes_write_the_new_tokens_before_they_read_them(case: str, whole: bo
     query, key, value = projection.split((heads, kv_heads, kv_heads), 1)
     if not choice.pop("sliced", False):
         query, key, value = (x.contiguous() for x in (query, key, value))
-    stored = noise(2, requests * columns, PAGE, kv_heads, size)
+    stored = noise(2, requests * columns, PAGE, kv_heads, size) * 30 ** ("stored" in choice)
+    stored = stored.to(choice.pop("stored", dtype))
+    if not choice.pop("converts", True):
+        monkeypatch.setattr(module, "converts_e4m3", lambda arch: False)
+    scales = []
+    for name in "kv":
+        if f"{name}_scale" in choice:
+            choice[f"{name}_scale"] = torch.tensor(choice[f"{name}_scale"], device=DEVICE)
+        factor = torch.tensor(choice.get(f"{name}_factor", 1.0), device=DEVICE)
+        scales.append(choice.get(f"{name}_scale", factor))
     table = torch.randperm(requests * columns, generator=generator).int().view(requests, columns)
     slots = torch.tensor([int(table[r, (n - 1) // PAGE]) * PAGE + (n - 1) % PAGE for r, n in enumerate(seq_lens)])
     slots[3], slots[5] = -1, -1  # one that is there already, and a request without keys
@@ -254,11 +268,11 @@ def test_decodes_write_the_new_tokens_before_they_read_them(case: str, whole: bo
         lse = torch.full((heads, requests), torch.nan, device=DEVICE)
         new = {"key": key, "value": value, "slots": slots.to(DEVICE)} if writes else {}
         if not writes:
-            write_kv(key, value, *caches, slots.to(DEVICE), None, None)
+            write_kv(key, value, *caches, slots.to(DEVICE), *scales)
         of = (output, lse, query, *caches, *(x.to(DEVICE) for x in (starts, lens, table)), 1, max(seq_lens), size**-0.5)
         paged_attention(*of, **{"right": 0, **choice, **new}, whole=whole)
-        found.append((caches, output, lse))
-    assert not torch.equal(found[0][0], stored) and not bool(found[0][1].isnan().any())
+        found.append((caches.view(torch.uint8), output, lse))
+    assert not torch.equal(found[0][0], stored.view(torch.uint8)) and not bool(found[0][1].isnan().any())
     for apart, together in zip(*found, strict=True):
         assert torch.equal(apart, together)
 

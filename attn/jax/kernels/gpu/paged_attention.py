@@ -156,6 +156,7 @@ class _LaunchSequence:
         numbers = dict(zip(_STRIDES, strides, strict=True))
         self.numbers = numbers | {
             "factor": float(rules.layer.factor(1.0)),
+            "k_factor": 1.0,
             "v_factor": 1.0,
             "num_reqs": arrays["query_start_loc"].shape[0] - 1,
             "lse_h": 0 if lse is None else lse.shape[1],
