@@ -4,8 +4,8 @@ Each program holds packed rows (tokens of one request x the G query heads of a k
 two consumers, or three for heads of at most 64, whose exponentials take about as long as their products. Two producer warps,
 one for keys and one for values, look up pages and copy them with the bulk tensor engine into rings of tiles of 64 or 128 keys.
 Heads are padded to 64, 128, 256 or 512 in shared memory, keys to 192 too, where the engine fills in zeros. Products are of one
-or two parts of a head, each of which has its accumulators (`parts_of`). Above 256 both consumers have the same rows, and each
-of them half of the values (`SPLIT`). `hopper_prefill_launch` has the rules for sizes.
+or two parts of a head, each of which has its accumulators (`parts_of`). Values above 256 are computed in two passes over the
+keys, each a unit of work, and keys above 256 are copied in two parts. `hopper_prefill_launch` has the rules for sizes.
 A consumer computes the scores of the next tile while it multiplies the last tile's weights with its values, with the
 exponentials in between. In bfloat16, tiles without a mask need no maximum: what is subtracted from scores follows the sums of
 weights (`_weigh_all`). Consumers drift apart until one's exponentials overlap another's products (Shah et al.,
@@ -71,8 +71,14 @@ def parts_of(size: int, most: int) -> tuple[tuple[int, int], ...]:
 
 @gluon.constexpr_function
 def most_columns(columns: int) -> int:
-    """As many of a tile's columns as a consumer's accumulators hold."""
+    """As many columns as a tile of shared memory, or a consumer's accumulators, may have."""
     return min(columns, 256)
+
+
+@gluon.jit
+def _head(unit, PASSES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """A unit's kv head, and the first of its columns of values."""
+    return unit[1] // PASSES, unit[1] % PASSES * 256
 
 
 @gluon.jit
@@ -163,8 +169,9 @@ def _describe(  # type: ignore[no-untyped-def]
     unit, request, before, starts, mask, num_reqs, K: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr,
     PAGED: gl.constexpr, RAGGED: gl.constexpr, HAS_RIGHT: gl.constexpr, CHUNK: gl.constexpr, SPAN_RIGHT: gl.constexpr,
 ):  # fmt: skip
-    """A unit: its request, -1 if there is none; kv head; the request's first token and number of tokens; the tile's first
-    token; keys before the request's first token; first key if keys have no pages; first key of a tile of keys, last key + 1."""
+    """A unit: its request, -1 if there is none; one of K passes over kv heads (`_head`); the request's first token and number
+    of tokens; the tile's first token; keys before the request's first token; first key if keys have no pages; first key of a
+    tile of keys, last key + 1."""
     query_start_loc, seq_lens = starts
     r = gl.minimum(request, num_reqs - 1)
     begin = gl.load(query_start_loc + r)
@@ -255,9 +262,11 @@ def _copy_queries(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _copy_boxes(  # type: ignore[no-untyped-def]
-    desc, ring, stage, bar, pages, start, kv_head, STAGES: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, PAGED: gl.constexpr
-):
-    """Copy the keys from `start` on into a stage of the ring. pages: of the boxes, or without pages the request's first key."""
+    desc, ring, stage, bar, pages, start, kv_head, column, STAGES: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr,
+    PAGED: gl.constexpr,
+):  # fmt: skip
+    """Copy the keys from `start` on, from a column on, into a stage of the ring. pages: of the boxes, or without pages the
+    request's first key."""
     COLUMNS: gl.constexpr = 64
     BLOCK_N: gl.constexpr = ring.shape[1]
     WIDTH: gl.constexpr = ring.shape[0] // STAGES * ring.shape[2]
@@ -274,18 +283,20 @@ def _copy_boxes(  # type: ignore[no-untyped-def]
             page = 0
             slot = pages + start + b * BOX
         for h in gl.static_range(PIECES):
-            load_box(desc, [page, slot, kv_head, h * COLUMNS], bar, boxes.index((stage * PIECES + h) * BOXES + b))
+            load_box(desc, [page, slot, kv_head, column + h * COLUMNS], bar, boxes.index((stage * PIECES + h) * BOXES + b))
 
 
 @gluon.jit
 def _copy_keys(  # type: ignore[no-untyped-def]
-    k_desc, k_ring, k_bars, tables, count, turns, start, unit, P: gl.constexpr, BOX: gl.constexpr, PAGED: gl.constexpr
-):
-    """Copy the keys of `turns` tiles of a unit, downwards from the one at `start`."""
+    k_desc, k_ring, k_bars, tables, count, turns, start, unit, P: gl.constexpr, BOX: gl.constexpr, PAGED: gl.constexpr,
+    PASSES: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Copy the keys of `turns` tiles of a unit, downwards from the one at `start`, in as many parts as have barriers."""
     k_full, k_empty = k_bars
     BLOCK_N: gl.constexpr = k_ring.shape[1]
-    STAGES: gl.constexpr = k_full.shape[0]
-    r, kv_head, begin, q_len, first, context, pages, low, high = unit
+    PARTS: gl.constexpr = k_full.shape[0] // STAGES
+    kv_head, _ = _head(unit, PASSES)
+    r, head, begin, q_len, first, context, pages, low, high = unit
     seq_len = context + q_len
     block_table, num_pages, table_r = tables
     if PAGED:
@@ -296,8 +307,11 @@ def _copy_keys(  # type: ignore[no-untyped-def]
         if PAGED:
             pages = _pages_of(table, start - BLOCK_N, seq_len, num_pages, P, BOX, BLOCK_N)
         stage = count % STAGES
-        mbarrier.wait(k_empty.index(stage), count // STAGES & 1 ^ 1)
-        _copy_boxes(k_desc, k_ring, stage, k_full.index(stage), now, start, kv_head, STAGES, P, BOX, PAGED)
+        for i in gl.static_range(PARTS):
+            at = stage * PARTS + i
+            column = i * k_ring.shape[2]
+            mbarrier.wait(k_empty.index(at), count // STAGES & 1 ^ 1)
+            _copy_boxes(k_desc, k_ring, at, k_full.index(at), now, start, kv_head, column, PARTS * STAGES, P, BOX, PAGED)
         count += 1
         start -= BLOCK_N
     return count
@@ -307,9 +321,10 @@ def _copy_keys(  # type: ignore[no-untyped-def]
 def _produce(  # type: ignore[no-untyped-def]
     q_desc, k_desc, q_ring, k_ring, units_ring, q_bars, u_bars, k_bars, counters, starts, block_table, mask, min_query,
     num_reqs, num_pages, table_r,
-    K: gl.constexpr, G: gl.constexpr, PIECES: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, BLOCK_Q: gl.constexpr,
-    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, COPIED: gl.constexpr,
-    PAGED: gl.constexpr, RAGGED: gl.constexpr, HAS_RIGHT: gl.constexpr, CHUNK: gl.constexpr, SPAN_RIGHT: gl.constexpr,
+    K: gl.constexpr, PASSES: gl.constexpr, G: gl.constexpr, PIECES: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr,
+    BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    COPIED: gl.constexpr, PAGED: gl.constexpr, RAGGED: gl.constexpr, HAS_RIGHT: gl.constexpr, CHUNK: gl.constexpr,
+    SPAN_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """Producer of one warp: look up units of work, and copy their queries, and their keys into the ring, in the order in
     which the consumers use them. The next unit is looked up while the consumers compute the tiles that the ring holds. When a
@@ -327,7 +342,8 @@ def _produce(  # type: ignore[no-untyped-def]
     _publish(units_ring, u_full, wave, unit)
     unit = _read(units_ring, wave, 1)
     while unit[0] >= 0:
-        r, kv_head, begin, q_len, first, context, k_begin, low, high = unit
+        kv_head, _ = _head(unit, PASSES)
+        r, head, begin, q_len, first, context, k_begin, low, high = unit
         tiles = (high - low + BLOCK_N - 1) // BLOCK_N
         start = low + (tiles - 1) * BLOCK_N
         early = 0
@@ -335,9 +351,10 @@ def _produce(  # type: ignore[no-untyped-def]
             _copy_queries(q_desc, q_ring, q_bars, wave, begin + first, kv_head * G, G, PIECES, CONSUMERS)
         elif COPIED:  # the last unit's queries are still in their place
             early = gl.minimum(tiles, STAGES)
-            count = _copy_keys(k_desc, k_ring, k_bars, tables, count, early, start, unit, P, BOX, PAGED)
+            count = _copy_keys(k_desc, k_ring, k_bars, tables, count, early, start, unit, P, BOX, PAGED, PASSES, STAGES)
             _copy_queries(q_desc, q_ring, q_bars, wave, begin + first, kv_head * G, G, PIECES, CONSUMERS)
-        count = _copy_keys(k_desc, k_ring, k_bars, tables, count, tiles - early, start - early * BLOCK_N, unit, P, BOX, PAGED)
+        start -= early * BLOCK_N
+        count = _copy_keys(k_desc, k_ring, k_bars, tables, count, tiles - early, start, unit, P, BOX, PAGED, PASSES, STAGES)
         wave += 1
         number = gl.num_programs(0) + gl.atomic_add(counters, 1, sem="relaxed")
         request, before = _seek(number // K, request, before, starts[0], min_query, num_reqs, BLOCK_Q)
@@ -356,7 +373,8 @@ def _produce(  # type: ignore[no-untyped-def]
 def _produce_values(  # type: ignore[no-untyped-def]
     v_desc, v_ring, units_ring, u_bars, v_bars, v_raw, block_table, mask, num_pages, table_r,
     BLOCK_V: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, PAGED: gl.constexpr, VALUES_AT: gl.constexpr, CHUNK: gl.constexpr, SPAN_RIGHT: gl.constexpr,
+    PASSES: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr, VALUES_AT: gl.constexpr, CHUNK: gl.constexpr,
+    SPAN_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """Producer of one warp: copy the units' values into the ring, and overwrite those that no row sees."""
     v_full, v_empty = v_bars
@@ -369,8 +387,10 @@ def _produce_values(  # type: ignore[no-untyped-def]
     count = 0
     raw_phase = 0
     wave = 0
-    r, kv_head, begin, q_len, first, context, k_begin, low, high = _take(units_ring, u_bars, wave, 1)
-    while r >= 0:
+    unit = _take(units_ring, u_bars, wave, 1)
+    while unit[0] >= 0:
+        kv_head, column = _head(unit, PASSES)
+        r, head, begin, q_len, first, context, k_begin, low, high = unit
         seq_len = context + q_len
         seen, _ = _extent(mask, r, begin, q_len, seq_len, first, context, BLOCK_Q, CHUNK, SPAN_RIGHT)
         tiles = (high - low + BLOCK_N - 1) // BLOCK_N
@@ -387,7 +407,7 @@ def _produce_values(  # type: ignore[no-untyped-def]
             stage = count % STAGES
             mbarrier.wait(v_empty.index(stage), count // STAGES & 1 ^ 1)
             if (start + BLOCK_N > seq_len) | (start < seen):
-                _copy_boxes(v_desc, v_ring, stage, v_raw, now, start, kv_head, STAGES, P, BOX, PAGED)
+                _copy_boxes(v_desc, v_ring, stage, v_raw, now, start, kv_head, column, STAGES, P, BOX, PAGED)
                 mbarrier.wait(v_raw, raw_phase)
                 raw_phase ^= 1
                 valid = seq_len - start
@@ -402,11 +422,11 @@ def _produce_values(  # type: ignore[no-untyped-def]
                 barrier()
                 mbarrier.arrive(v_full.index(stage), count=1)
             else:
-                _copy_boxes(v_desc, v_ring, stage, v_full.index(stage), now, start, kv_head, STAGES, P, BOX, PAGED)
+                _copy_boxes(v_desc, v_ring, stage, v_full.index(stage), now, start, kv_head, column, STAGES, P, BOX, PAGED)
             count += 1
             start -= BLOCK_N
         wave += 1
-        r, kv_head, begin, q_len, first, context, k_begin, low, high = _take(units_ring, u_bars, wave, 1)
+        unit = _take(units_ring, u_bars, wave, 1)
 
 
 @gluon.jit
@@ -532,19 +552,36 @@ def _weigh_all(s, top, norm, factor, cap, HAS_CAP: gl.constexpr):  # type: ignor
 
 
 @gluon.jit
-def _scores(q_ring, k_ring, q_at, stage, D: gl.constexpr, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Start the products of a tile of queries and a tile of keys, one for each part of the head."""
+def _scores(q_ring, q_at, keys, count, D: gl.constexpr, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait for tile `count` of keys, and start its products with a tile of queries, one for each part of the head."""
+    k_ring, k_full, k_empty = keys
     TILES: gl.constexpr = k_ring.shape[0] // STAGES
+    BARS: gl.constexpr = k_full.shape[0] // STAGES
     WIDTH: gl.constexpr = k_ring.shape[2]
     ROOM: gl.constexpr = TILES if q_ring.shape[2] == WIDTH else q_ring.shape[2] // WIDTH
     PARTS: gl.constexpr = parts_of(D, WIDTH)
     COUNT: gl.constexpr = q_ring.shape[0] * q_ring.shape[2] // WIDTH
     queries = reinterpret(q_ring, q_ring.dtype, [COUNT, 64, WIDTH], gl.NVMMASharedLayout(128, 16, rank=2))
+    stage = _stage(count, STAGES)
     s = _zeros(k_ring.shape[1])
     for i in gl.static_range(len(PARTS)):
+        if i < BARS:
+            mbarrier.wait(k_full.index(stage * BARS + i), count // STAGES & 1)
         q = queries.index(q_at * ROOM + PARTS[i][0] // WIDTH).slice(PARTS[i][0] % WIDTH, PARTS[i][1], 1)
         k = k_ring.index(stage * TILES + PARTS[i][0] // WIDTH).slice(PARTS[i][0] % WIDTH, PARTS[i][1], 1)
         s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=i > 0, is_async=True)
+    return s
+
+
+@gluon.jit
+def _await_scores(s, keys, count, LATER: gl.constexpr, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait for the products that `_scores` started before the last `LATER` ones, and release the keys."""
+    k_ring, k_full, k_empty = keys
+    BARS: gl.constexpr = k_full.shape[0] // STAGES
+    stage = _stage(count, STAGES)
+    for i in gl.static_range(BARS):
+        s = warpgroup_mma_wait(LATER + BARS - 1 - i, deps=[s])
+        _release(k_empty, stage * BARS + i)
     return s
 
 
@@ -565,13 +602,13 @@ def _zeros(WIDTH: gl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _add_values(weights, v_ring, stage, acc, DV: gl.constexpr, FROM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Start the products of weights and `DV` columns from `FROM` on of a tile of values, one for each part of them."""
-    PARTS: gl.constexpr = parts_of(DV, most_columns(v_ring.shape[2]))
+def _add_values(weights, v_ring, stage, acc, DV: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Start the products of weights and a tile of values, one for each part of the head."""
+    PARTS: gl.constexpr = parts_of(DV, v_ring.shape[2])
     started = ()
     for i in gl.static_range(len(PARTS)):
         p = gl.convert_layout(weights, gl.DotOperandLayout(0, acc[i].type.layout, 2))
-        v = v_ring.index(stage).slice(FROM + PARTS[i][0], PARTS[i][1], 1)
+        v = v_ring.index(stage).slice(PARTS[i][0], PARTS[i][1], 1)
         started = started + (warpgroup_mma(p, v, acc[i], is_async=True),)  # type: ignore[assignment]
     return started
 
@@ -699,7 +736,7 @@ def _waits_ahead(parts: int, dtype: Any) -> bool:
 @gluon.jit
 def _step(  # type: ignore[no-untyped-def]
     sums, count, inputs, start, seen, factor, cap,
-    MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, FROM: gl.constexpr,
+    MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
 ):  # fmt: skip
     """Compute the scores of tile `count` while the values of the previous tile are multiplied with its `weights`.
 
@@ -714,21 +751,19 @@ def _step(  # type: ignore[no-untyped-def]
     q_ring, q_at, keys, values = inputs
     k_ring, k_full, k_empty = keys
     v_ring, v_full, v_empty = values
-    STAGES: gl.constexpr = k_full.shape[0]
+    STAGES: gl.constexpr = v_full.shape[0]
     AHEAD: gl.constexpr = STAGES > 1 and _waits_ahead(len(acc), v_ring.dtype)
     LATE: gl.constexpr = k_ring.shape[1] == 128
     stage = _stage(count, STAGES)
     old = _stage(count - 1, STAGES)
-    mbarrier.wait(k_full.index(stage), count // STAGES & 1)
-    s = _scores(q_ring, k_ring, q_at, stage, D, STAGES)
+    s = _scores(q_ring, q_at, keys, count, D, STAGES)
     weights = _narrowed(weights, v_ring.dtype)
     if not AHEAD:
         mbarrier.wait(v_full.index(old), (count - 1) // STAGES & 1)
     if LATE:
         acc = _times(acc, shrink)
-    acc = _add_values(weights, v_ring, old, acc, DV, FROM)
-    s = warpgroup_mma_wait(len(acc), deps=[s])
-    _release(k_empty, stage)
+    acc = _add_values(weights, v_ring, old, acc, DV)
+    s = _await_scores(s, keys, count, len(acc), STAGES)
     if len(top.shape) == 2:
         weights, top, norm, shrink = _weigh_all(s, top, norm, factor, cap, HAS_CAP)
     else:
@@ -744,6 +779,24 @@ def _step(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
+def _pass_by(count, tiles, keys, values):  # type: ignore[no-untyped-def]
+    """Release tiles unread, each once it is there, and return the number of the next one."""
+    k_ring, k_full, k_empty = keys
+    v_ring, v_full, v_empty = values
+    STAGES: gl.constexpr = v_full.shape[0]
+    BARS: gl.constexpr = k_full.shape[0] // STAGES
+    for _i in range(tiles):
+        stage = count % STAGES
+        for i in gl.static_range(BARS):
+            mbarrier.wait(k_full.index(stage * BARS + i), count // STAGES & 1)
+            _release(k_empty, stage * BARS + i)
+        mbarrier.wait(v_full.index(stage), count // STAGES & 1)
+        _release(v_empty, stage)
+        count += 1
+    return count
+
+
+@gluon.jit
 def _consume(  # type: ignore[no-untyped-def]
     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_bars, u_bars, k_bars, v_bars, block_table,
     sinks, factor, v_factor, cap, mask, o_t, o_h, lse_h, q_t, q_h, k_strides, v_strides, table_r,
@@ -752,13 +805,11 @@ def _consume(  # type: ignore[no-untyped-def]
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, COPIED: gl.constexpr, PAGED: gl.constexpr,
     NEGATE: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, CHUNK: gl.constexpr,
-    SPAN_RIGHT: gl.constexpr, SPLIT: gl.constexpr, CONSUMER: gl.constexpr,
+    SPAN_RIGHT: gl.constexpr, PASSES: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """Consumer of four warps: 64 rows of each of the program's tiles; with SPLIT both have the same, and half of the values."""
-    ROWS: gl.constexpr = 0 if SPLIT else CONSUMER * 64
-    FROM: gl.constexpr = CONSUMER * 256 if SPLIT else 0
-    WIDTH: gl.constexpr = most_columns(DV - FROM)
-    BLOCK: gl.constexpr = most_columns(BLOCK_V)
+    """Consumer of four warps: 64 rows of each of the program's tiles."""
+    ROWS: gl.constexpr = CONSUMER * 64
+    WIDTH: gl.constexpr = most_columns(DV)
     dtype: gl.constexpr = q_ring.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // most_columns(BLOCK_D), most_columns(BLOCK_D) // 8], [4, 1], [1, 0])
@@ -778,144 +829,148 @@ def _consume(  # type: ignore[no-untyped-def]
     wave = 0
     unit = _take(units_ring, u_bars, wave, 4)
     while unit[0] >= 0:
-        r, kv_head, begin, q_len, first, context, k_begin, low, high = unit
+        kv_head, column = _head(unit, PASSES)
+        r, head, begin, q_len, first, context, k_begin, low, high = unit
         last = context + gl.minimum(first + BLOCK_Q, q_len) - 1
-        q_at = wave % Q_STAGES if SPLIT else wave % Q_STAGES * CONSUMERS + CONSUMER
+        q_at = wave % Q_STAGES * CONSUMERS + CONSUMER
         inputs = q_ring, q_at, keys, values
-        if COPIED:
-            mbarrier.wait(q_full.index(q_at), wave // Q_STAGES & 1)
-        else:
-            token = first + copy_row // G
-            head = kv_head * G + copy_row % G
-            in_bounds = ((copy_row < BLOCK_Q * G) & (token < q_len))[:, None] & (copy_d < D)[None, :]
-            at = (begin + token).to(gl.int64) * q_t + head * q_h
-            q = gl.load(query + at[:, None] + copy_d[None, :], mask=in_bounds, other=0.0)
-            if NEGATE:
-                q = (0.0 - q.to(gl.float32)).to(dtype)
-            barrier()  # no warp reads the last ones any more
-            q_ring.index(q_at).store(q)
-            fence_async_shared()
-            barrier()
-
-        position = context + first + row // G
-        reach = _right(right, is_causal, r)
-        upper = gl.minimum(position + reach, high - 1)
-        lower = _since(position - left, position, CHUNK)
-        tiles = (high - low + BLOCK_N - 1) // BLOCK_N
-        # the keys before the last one that all rows see need no mask, so that each row has a maximum before the tiles that need
-        # none; this consumer's own first token decides their upper end
-        full_to = context + first + ROWS // G + reach
-        full_from = _since(last - left, last, CHUNK)
-        if prefix is not None:  # it touches what the window lets a row see (`paged_launch`)
-            shared = gl.minimum(gl.load(prefix + r), high)
-            upper = gl.maximum(upper, shared - 1)
-            full_to = gl.maximum(full_to, shared - 1)
-        seen = upper, lower
-        apart = 0
-        if TWO:
-            valid = (row < BLOCK_Q * G) & (first + row // G < q_len)
-            since, until = _span(spans, begin + first + row // G, valid, position, left, CHUNK, SPAN_RIGHT)
-            until = gl.minimum(until, high - 1)
-            has_span = until >= gl.maximum(since, 0)
-            touches = has_span & (since <= upper + 1) & (until >= lower - 1)
-            upper = gl.where(touches, gl.maximum(upper, until), upper)
-            lower = gl.where(touches, gl.minimum(lower, since), lower)
-            seen = upper, lower, since, until  # type: ignore[assignment]
-            # a row whose span does not touch the rest has no keys in common with others
-            full_to = gl.min(gl.where(valid, gl.where(has_span == touches, upper, -_FAR), _FAR), 0)
-            full_from = gl.max(gl.where(valid, lower, -_FAR), 0)
-            apart = full_to < -_FAR // 2
-        right_of = tiles - gl.minimum(gl.maximum(gl.minimum(full_to, high) - low, 0) // BLOCK_N, tiles)
-        left_from = tiles
-        if HAS_LEFT:
-            left_from = tiles - gl.minimum((gl.maximum(full_from - low, 0) + BLOCK_N - 1) // BLOCK_N, tiles)
-        if TWO:  # the last loop's mask has both ranges
-            right_of = gl.where(apart, 1, right_of)
-            left_from = gl.where(apart, 1, left_from)
-        right_of = gl.maximum(right_of, 1)
-        left_from = gl.maximum(left_from, right_of)
-
-        acc = _nothing(WIDTH, BLOCK)
-        AHEAD: gl.constexpr = STAGES > 1 and _waits_ahead(len(acc), dtype)
-        norm = _sums(_zeros(BLOCK_N))
-        top = gl.full([64], float("-inf"), gl.float32, ROW)
-        if tiles > 0:
-            stage = _stage(count, STAGES)
-            mbarrier.wait(k_full.index(stage), count // STAGES & 1)
-            s = _scores(q_ring, k_ring, q_at, stage, D, STAGES)
-            s = warpgroup_mma_wait(0, deps=[s])
-            _release(k_empty, stage)
-            start = low + (tiles - 1) * BLOCK_N
-            weights, top, norm, shrink = _weigh(s, top, norm, start, seen, factor, cap, 2 if TWO else 1, HAS_LEFT, HAS_CAP)
-            if AHEAD:
-                mbarrier.wait(v_full.index(stage), count // STAGES & 1)
-            sums = _narrow(weights, dtype, WIDTH), acc, shrink, top, norm
-            count += 1
-            for _i in range(1, right_of):
-                start -= BLOCK_N
-                sums = _step(sums, count, inputs, start, seen, factor, cap, 1, HAS_LEFT, HAS_CAP, D, WIDTH, FROM)
-                count += 1
-            if ALL:
-                weights, acc, shrink, top, norm = sums
-                top = _in_eights(gl.where(top == float("-inf"), 0.0, top), norm)
-                sums = weights, acc, _in_eights(shrink, norm), top, norm
-            for _i in range(right_of, left_from):
-                start -= BLOCK_N
-                sums = _step(sums, count, inputs, start, seen, factor, cap, 0, HAS_LEFT, HAS_CAP, D, WIDTH, FROM)
-                count += 1
-            if ALL:
-                weights, acc, shrink, top, norm = sums
-                top, shrink = gl.convert_layout(gl.max(top, 1), ROW), gl.convert_layout(gl.max(shrink, 1), ROW)
-                sums = weights, acc, shrink, top, norm
-            if HAS_LEFT or TWO:
-                for _i in range(left_from, tiles):
-                    start -= BLOCK_N
-                    if TWO:  # read again, so that these need no registers in the other loops
-                        also = _span(spans, begin + first + row // G, valid, position, left, CHUNK, SPAN_RIGHT)
-                        seen = upper, lower, also[0], also[1]  # type: ignore[assignment]
-                    MASKED: gl.constexpr = 2 if TWO else 1
-                    sums = _step(sums, count, inputs, start, seen, factor, cap, MASKED, HAS_LEFT, HAS_CAP, D, WIDTH, FROM)
-                    count += 1
-            weights, acc, shrink, top, norm = sums
+        if first + ROWS // G < q_len:
             if COPIED:
-                _release(q_empty, q_at)
-            old = _stage(count - 1, STAGES)
-            if not AHEAD:
-                mbarrier.wait(v_full.index(old), (count - 1) // STAGES & 1)
-            if BLOCK_N == 128:
-                acc = _times(acc, shrink)
-            acc = _await(_add_values(_narrowed(weights, dtype), v_ring, old, acc, WIDTH, FROM))
-            _release(v_empty, old)
-        elif COPIED:
-            _release(q_empty, q_at)
+                mbarrier.wait(q_full.index(q_at), wave // Q_STAGES & 1)
+            else:
+                token = first + copy_row // G
+                query_head = kv_head * G + copy_row % G
+                in_bounds = ((copy_row < BLOCK_Q * G) & (token < q_len))[:, None] & (copy_d < D)[None, :]
+                at = (begin + token).to(gl.int64) * q_t + query_head * q_h
+                q = gl.load(query + at[:, None] + copy_d[None, :], mask=in_bounds, other=0.0)
+                if NEGATE:
+                    q = (0.0 - q.to(gl.float32)).to(dtype)
+                barrier()  # no warp reads the last ones any more
+                q_ring.index(q_at).store(q)
+                fence_async_shared()
+                barrier()
 
-        norm = gl.convert_layout(gl.sum(norm, 1), ROW)
-        valid = (row < BLOCK_Q * G) & (first + row // G < q_len)  # other rows' queries may be anything
-        head_sinks = sinks + kv_head * G + row % G if HAS_SINKS else None
-        log, share = _share(norm, top, head_sinks, valid, v_factor)
-        rows = (begin + first + row // G).to(gl.int64) * o_t + (kv_head * G + row % G) * o_h
-        PARTS: gl.constexpr = parts_of(WIDTH, BLOCK)
-        results = _rounded(acc, share, dtype)
-        for i in gl.static_range(len(PARTS)):
-            _write(output + FROM + PARTS[i][0], rows, valid, _of_pairs(results[i], dtype), WIDTH - PARTS[i][0])
-        # 0 times a NaN or an infinity may have reached rows that do not see that value, or a weight may be infinite
-        if _have_odd(results, valid, dtype) != 0:
+            position = context + first + row // G
+            reach = _right(right, is_causal, r)
+            upper = gl.minimum(position + reach, high - 1)
+            lower = _since(position - left, position, CHUNK)
+            tiles = (high - low + BLOCK_N - 1) // BLOCK_N
+            # the keys before the last one that all rows see need no mask, so that each row has a maximum before the tiles that
+            # need none; this consumer's own first token decides their upper end
+            full_to = context + first + ROWS // G + reach
+            full_from = _since(last - left, last, CHUNK)
+            if prefix is not None:  # it touches what the window lets a row see (`paged_launch`)
+                shared = gl.minimum(gl.load(prefix + r), high)
+                upper = gl.maximum(upper, shared - 1)
+                full_to = gl.maximum(full_to, shared - 1)
+            seen = upper, lower
+            apart = 0
             if TWO:
-                also = _span(spans, begin + first + row // G, valid, position, left, CHUNK, SPAN_RIGHT)
-                seen = upper, lower, also[0], also[1]  # type: ignore[assignment]
-            queries = query + begin.to(gl.int64) * q_t, q_t, q_h, valid
-            caches = key_cache, value_cache + FROM, k_strides, v_strides
-            acc, most, total = _nan_safe(
-                queries, caches, block_table, table_r, unit, row, seen, factor, cap, WIDTH, BLOCK, P, D, G, NEGATE,
-                PAGED, HAS_LEFT, HAS_CAP,
-            )  # fmt: skip
-            log, share = _share(gl.convert_layout(total, ROW), gl.convert_layout(most, ROW), head_sinks, valid, v_factor)
+                valid = (row < BLOCK_Q * G) & (first + row // G < q_len)
+                since, until = _span(spans, begin + first + row // G, valid, position, left, CHUNK, SPAN_RIGHT)
+                until = gl.minimum(until, high - 1)
+                has_span = until >= gl.maximum(since, 0)
+                touches = has_span & (since <= upper + 1) & (until >= lower - 1)
+                upper = gl.where(touches, gl.maximum(upper, until), upper)
+                lower = gl.where(touches, gl.minimum(lower, since), lower)
+                seen = upper, lower, since, until  # type: ignore[assignment]
+                # a row whose span does not touch the rest has no keys in common with others
+                full_to = gl.min(gl.where(valid, gl.where(has_span == touches, upper, -_FAR), _FAR), 0)
+                full_from = gl.max(gl.where(valid, lower, -_FAR), 0)
+                apart = full_to < -_FAR // 2
+            right_of = tiles - gl.minimum(gl.maximum(gl.minimum(full_to, high) - low, 0) // BLOCK_N, tiles)
+            left_from = tiles
+            if HAS_LEFT:
+                left_from = tiles - gl.minimum((gl.maximum(full_from - low, 0) + BLOCK_N - 1) // BLOCK_N, tiles)
+            if TWO:  # the last loop's mask has both ranges
+                right_of = gl.where(apart, 1, right_of)
+                left_from = gl.where(apart, 1, left_from)
+            right_of = gl.maximum(right_of, 1)
+            left_from = gl.maximum(left_from, right_of)
+
+            acc = _nothing(WIDTH, BLOCK_V)
+            AHEAD: gl.constexpr = STAGES > 1 and _waits_ahead(len(acc), dtype)
+            norm = _sums(_zeros(BLOCK_N))
+            top = gl.full([64], float("-inf"), gl.float32, ROW)
+            if tiles > 0:
+                s = _await_scores(_scores(q_ring, q_at, keys, count, D, STAGES), keys, count, 0, STAGES)
+                start = low + (tiles - 1) * BLOCK_N
+                weights, top, norm, shrink = _weigh(s, top, norm, start, seen, factor, cap, 2 if TWO else 1, HAS_LEFT, HAS_CAP)
+                if AHEAD:
+                    mbarrier.wait(v_full.index(_stage(count, STAGES)), count // STAGES & 1)
+                sums = _narrow(weights, dtype, WIDTH), acc, shrink, top, norm
+                count += 1
+                for _i in range(1, right_of):
+                    start -= BLOCK_N
+                    sums = _step(sums, count, inputs, start, seen, factor, cap, 1, HAS_LEFT, HAS_CAP, D, WIDTH)
+                    count += 1
+                if ALL:
+                    weights, acc, shrink, top, norm = sums
+                    top = _in_eights(gl.where(top == float("-inf"), 0.0, top), norm)
+                    sums = weights, acc, _in_eights(shrink, norm), top, norm
+                for _i in range(right_of, left_from):
+                    start -= BLOCK_N
+                    sums = _step(sums, count, inputs, start, seen, factor, cap, 0, HAS_LEFT, HAS_CAP, D, WIDTH)
+                    count += 1
+                if ALL:
+                    weights, acc, shrink, top, norm = sums
+                    top, shrink = gl.convert_layout(gl.max(top, 1), ROW), gl.convert_layout(gl.max(shrink, 1), ROW)
+                    sums = weights, acc, shrink, top, norm
+                if HAS_LEFT or TWO:
+                    for _i in range(left_from, tiles):
+                        start -= BLOCK_N
+                        if TWO:  # read again, so that these need no registers in the other loops
+                            also = _span(spans, begin + first + row // G, valid, position, left, CHUNK, SPAN_RIGHT)
+                            seen = upper, lower, also[0], also[1]  # type: ignore[assignment]
+                        MASKED: gl.constexpr = 2 if TWO else 1
+                        sums = _step(sums, count, inputs, start, seen, factor, cap, MASKED, HAS_LEFT, HAS_CAP, D, WIDTH)
+                        count += 1
+                weights, acc, shrink, top, norm = sums
+                if COPIED:
+                    _release(q_empty, q_at)
+                old = _stage(count - 1, STAGES)
+                if not AHEAD:
+                    mbarrier.wait(v_full.index(old), (count - 1) // STAGES & 1)
+                if BLOCK_N == 128:
+                    acc = _times(acc, shrink)
+                acc = _await(_add_values(_narrowed(weights, dtype), v_ring, old, acc, WIDTH))
+                _release(v_empty, old)
+            elif COPIED:
+                _release(q_empty, q_at)
+
+            norm = gl.convert_layout(gl.sum(norm, 1), ROW)
+            valid = (row < BLOCK_Q * G) & (first + row // G < q_len)  # other rows' queries may be anything
+            head_sinks = sinks + kv_head * G + row % G if HAS_SINKS else None
+            log, share = _share(norm, top, head_sinks, valid, v_factor)
+            rows = (begin + first + row // G).to(gl.int64) * o_t + (kv_head * G + row % G) * o_h
+            PARTS: gl.constexpr = parts_of(WIDTH, BLOCK_V)
             results = _rounded(acc, share, dtype)
             for i in gl.static_range(len(PARTS)):
-                _write(output + FROM + PARTS[i][0], rows, valid, _of_pairs(results[i], dtype), WIDTH - PARTS[i][0])
-        if HAS_LSE and FROM == 0:
-            token = first + row // G
-            gl.store(lse + (kv_head * G + row % G) * lse_h + begin + token, log * 0.6931471805599453, mask=valid)
+                _write(output, rows, valid, _of_pairs(results[i], dtype), column, PARTS[i][0], DV)
+            # 0 times a NaN or an infinity may have reached rows that do not see that value, or a weight may be infinite
+            if _have_odd(results, valid, dtype) != 0:
+                if TWO:
+                    also = _span(spans, begin + first + row // G, valid, position, left, CHUNK, SPAN_RIGHT)
+                    seen = upper, lower, also[0], also[1]  # type: ignore[assignment]
+                queries = query + begin.to(gl.int64) * q_t, q_t, q_h, valid
+                caches = key_cache, value_cache + column, k_strides, v_strides
+                acc, most, total = _nan_safe(
+                    queries, caches, block_table, table_r, unit, row, seen, factor, cap, WIDTH, BLOCK_V, P, D, G, NEGATE,
+                    PAGED, HAS_LEFT, HAS_CAP,
+                )  # fmt: skip
+                log, share = _share(gl.convert_layout(total, ROW), gl.convert_layout(most, ROW), head_sinks, valid, v_factor)
+                results = _rounded(acc, share, dtype)
+                for i in gl.static_range(len(PARTS)):
+                    _write(output, rows, valid, _of_pairs(results[i], dtype), column, PARTS[i][0], DV)
+            if HAS_LSE:
+                token = first + row // G
+                of_rows = lse + (kv_head * G + row % G) * lse_h + begin + token
+                gl.store(of_rows, log * 0.6931471805599453, mask=valid & (column == 0))
+        else:  # no row of the unit is this consumer's
+            if COPIED:
+                mbarrier.wait(q_full.index(q_at), wave // Q_STAGES & 1)
+                _release(q_empty, q_at)
+            count = _pass_by(count, (high - low + BLOCK_N - 1) // BLOCK_N, keys, values)
         wave += 1
         unit = _take(units_ring, u_bars, wave, 4)
 
@@ -942,26 +997,27 @@ def _rounded(acc, share, dtype: gl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @gluon.constexpr_function
-def _by_row(width: int) -> Any:
-    """A layout of [64, width] in which a thread has 8 columns of a row, and a warp the rows that accumulators give it."""
-    wide = width >= 32
-    registers = [[0, 1], [0, 2], [0, 4], *([[8, 0]] if wide else []), *([0, 1 << i] for i in range(5, width.bit_length() - 1))]
-    lanes = [[0, 8], [0, 16] if wide else [8, 0], [1, 0], [2, 0], [4, 0]]
+def _by_row(width: int, columns: int) -> Any:
+    """A layout of [64, width] in which a thread has some columns of a row, and a warp the rows that accumulators give it."""
+    inner, wide = columns.bit_length() - 1, width >= 4 * columns
+    beside = [[0, 1 << i] for i in range(inner + 2, width.bit_length() - 1)]
+    registers = [*([0, 1 << i] for i in range(inner)), *([[8, 0]] if wide else []), *beside]
+    lanes = [[0, columns], [0, 2 * columns] if wide else [8, 0], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, width])
 
 
 @gluon.jit
-def _write(output, rows, valid, result, DV: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Store the first `DV` columns of a result [64, N], 16 bytes of a row a thread. rows: where in `output` each begins.
+def _write(output, rows, valid, result, column, FROM: gl.constexpr, DV: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Store a result [64, N], whose first column is `column` + FROM of `DV`. rows: where in `output` each begins.
 
-    The compiler moves results between the threads of a warp, through memory of its own. Stored by the threads that have them,
-    4 bytes each, they took a program of 1,000 rows up to 9 % longer.
+    The compiler moves results between the threads of a warp, through memory of its own: 16 bytes a thread, but 8 where tiles
+    leave no more. Stored by the threads that have them, 4 bytes each, they took a program of 1,000 rows up to 9 % longer.
     """
-    LAYOUT: gl.constexpr = _by_row(result.shape[1])
+    LAYOUT: gl.constexpr = _by_row(result.shape[1], 8 if DV <= 256 else 4)
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    d = gl.arange(0, result.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    d = column + FROM + gl.arange(0, result.shape[1], layout=gl.SliceLayout(0, LAYOUT))
     written = gl.convert_layout(valid, ROW)[:, None]
-    if result.shape[1] > DV:
+    if DV > 256 or FROM + result.shape[1] > DV:
         written = written & (d < DV)[None, :]
     gl.store(output + gl.convert_layout(rows, ROW)[:, None] + d[None, :], gl.convert_layout(result, LAYOUT), mask=written)
 
@@ -1078,7 +1134,7 @@ def prefill(  # type: ignore[no-untyped-def]
     STAGES: gl.constexpr, Q_STAGES: gl.constexpr, COPIED: gl.constexpr, PAGED: gl.constexpr, RAGGED: gl.constexpr,
     NEGATE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr,
     HAS_LSE: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr, VALUES_AT: gl.constexpr,
-    CHUNK: gl.constexpr, SPAN_RIGHT: gl.constexpr, SPLIT: gl.constexpr,
+    CHUNK: gl.constexpr, SPAN_RIGHT: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = query.dtype.element_ty
     if value_cache is None:
@@ -1086,29 +1142,32 @@ def prefill(  # type: ignore[no-untyped-def]
     ring: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     # dimensions of a tile are powers of two: 129 to 192 columns are three tiles of 64, but not of queries that consumers store
     PIECES: gl.constexpr = (D + 63) // 64
-    WHOLE: gl.constexpr = PIECES != 3
-    Q_TILES: gl.constexpr = PIECES if COPIED and not WHOLE else 1
+    K_COLUMNS: gl.constexpr = 64 if PIECES == 3 else most_columns(BLOCK_D)
+    K_TILES: gl.constexpr = 3 if PIECES == 3 else BLOCK_D // K_COLUMNS
+    K_PARTS: gl.constexpr = 1 if PIECES == 3 else K_TILES  # of a head, copied one after the other
+    Q_TILES: gl.constexpr = 3 if COPIED and PIECES == 3 else 1
     Q_COLUMNS: gl.constexpr = BLOCK_D if Q_TILES == 1 else 64
-    QUERIES: gl.constexpr = 1 if SPLIT else CONSUMERS  # tiles of 64 rows of a unit
-    q_ring = gl.allocate_shared_memory(dtype, [QUERIES * Q_STAGES * Q_TILES, 64, Q_COLUMNS], ring)
-    k_ring = gl.allocate_shared_memory(dtype, [STAGES if WHOLE else STAGES * PIECES, BLOCK_N, BLOCK_D if WHOLE else 64], ring)
+    PASSES: gl.constexpr = (DV + 255) // 256  # over the keys, each for some columns of the values
+    q_ring = gl.allocate_shared_memory(dtype, [CONSUMERS * Q_STAGES * Q_TILES, 64, Q_COLUMNS], ring)
+    k_ring = gl.allocate_shared_memory(dtype, [STAGES * K_TILES, BLOCK_N, K_COLUMNS], ring)
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_V], ring)
     units_ring = gl.allocate_shared_memory(gl.int32, [2 * _FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     u_bars = _bars(2)
-    q_bars = _bars(QUERIES * Q_STAGES)
-    k_bars = _bars(STAGES)
+    q_bars = _bars(CONSUMERS * Q_STAGES)
+    k_bars = _bars(STAGES * K_PARTS)
     v_bars = _bars(STAGES)
     v_raw = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(QUERIES * Q_STAGES):
+    for i in gl.static_range(CONSUMERS * Q_STAGES):
         mbarrier.init(q_bars[0].index(i), count=1)
-        mbarrier.init(q_bars[1].index(i), count=CONSUMERS // QUERIES)
+        mbarrier.init(q_bars[1].index(i), count=1)
     for i in gl.static_range(2):
         mbarrier.init(u_bars[0].index(i), count=1)
         mbarrier.init(u_bars[1].index(i), count=CONSUMERS + 1)
-    for i in gl.static_range(STAGES):
+    for i in gl.static_range(STAGES * K_PARTS):
         mbarrier.init(k_bars[0].index(i), count=1)
-        mbarrier.init(v_bars[0].index(i), count=1)
         mbarrier.init(k_bars[1].index(i), count=CONSUMERS)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(v_bars[0].index(i), count=1)
         mbarrier.init(v_bars[1].index(i), count=CONSUMERS)
     mbarrier.init(v_raw, count=1)
     fence_async_shared()
@@ -1125,22 +1184,22 @@ def prefill(  # type: ignore[no-untyped-def]
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_bars, u_bars, k_bars,
                     v_bars, block_table, sinks, factor, v_factor, cap, mask, o_t, o_h, lse_h, q_t, q_h, k_strides, v_strides,
                     table_r, G, D, DV, BLOCK_D, BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED,
-                    NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, SPLIT, 0,
+                    NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, 0,
                 )),
                 (_consume, (
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_bars, u_bars, k_bars,
                     v_bars, block_table, sinks, factor, v_factor, cap, mask, o_t, o_h, lse_h, q_t, q_h, k_strides, v_strides,
                     table_r, G, D, DV, BLOCK_D, BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED,
-                    NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, SPLIT, 1,
+                    NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, 1,
                 )),
                 (_produce, (
                     q_desc, k_desc, q_ring, k_ring, units_ring, q_bars, u_bars, k_bars, counters, starts, block_table, mask,
-                    min_query, num_reqs, num_pages, table_r, H // G, G, PIECES, P, BOX, BLOCK_Q, BLOCK_N, QUERIES, STAGES,
-                    Q_STAGES, COPIED, PAGED, RAGGED, HAS_RIGHT, CHUNK, SPAN_RIGHT,
+                    min_query, num_reqs, num_pages, table_r, H // G * PASSES, PASSES, G, PIECES, P, BOX, BLOCK_Q, BLOCK_N,
+                    CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, RAGGED, HAS_RIGHT, CHUNK, SPAN_RIGHT,
                 )),
                 (_produce_values, (
                     v_desc, v_ring, units_ring, u_bars, v_bars, v_raw, block_table, mask, num_pages, table_r, BLOCK_V, P, BOX,
-                    BLOCK_Q, BLOCK_N, STAGES, PAGED, VALUES_AT, CHUNK, SPAN_RIGHT,
+                    BLOCK_Q, BLOCK_N, PASSES, STAGES, PAGED, VALUES_AT, CHUNK, SPAN_RIGHT,
                 )),
             ],
             [4, 1, 1],
@@ -1153,28 +1212,28 @@ def prefill(  # type: ignore[no-untyped-def]
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_bars, u_bars, k_bars,
                     v_bars, block_table, sinks, factor, v_factor, cap, mask, o_t, o_h, lse_h, q_t, q_h, k_strides, v_strides,
                     table_r, G, D, DV, BLOCK_D, BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED,
-                    NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, SPLIT, 0,
+                    NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, 0,
                 )),
                 (_consume, (
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_bars, u_bars, k_bars,
                     v_bars, block_table, sinks, factor, v_factor, cap, mask, o_t, o_h, lse_h, q_t, q_h, k_strides, v_strides,
                     table_r, G, D, DV, BLOCK_D, BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED,
-                    NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, SPLIT, 1,
+                    NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, 1,
                 )),
                 (_consume, (
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_bars, u_bars, k_bars,
                     v_bars, block_table, sinks, factor, v_factor, cap, mask, o_t, o_h, lse_h, q_t, q_h, k_strides, v_strides,
                     table_r, G, D, DV, BLOCK_D, BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED,
-                    NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, SPLIT, 2,
+                    NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, 2,
                 )),
                 (_produce, (
                     q_desc, k_desc, q_ring, k_ring, units_ring, q_bars, u_bars, k_bars, counters, starts, block_table, mask,
-                    min_query, num_reqs, num_pages, table_r, H // G, G, PIECES, P, BOX, BLOCK_Q, BLOCK_N, QUERIES, STAGES,
-                    Q_STAGES, COPIED, PAGED, RAGGED, HAS_RIGHT, CHUNK, SPAN_RIGHT,
+                    min_query, num_reqs, num_pages, table_r, H // G * PASSES, PASSES, G, PIECES, P, BOX, BLOCK_Q, BLOCK_N,
+                    CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, RAGGED, HAS_RIGHT, CHUNK, SPAN_RIGHT,
                 )),
                 (_produce_values, (
                     v_desc, v_ring, units_ring, u_bars, v_bars, v_raw, block_table, mask, num_pages, table_r, BLOCK_V, P, BOX,
-                    BLOCK_Q, BLOCK_N, STAGES, PAGED, VALUES_AT, CHUNK, SPAN_RIGHT,
+                    BLOCK_Q, BLOCK_N, PASSES, STAGES, PAGED, VALUES_AT, CHUNK, SPAN_RIGHT,
                 )),
             ],
             [4, 4, 1, 1],

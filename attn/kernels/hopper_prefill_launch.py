@@ -89,16 +89,17 @@ def has_few_keys(keys: float, size: int) -> bool:
 
 def fits(size: int, width: int, copied: bool, group: int, page: int) -> bool:
     """Whether the kernel supports these sizes of keys and of values, query heads of a kv head, and pages. copied: see `copies`;
-    both consumers of heads above 256 read the same queries, which neither of them could store."""
+    heads above 256 leave no memory in which consumers could store queries."""
     if (size | width) % 8 or not 0 < size <= 512 or not 0 < _padded(width) <= _padded(size):
         return False
-    return group <= ROWS and page % 16 == 0 and (not splits(size) or (copied and splits(width)))
+    return group <= ROWS and page % 16 == 0 and (size <= 256 or copied)
 
 
-def splits(size: int) -> bool:
-    """Whether both consumers have the same 64 rows, and each of them half of the values: accumulators of 64 rows and 512
-    columns are more than a consumer's registers hold. Both compute all scores, so half as many products again."""
-    return size > 256
+def passes(width: int) -> int:
+    """Units of work for the values of the same rows: accumulators of 64 rows and more than 256 columns are more than a
+    consumer's registers hold. Each computes all scores: half as many products again for heads of 512. A unit of 128 rows and
+    half of the values takes 96 KiB of keys and values a tile from the second-level cache; 64 rows and all values took 128."""
+    return -(-width // 256)
 
 
 def copies(group: int, strides: Sequence[int], negate: bool, aligned: bool) -> bool:
@@ -122,7 +123,7 @@ def plan_of(arrays: Arrays, num_reqs: int, page: int, paged: bool, params: Prefi
     box = 1, _box(page, _keys(size, width, params, copied)), 1, 64
     q_map = ((1, tokens, heads, size), (tokens * q_t, q_t, q_h, 1), (1, 64 // group, group, 64)) if copied else None
     strides = o_t, o_h, q_t, q_h, *k_strides[:3], *v_strides[:3]
-    tiles = (tokens // (_rows(size) // group) + num_reqs) * kv_heads
+    tiles = (tokens // (_rows(size) // group) + num_reqs) * kv_heads * passes(width)
     return PrefillPlan(
         (q_map, (k_shape, k_strides, box), (v_shape, v_strides, box)), strides, (heads, group, size, width, page), tiles
     )
@@ -135,14 +136,14 @@ def constants(sizes: tuple[int, ...], params: PrefillParams, variant: Variant, v
     registers, keys = _REGISTERS[consumers], _keys(size, width, params, variant.copied)
     return {
         "cap": params.cap, "left": params.left, "right": params.right, "min_query": params.min_query, "H": heads, "G": group,
-        "D": size, "DV": width, "BLOCK_D": _padded(size), "BLOCK_V": _padded(width), "P": page,
+        "D": size, "DV": width, "BLOCK_D": _padded(size), "BLOCK_V": min(_padded(width), 256), "P": page,
         "BOX": _box(page, keys), "BLOCK_Q": _rows(size) // group, "BLOCK_N": keys,
         "CONSUMERS": consumers, "STAGES": _stages(size), "Q_STAGES": 2 if variant.copied and size <= 128 else 1,
         "COPIED": variant.copied, "PAGED": variant.paged, "RAGGED": variant.ragged, "NEGATE": params.negate,
         "CHUNK": params.chunk, "SPAN_RIGHT": params.span_right, "HAS_LEFT": params.left < UNBOUNDED or params.chunk > 0,
         "HAS_RIGHT": params.right < UNBOUNDED or variant.mixed, "HAS_CAP": params.cap != 0, "HAS_SINKS": variant.sinks,
-        "HAS_LSE": variant.lse, "SPLIT": splits(size),
-        "CONSUMER_REGS": registers[0], "PRODUCER_REGS": registers[1], "VALUES_AT": values_at, "num_warps": 4, **FUSED,
+        "HAS_LSE": variant.lse, "CONSUMER_REGS": registers[0], "PRODUCER_REGS": registers[1], "VALUES_AT": values_at,
+        "num_warps": 4, **FUSED,
     }  # fmt: skip
 
 
@@ -166,12 +167,12 @@ def _consumers(size: int) -> int:
 
 def _rows(size: int) -> int:
     """Packed rows of a unit of work."""
-    return 64 if splits(size) else 64 * _consumers(size)
+    return 64 * _consumers(size)
 
 
 def _stages(size: int) -> int:
     """Tiles of keys, and of values, in the ring buffer."""
-    return 4 if size <= 64 else 1 if splits(size) else 2
+    return 4 if size <= 64 else 2 if size <= 256 else 1
 
 
 def _box(page: int, keys: int) -> int:

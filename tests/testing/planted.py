@@ -1216,6 +1216,22 @@ DEFECTS = (
         "Rows that are computed again, after a weight beyond float32, are divided by another maximum's sum.",
     ),
     Defect(
+        "hopper_prefill_last_row_of_a_later_consumer",
+        "kernels/hopper_prefill.py",
+        "if first + ROWS // G < q_len:\n",
+        "if first + ROWS // G < q_len - (ROWS > 0):\n",
+        ("kernels/test_hopper_prefill.py",),
+        "A consumer that has only the last row of a request is taken for one without rows.",
+    ),
+    Defect(
+        "hopper_prefill_second_pass_over_values",
+        "kernels/hopper_prefill.py",
+        "d = column + FROM + gl.arange",
+        "d = FROM + gl.arange",
+        ("kernels/test_hopper_prefill.py",),
+        "The second half of a head of 512 is stored over the first.",
+    ),
+    Defect(
         "hopper_prefill_few_keys_of_a_window",
         "kernels/hopper_prefill_launch.py",
         "has_few_keys(min(keys, self.left), size)",
