@@ -955,8 +955,8 @@ def _consume(  # type: ignore[no-untyped-def]
                 queries = query + begin.to(gl.int64) * q_t, q_t, q_h, valid
                 caches = key_cache, value_cache + column, k_strides, v_strides
                 acc, most, total = _nan_safe(
-                    queries, caches, block_table, table_r, unit, row, seen, factor, cap, WIDTH, BLOCK_V, P, D, G, NEGATE,
-                    PAGED, HAS_LEFT, HAS_CAP,
+                    queries, caches, block_table, table_r, unit, kv_head, row, seen, factor, cap, WIDTH, BLOCK_V, P, D, G,
+                    NEGATE, PAGED, HAS_LEFT, HAS_CAP,
                 )  # fmt: skip
                 log, share = _share(gl.convert_layout(total, ROW), gl.convert_layout(most, ROW), head_sinks, valid, v_factor)
                 results = _rounded(acc, share, dtype)
@@ -1053,7 +1053,7 @@ def _have_odd(results, valid, dtype: gl.constexpr):  # type: ignore[no-untyped-d
 
 @gluon.jit
 def _nan_safe(  # type: ignore[no-untyped-def]
-    queries, caches, block_table, table_r, unit, row, seen, factor, cap, DV: gl.constexpr, BLOCK_V: gl.constexpr,
+    queries, caches, block_table, table_r, unit, kv_head, row, seen, factor, cap, DV: gl.constexpr, BLOCK_V: gl.constexpr,
     P: gl.constexpr, D: gl.constexpr, G: gl.constexpr, NEGATE: gl.constexpr, PAGED: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_CAP: gl.constexpr,
 ):  # fmt: skip
@@ -1062,7 +1062,7 @@ def _nan_safe(  # type: ignore[no-untyped-def]
     key_cache, value_cache, k_strides, v_strides = caches
     k_block, k_slot, k_head = k_strides
     v_block, v_slot, v_head = v_strides
-    r, kv_head, begin, q_len, first, context, k_begin, low, high = unit
+    r, _, begin, q_len, first, context, k_begin, low, high = unit
     TWO: gl.constexpr = len(seen) == 4
     acc = _nothing(DV, BLOCK_V)
     LAYOUT: gl.constexpr = acc[0].type.layout

@@ -204,6 +204,11 @@ def test_other_heads_and_pages(name: str, heads: tuple[int, int], size: int, pag
     run(LENS, mask=MASKS[name], heads=heads, size=size, page=page)
 
 
+@pytest.mark.parametrize("size", [96, 512])
+def test_values_that_are_not_finite_in_several_heads(size: int) -> None:
+    run([(70, 90), (5, 60)], mask=MASKS["causal"], heads=(8, 4), size=size, wild=True)
+
+
 def test_tiles_are_smaller_where_causal_rows_see_few_keys() -> None:
     def keys(size: int, seen: float | None, width: int | None = None, **more: Any) -> int:
         rules = launch.PrefillParams(**{"right": 0, **more})
