@@ -9,6 +9,8 @@ ROWS = 128  #: most query heads of a kv head
 ONE_PAGE = 1 << 30  #: keys of a page that holds all of a request
 #: Registers of a thread of a consumer, and of a producer, by the number of consumers.
 _REGISTERS = {2: (240, 24), 3: (160, 24)}
+#: Numbers of keys at which tiles change (`_keys`, `_consumers`).
+_BOUNDS = (400, 600, 1000, 2000, UNBOUNDED)
 
 
 class PrefillParams(NamedTuple):
@@ -16,8 +18,8 @@ class PrefillParams(NamedTuple):
 
     cap: in base 2, or 0; left, right: number of keys seen on either side, `UNBOUNDED` if there is no bound; chunk: positions of
     a chunk, before which a row sees no key, or 0; span_right: 0, or the number of later keys to which the window cuts spans (it
-    then cuts them on the left too); min_query: requests of at most so many tokens are left out; few_keys: whether rows see so
-    few keys that smaller tiles are faster (`seeing`), None if that is not known.
+    then cuts them on the left too); min_query: requests of at most so many tokens are left out; keys_below: `keys_below`
+    of the rows, None if that is not known.
     """
 
     cap: float = 0.0
@@ -27,11 +29,11 @@ class PrefillParams(NamedTuple):
     chunk: int = 0
     span_right: int = 0
     min_query: int = 0
-    few_keys: bool | None = None
+    keys_below: int | None = None
 
-    def seeing(self, keys: float, size: int) -> "PrefillParams":
-        """These parameters for heads of `size` whose rows would see `keys` keys on average without a window."""
-        return self._replace(few_keys=has_few_keys(min(keys, self.left), size))
+    def seeing(self, keys: float, rows: float) -> "PrefillParams":
+        """These parameters for requests of `keys` keys and `rows` rows on average."""
+        return self._replace(keys_below=keys_below(keys, rows, self.left, self.right))
 
 
 class Arrays(NamedTuple):
@@ -78,13 +80,12 @@ class PrefillPlan(NamedTuple):
     tiles: int
 
 
-def has_few_keys(keys: float, size: int) -> bool:
-    """Whether tiles of 64 keys are faster than tiles of 128 where causal rows of heads of `size` see `keys` keys on average.
-
-    Measured on an H200 on 56 batches drawn at random (windows, contexts and MLA's 192/128 among them): at 64 both take the same
-    time somewhere between 1,600 and 2,700 keys, at 96 and more between 700 and 1,300; fewer keys take down to 0.7 of the time.
-    """
-    return keys < (2000 if size <= 64 else 1000)
+def keys_below(keys: float, rows: float, left: int, right: int) -> int:
+    """The least of some bounds above the number of keys that rows see on average, if their requests have `keys` keys and
+    `rows` rows. left, right: `PrefillParams`'."""
+    causal = right < UNBOUNDED
+    seen = min(keys - rows / 2 if causal else keys, left)
+    return next(bound for bound in _BOUNDS if seen < bound)
 
 
 def fits(size: int, width: int, copied: bool, group: int, page: int) -> bool:
@@ -123,7 +124,7 @@ def plan_of(arrays: Arrays, num_reqs: int, page: int, paged: bool, params: Prefi
     box = 1, _box(page, _keys(size, width, params, copied)), 1, 64
     q_map = ((1, tokens, heads, size), (tokens * q_t, q_t, q_h, 1), (1, 64 // group, group, 64)) if copied else None
     strides = o_t, o_h, q_t, q_h, *k_strides[:3], *v_strides[:3]
-    tiles = (tokens // (_rows(size) // group) + num_reqs) * kv_heads * passes(width)
+    tiles = (tokens // (_rows(size, params) // group) + num_reqs) * kv_heads * passes(width)
     return PrefillPlan(
         (q_map, (k_shape, k_strides, box), (v_shape, v_strides, box)), strides, (heads, group, size, width, page), tiles
     )
@@ -132,12 +133,12 @@ def plan_of(arrays: Arrays, num_reqs: int, page: int, paged: bool, params: Prefi
 def constants(sizes: tuple[int, ...], params: PrefillParams, variant: Variant, values_at: int = 0) -> dict[str, Any]:
     """Constants and options of a launch. sizes: `PrefillPlan`'s; values_at: the page at which the array of keys has values."""
     heads, group, size, width, page = sizes
-    consumers = _consumers(size)
+    consumers = _consumers(size, params)
     registers, keys = _REGISTERS[consumers], _keys(size, width, params, variant.copied)
     return {
         "cap": params.cap, "left": params.left, "right": params.right, "min_query": params.min_query, "H": heads, "G": group,
         "D": size, "DV": width, "BLOCK_D": _padded(size), "BLOCK_V": min(_padded(width), 256), "P": page,
-        "BOX": _box(page, keys), "BLOCK_Q": _rows(size) // group, "BLOCK_N": keys,
+        "BOX": _box(page, keys), "BLOCK_Q": _rows(size, params) // group, "BLOCK_N": keys,
         "CONSUMERS": consumers, "STAGES": _stages(size), "Q_STAGES": 2 if variant.copied and size <= 128 else 1,
         "COPIED": variant.copied, "PAGED": variant.paged, "RAGGED": variant.ragged, "NEGATE": params.negate,
         "CHUNK": params.chunk, "SPAN_RIGHT": params.span_right, "HAS_LEFT": params.left < UNBOUNDED or params.chunk > 0,
@@ -154,20 +155,32 @@ def _padded(size: int) -> int:
 
 def _keys(size: int, width: int, params: PrefillParams, copied: bool) -> int:
     """Keys per tile, for sizes of keys and of values: as many as registers and two stages of shared memory hold, but fewer
-    where causal rows see few: less of a tile is masked, and a unit's first and last tile, which nothing overlaps, are
-    shorter. copied: whether the engine copies queries; those that consumers store take more memory above 128."""
-    few = size <= 64 if params.few_keys is None else params.few_keys
-    return 64 if size > (192 if copied else 128) or width > 128 or (few and params.right < UNBOUNDED) else 128
+    where rows see few: less of a tile is masked, and a unit's first and last tile, which nothing overlaps, are shorter.
+    copied: whether the engine copies queries; those that consumers store take more memory above 128.
+
+    Measured on H200s: 64 keys are faster than 128 at heads of 64 below 2,000 keys (causal, 700 to 1,000 keys: 0.75 of the
+    time), above 64 below 1,000 keys, and where rows see all keys of their request below 400 (300 keys 0.87 of the time, 500
+    keys 1.09). 40 batches drawn at random, before and after the rule was made, lose 1.01 by it, at most 1.07.
+    """
+    causal = params.right < UNBOUNDED
+    if params.keys_below is None:
+        few = size <= 64 and causal
+    else:
+        few = params.keys_below <= (2000 if size <= 64 else 1000 if causal else 400)
+    return 64 if size > (192 if copied else 128) or width > 128 or few else 128
 
 
-def _consumers(size: int) -> int:
-    """Consumers of a program: three where the exponentials take as long as the products, so that they keep both units busy."""
-    return 3 if size <= 64 else 2
+def _consumers(size: int, params: PrefillParams) -> int:
+    """Consumers of a program: three where the exponentials take as long as the products, so that they keep both units busy.
+    Where rows see few keys, units of fewer rows are faster (heads of 64 on an H200: causal rows of 150 to 350 keys 0.83 to
+    0.91 of the time, of 500 keys 0.93, of 700 keys 1.01; rows that see all of 300 keys 0.94, of 500 keys 1.06)."""
+    most = 600 if params.right < UNBOUNDED else 400
+    return 3 if size <= 64 and (params.keys_below is None or params.keys_below > most) else 2
 
 
-def _rows(size: int) -> int:
+def _rows(size: int, params: PrefillParams) -> int:
     """Packed rows of a unit of work."""
-    return 64 * _consumers(size)
+    return 64 * _consumers(size, params)
 
 
 def _stages(size: int) -> int:

@@ -73,11 +73,11 @@ class LayerParams(NamedTuple):
         flags |= {"HAS_CHUNK": self.chunk_size is not None, "SPAN_LEFT": self.span_window}
         return {**numbers, **flags, "SPARSE": sparse}
 
-    def of_prompts(self, min_query: int, few_keys: bool | None = None) -> PrefillParams:
+    def of_prompts(self, min_query: int, keys_below: int | None = None) -> PrefillParams:
         """The parameters of `hopper_prefill` for requests of more than `min_query` tokens."""
         cap, left, right, chunk = self.soft_cap * LOG2E, bound(self.left), bound(self.right), self.chunk_size or 0
         span_right = (self.tree_right or UNBOUNDED) if self.span_window else 0
-        return PrefillParams(cap, self.scale < 0, left, right, chunk, span_right, min_query, few_keys)
+        return PrefillParams(cap, self.scale < 0, left, right, chunk, span_right, min_query, keys_below)
 
 
 class Kinds(NamedTuple):

@@ -159,7 +159,7 @@ MASKS = {
 @pytest.mark.parametrize("wild", [False, True])
 @pytest.mark.parametrize("name", MASKS)
 def test_rows_see_what_the_definition_says(name: str, wild: bool) -> None:
-    run(LENS, mask=MASKS[name], wild=wild, rules={"few_keys": wild})  # tiles of 64 keys and of 128
+    run(LENS, mask=MASKS[name], wild=wild, rules={"keys_below": 400 if wild else UNBOUNDED})  # tiles of 64 keys and of 128
 
 
 SCORES = {
@@ -178,12 +178,12 @@ def test_scores_of_any_size(name: str, few: bool) -> None:
     """In tiles without a mask the sums decide what is subtracted from scores."""
     lens = [(150, 277), (64, 512)]  # the first row sees nothing of its first tile, and all of the next one
     for mask in (MASKS["causal"], MASKS["both directions"]):
-        run(lens, mask=mask, rules={"few_keys": few}, scores_of=SCORES[name], again="beyond" in name)
+        run(lens, mask=mask, rules={"keys_below": 400 if few else UNBOUNDED}, scores_of=SCORES[name], again="beyond" in name)
 
 
 @pytest.mark.parametrize("name", ["causal", "window", "everything"])
 def test_float16_needs_the_maximum(name: str) -> None:
-    run(LENS, mask=MASKS[name], bfloat16=None, rules={"few_keys": name == "window"})
+    run(LENS, mask=MASKS[name], bfloat16=None, rules={"keys_below": 400 if name == "window" else UNBOUNDED})
 
 
 @pytest.mark.parametrize(
@@ -209,12 +209,18 @@ def test_values_that_are_not_finite_in_several_heads(size: int) -> None:
     run([(70, 90), (5, 60)], mask=MASKS["causal"], heads=(8, 4), size=size, wild=True)
 
 
-def test_tiles_are_smaller_where_causal_rows_see_few_keys() -> None:
-    def keys(size: int, seen: float | None, width: int | None = None, **more: Any) -> int:
+def test_tiles_are_smaller_where_rows_see_few_keys() -> None:
+    def tiles(size: int, seen: float | None, width: int | None = None, **more: Any) -> tuple[int, int]:
         rules = launch.PrefillParams(**{"right": 0, **more})
-        rules = rules if seen is None else rules.seeing(seen, size)
+        if seen is not None:
+            rules = rules.seeing(2 * seen, 2 * seen) if rules.right == 0 else rules.seeing(seen, seen)
         sizes = (8, 4, size, width or size, 16)
-        return int(launch.constants(sizes, rules, launch.Variant(True, False, True, False, False))["BLOCK_N"])
+        constants = launch.constants(sizes, rules, launch.Variant(True, False, True, False, False))
+        assert constants["BLOCK_Q"] == constants["CONSUMERS"] * 64 // 4 and constants["CONSUMER_REGS"] % 8 == 0
+        return int(constants["BLOCK_N"]), int(constants["CONSUMERS"])
+
+    def keys(*arguments: Any, **more: Any) -> int:
+        return tiles(*arguments, **more)[0]
 
     assert [keys(size, 400) for size in (64, 96, 128)] == [64] * 3
     assert [keys(size, 1000) for size in (64, 96, 128)] == [64, 128, 128]
@@ -222,13 +228,17 @@ def test_tiles_are_smaller_where_causal_rows_see_few_keys() -> None:
     assert keys(192, 400, 128) == 64 and keys(192, 4000, 128) == 128 and keys(192, 4000) == 64
     assert [keys(size, None) for size in (64, 128)] == [64, 128]  # not known
     assert keys(128, 4000, left=256) == 64  # a window hides the others
-    assert [keys(size, 100, right=UNBOUNDED) for size in (64, 128)] == [128, 128]
+    assert [keys(size, 300, right=UNBOUNDED) for size in (64, 128)] == [64, 64]
+    assert [keys(size, 500, right=UNBOUNDED) for size in (64, 128)] == [64, 128]
+    assert [tiles(64, seen)[1] for seen in (300, 500, 700, 4000, None)] == [2, 2, 3, 3, 3]
+    assert [tiles(64, seen, right=UNBOUNDED)[1] for seen in (300, 500, 4000)] == [2, 3, 3]
 
 
-@pytest.mark.parametrize("size", [64, 128, 512])
-def test_consumers_of_a_token_or_none(size: int) -> None:
+@pytest.mark.parametrize(("size", "below"), [(64, 400), (64, None), (128, None), (512, None)])
+def test_consumers_of_a_token_or_none(size: int, below: int | None) -> None:
     """64 rows are 32 tokens: of units of 64 or 96 tokens, the last one has one token of a later consumer, or none."""
-    run([(32, 40), (33, 33), (64, 100), (65, 65), (97, 110), (160, 161)], mask=MASKS["causal"], size=size)
+    lens = [(32, 40), (33, 33), (64, 100), (65, 65), (97, 110), (160, 161)]
+    run(lens, mask=MASKS["causal"], size=size, rules={"keys_below": below})
 
 
 def test_programs_without_a_unit_read_no_spans() -> None:

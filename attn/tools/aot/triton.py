@@ -17,6 +17,7 @@ import torch
 
 from attn.capabilities import Device, Request
 from attn.dtypes import PER_TOKEN_HEAD, kv_cache_element
+from attn.kernels.launch import UNBOUNDED
 from attn.kernels.memory import group_reason, latent_reason
 from attn.tables import Column
 from attn.tools.aot.command import Choice, CompileCase, Kernel, grids, numbered, request_of, switches
@@ -242,7 +243,7 @@ def _launch_paged(choice: Choice) -> None:
         fixed_split=256 if choice["fixed_split"] else 0,
         sparse=[64, 4, 8, 1, 0] if choice["pattern"] else None,
         output_scale=torch.ones(()) if scaled else None,
-        few_keys=choice.get("few_keys"),
+        keys_below=choice.get("keys_below"),
     )
     launch()
     if max(query_lens) == 1 and choice["kv"] not in PER_TOKEN_HEAD:  # the launch may write the new tokens too
@@ -327,7 +328,8 @@ HOPPER: dict[str, Sequence[Any]] = {
     "block_size": PAGED["block_size"],
     "dtype": ("bfloat16", "float16"),
     "mask": tuple(name for name in WINDOWS if name != "tree"),
-    **switches("soft_cap", "sinks", "lse", "few_keys"),
+    "keys_below": (400, 1000, UNBOUNDED),
+    **switches("soft_cap", "sinks", "lse"),
 }
 
 

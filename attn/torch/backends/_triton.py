@@ -23,8 +23,8 @@ from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.paged import PagedCall
 from attn.capabilities import ATTN_TYPES, PAGED_FEATURES, Capabilities, Device, Feature, MultipleOf, Request
 from attn.dtypes import PER_TOKEN_HEAD
-from attn.kernels.hopper_prefill_launch import has_few_keys
-from attn.kernels.launch import CUT, FIXED_SPLIT, TOGETHER, TUNED
+from attn.kernels.hopper_prefill_launch import keys_below
+from attn.kernels.launch import CUT, FIXED_SPLIT, TOGETHER, TUNED, UNBOUNDED
 from attn.kernels.memory import group_reason
 from attn.kernels.paged_launch import GENERAL
 from attn.torch import kv_cache as caches
@@ -110,12 +110,12 @@ class TritonPagedBackend(PagedAttentionBackend):
 
 
 class _BatchPlan(NamedTuple):
-    """The launches of a batch: multiprocessors reserved for the prefill while it overlaps decodes (0: all), whether its rows
-    see few keys (None: unknown), whether decodes skip split-KV, whether prompts are in the decodes' launch, whether there may
+    """The launches of a batch: multiprocessors reserved for the prefill while it overlaps decodes (0: all), `keys_below` of its
+    rows (None: unknown), whether decodes skip split-KV, whether prompts are in the decodes' launch, whether there may
     be requests of one token, and whether the decodes' launch may write all new tokens."""
 
     prefill_programs: int = 0
-    few_keys: bool | None = None
+    keys_below: int | None = None
     whole: bool = False
     together: bool = False
     singles: bool = True
@@ -258,15 +258,18 @@ class TritonPagedImpl(PagedAttentionImpl):
             if run_together(q_lens, keys, blocks, self.num_kv_heads, processors):
                 return _BatchPlan(0, None, are_whole(np.repeat(keys, blocks), self.num_kv_heads, processors), True)
         decodes = keys[(q_lens > 0) & (q_lens <= (most if most <= 16 else 1))]
-        programs, few_keys, whole = 0, None, are_whole(decodes, self.num_kv_heads, processors)
+        programs, below, whole = 0, None, are_whole(decodes, self.num_kv_heads, processors)
         if has_prompts:
             rows, of_rows = q_lens[q_lens > 1].astype(np.float64), seq_lens[q_lens > 1]
             cut = 0.0 if left is None else np.clip(of_rows - left - 1, 0, rows)  # rows that see a whole window
             pairs = float(np.sum((rows - cut) * (of_rows - (rows - 1 + cut) / 2) + cut * ((left or 0) + 1)))
+            if left is None and not self.mask.causal:
+                pairs = float(rows @ of_rows)
             nbytes = 2 * self.num_kv_heads * self.head_size * itemsize * int(keys[q_lens == 1].sum())
             programs = prefill_programs(4 * self.num_heads * self.head_size * pairs, nbytes, processors)
-            few_keys = has_few_keys(pairs / max(1.0, float(rows.sum())), self.head_size)
-        return _BatchPlan(programs, few_keys, whole, singles=bool((q_lens == 1).any()))
+            seen = pairs / max(1.0, float(rows.sum()))
+            below = keys_below(seen, 0, UNBOUNDED, 0 if self.mask.causal else UNBOUNDED)
+        return _BatchPlan(programs, below, whole, singles=bool((q_lens == 1).any()))
 
     def _attend_ragged(self, call: PagedCall) -> None:
         from attn.torch.kernels.paged_attention import paged_attention
@@ -332,6 +335,8 @@ class TritonPagedImpl(PagedAttentionImpl):
             if not self._fixed_split() and device.type == "cuda":
                 whole = are_all_whole(batch, -(-m // 64) * 64, self.num_kv_heads, multiprocessors(device))
         output = query.new_empty(batch * n, heads, size)
+        left, right = self.window[0], 0 if causal else self.window[1]
+        reach = (UNBOUNDED if bound is None else bound for bound in (left, right))
         paged_attention(
             output,
             None,
@@ -342,13 +347,13 @@ class TritonPagedImpl(PagedAttentionImpl):
             block_table=table,
             max_query_len=n,
             max_seq_len=m,
-            left=self.window[0],
-            right=0 if causal else self.window[1],
+            left=left,
+            right=right,
             tree_right=None,
             **self._scores(),
             chunk_size=self.mask.chunk_size,
             sparse=self._sparse(),
-            few_keys=has_few_keys(m - n / 2 if self.window[0] is None else min(m - n / 2, self.window[0]), size),
+            keys_below=keys_below(m, n, *reach),
             whole=whole,
         )
         output = output.view(batch, n, heads, size)

@@ -155,7 +155,7 @@ class EqualPrompts:
             return None
         flat, lists = q.flatten(0, 1), (*_equal(batch, rows, query.device), None, None, None, None)
         arrays = torch.empty_like(flat, memory_format=torch.contiguous_format), None, flat, k, v, *lists
-        params = self._params.seeing(rows / 2, flat.shape[-1])
+        params = self._params.seeing(rows, rows)
         return _planned(arrays, ONE_PAGE, params), lists, flat.data_ptr() != q.data_ptr()
 
 

@@ -40,7 +40,7 @@ def mla_prefill(
 
         if hopper_prefill.serves(query, key, value, 1, ROWS):
             params, pointers = PrefillParams(negate=scale < 0, right=0 if causal else UNBOUNDED), (*arrays, None, None)
-            params = params.seeing((key.shape[0] - tokens / 2) / requests, size)
+            params = params.seeing(key.shape[0] / requests, tokens / requests)
             hopper_prefill.prefill(pointers, params, (abs(scale) * LOG2E, 1.0), multiprocessors(query.device), ragged=True)
             return
     strides = (*out.stride()[:2], *query.stride()[:2], *key.stride()[:2], *value.stride()[:2])

@@ -16,7 +16,7 @@ Strides = tuple[int, ...]
 Factors = tuple[float, float]
 Tuned = tuple[Launch | None, ...]
 Flags = tuple[bool, bool, bool, bool]
-_Prompts = tuple[int, bool | None, bool]
+_Prompts = tuple[int, int | None, bool]
 _UNTUNED: Tuned = (None, None)
 
 
@@ -43,7 +43,7 @@ class _Launches:
         self, arrays: Arrays, strides: Strides, factors: Factors, bounds: tuple[int, int, int], whole: bool, prompts: _Prompts
     ) -> None:
         """Launch them. bounds: requests, tokens and keys of each at most; whole: `paged_attention`'s; prompts: its
-        `prefill_programs`, `few_keys` and `singles`."""
+        `prefill_programs`, `keys_below` and `singles`."""
         output, lse, starts, sinks, _, _, query, key_cache, value_cache, seq_lens, table, _, tree, *mask = arrays[:-4]
         rules, layer, kv_heads = self._rules, self._rules.layer, self._rules.kv_heads
         num_reqs, max_query_len, max_seq_len = bounds
@@ -119,7 +119,7 @@ def paged_attention(
     sparse: list[int] | None = None,
     output_scale: torch.Tensor | None = None,
     prefill_programs: int = 0,
-    few_keys: bool | None = None,
+    keys_below: int | None = None,
     whole: bool = False,
     together: bool = False,
     singles: bool = True,
@@ -141,7 +141,7 @@ def paged_attention(
     local_blocks, vert_stride, shift per head, first head] (docs/semantics.md §13). output_scale: 0-d float32 on the device;
     output is then float8_e4m3fn and holds result / output_scale, saturated and rounded to nearest even. prefill_programs:
     number of multiprocessors for the prefill of a mixed batch that runs concurrently with the decode (Hopper); 0 for all.
-    few_keys: whether rows of prompts see few keys (`hopper_prefill_launch.has_few_keys`), None if that is not known.
+    keys_below: `hopper_prefill_launch.keys_below` of rows of prompts, None if that is not known.
     whole: do not cut the keys of decodes into parts (`launch.are_whole`). together: prompts, of at most `launch.TOGETHER`
     rows, are in the launch of the decodes (`launch.run_together`). singles: whether there may be requests of one token.
     key, value: [T, K, D] to be written at slots [T] as by `kv_write.write_kv` before anything is read, to caches without a
@@ -181,5 +181,5 @@ def paged_attention(
     queries = min(max_query_len, TOGETHER if together else (256 if TUNED else 16) + 1)
     flags, signature = (same, wide, serves, together), signature_of(arrays, strides)
     launches = _launches(name, signature, shape, scales, rules, queries, flags, tuned)
-    prompts = prefill_programs, few_keys, singles
+    prompts = prefill_programs, keys_below, singles
     launches(arrays, strides, (k_factor, v_factor), (num_reqs, max_query_len, max_seq_len), whole, prompts)

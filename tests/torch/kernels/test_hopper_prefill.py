@@ -14,6 +14,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
     pytest.skip("no Hopper GPU here", allow_module_level=True)
 
 from attn.kernels import hopper
+from attn.kernels.launch import UNBOUNDED
 from attn.torch.kernels import hopper_prefill
 from attn.torch.kernels.paged_attention import paged_attention
 from attn.visibility import BatchMask, LayerMask, Visibility
@@ -109,9 +110,13 @@ def by_hand() -> Iterator[None]:
     assert hopper.why_off("hopper_prefill") == ""
 
 
-@pytest.mark.parametrize("few_keys", [False, True])
-@pytest.mark.parametrize("name", CASES)
-def test_it_is_attention(name: str, few_keys: bool) -> None:
+def _bounds(size: int) -> tuple[int, ...]:
+    """Numbers of keys below which tiles differ."""
+    return (400, UNBOUNDED) if size > 64 else (400, 1000, UNBOUNDED)
+
+
+@pytest.mark.parametrize(("name", "keys_below"), [(n, below) for n in CASES for below in _bounds(CASES[n].get("size", 128))])
+def test_it_is_attention(name: str, keys_below: int) -> None:
     given: dict[str, Any] = {
         "lens": [(300, 301), (1, 55), (77, 1003)], "heads": (8, 2), "size": 128, "page": 16, "dtype": torch.bfloat16,
         "cap": 0.0, "left": None, "right": 0, "sinks": False, "stale": False, "wild": False, "paged": True, "chunk": None,
@@ -160,7 +165,7 @@ def test_it_is_attention(name: str, few_keys: bool) -> None:
     output = torch.full_like(query, torch.nan)
     lse = torch.full((heads, tokens), torch.nan, device="cuda")
     bounds = max(q for q, _ in lens), max(s for _, s in lens), size**-0.5
-    rules = {"soft_cap": given["cap"], "sinks": sinks, "span_window": given["cut"], "few_keys": few_keys, **reach}
+    rules = {"soft_cap": given["cap"], "sinks": sinks, "span_window": given["cut"], "keys_below": keys_below, **reach}
     for _ in range(2):  # the second launch finds the counters as the first one left them
         paged_attention(output, lse, query, key, value, starts, seq_lens, table, *bounds, *window, window[1], **rules)
     for r, (n, s) in enumerate(lens):
@@ -199,7 +204,9 @@ RAGGED = {  # rows and keys of each request
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("sizes", [(192, 128), (128, 64), (256, 128), (192, 192), (136, 24), (64, 64), (200, 96)])
+@pytest.mark.parametrize(
+    "sizes", [(192, 128), (128, 64), (256, 128), (192, 192), (136, 24), (64, 64), (200, 96), (512, 128), (320, 264)]
+)
 @pytest.mark.parametrize("name", RAGGED)
 def test_ragged_keys_and_values_of_another_size(name: str, sizes: tuple[int, int], causal: bool) -> None:
     """MLA's prefill; values that other requests' rows must not see are NaN where their keys are the next request's."""

@@ -103,7 +103,7 @@ def _on_hopper(
         return None
     lse = jnp.empty((query.shape[1], query.shape[0]), jnp.float32) if return_lse else None
     out = Out(jnp.empty(query.shape, query.dtype), lse, jnp.zeros(2, jnp.int32))
-    rules = layer.of_prompts(0).seeing(key.shape[1] - query.shape[0] / key.shape[0] / 2, query.shape[-1])
+    rules = layer.of_prompts(0).seeing(key.shape[1], query.shape[0] / key.shape[0])
     try:
         made = prefill(out, prompts, rules, layer.factor(1.0), *target())
     except hopper.CannotCompile:

@@ -74,8 +74,8 @@ def _on_hopper(
 ) -> tuple[jax.Array, jax.Array]:
     from attn.jax.kernels.gpu.hopper_prefill import Out, prefill
 
-    (tokens, _, size), num_reqs = prompts.query.shape, prompts.starts.shape[0] - 1
-    params = PrefillParams(right=0 if causal else UNBOUNDED).seeing((prompts.keys.shape[0] - tokens / 2) / num_reqs, size)
+    tokens, num_reqs = prompts.query.shape[0], prompts.starts.shape[0] - 1
+    params = PrefillParams(right=0 if causal else UNBOUNDED).seeing(prompts.keys.shape[0] / num_reqs, tokens / num_reqs)
     made = prefill(Out(out, lse, counters), prompts, params, scale * LOG2E, *target())
     assert made.lse is not None
     return made.output, made.lse

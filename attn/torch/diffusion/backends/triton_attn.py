@@ -13,7 +13,8 @@ import torch
 from attn.capabilities import Device, MultipleOf
 from attn.diffusion.backends.dense import DenseCall
 from attn.kernels import hopper
-from attn.kernels.hopper_prefill_launch import has_few_keys
+from attn.kernels.hopper_prefill_launch import keys_below
+from attn.kernels.launch import UNBOUNDED
 from attn.torch import records
 from attn.torch.backends import _hopper
 from attn.torch.diffusion.backends._triton import TritonBackend, TritonImpl, present_first
@@ -97,6 +98,6 @@ class TritonAttentionImpl(TritonImpl, backend=TritonAttentionBackend):
             max_seq_len=length,
             scale=self.scale,
             right=0 if self.causal else None,
-            few_keys=has_few_keys(length - rows / 2, query.shape[-1]),
+            keys_below=keys_below(length, rows, UNBOUNDED, 0 if self.causal else UNBOUNDED),
         )
         return out.unflatten(0, (batch, rows))
