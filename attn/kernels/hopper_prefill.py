@@ -262,11 +262,11 @@ def _copy_queries(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _copy_boxes(  # type: ignore[no-untyped-def]
-    desc, ring, stage, bar, pages, start, kv_head, column, STAGES: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr,
-    PAGED: gl.constexpr,
-):  # fmt: skip
-    """Copy the keys from `start` on, from a column on, into a stage of the ring. pages: of the boxes, or without pages the
-    request's first key."""
+    desc, ring, stage, bar, pages, origin, STAGES: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, PAGED: gl.constexpr
+):
+    """Copy a tile into a stage of the ring. origin: its first key, kv head and first column. pages: of the boxes, or without
+    pages the request's first key."""
+    start, kv_head, column = origin
     COLUMNS: gl.constexpr = 64
     BLOCK_N: gl.constexpr = ring.shape[1]
     WIDTH: gl.constexpr = ring.shape[0] // STAGES * ring.shape[2]
@@ -288,21 +288,19 @@ def _copy_boxes(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _copy_keys(  # type: ignore[no-untyped-def]
-    k_desc, k_ring, k_bars, tables, count, turns, start, unit, P: gl.constexpr, BOX: gl.constexpr, PAGED: gl.constexpr,
-    PASSES: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Copy the keys of `turns` tiles of a unit, downwards from the one at `start`, in as many parts as have barriers."""
+    ring, tables, count, tiles, start, request, P: gl.constexpr, BOX: gl.constexpr, PAGED: gl.constexpr, STAGES: gl.constexpr
+):
+    """Copy the keys of a request's tiles, downwards from the one at `start`, in as many parts as have barriers."""
+    k_desc, k_ring, k_bars = ring
     k_full, k_empty = k_bars
     BLOCK_N: gl.constexpr = k_ring.shape[1]
     PARTS: gl.constexpr = k_full.shape[0] // STAGES
-    kv_head, _ = _head(unit, PASSES)
-    r, head, begin, q_len, first, context, pages, low, high = unit
-    seq_len = context + q_len
+    r, kv_head, seq_len, pages = request
     block_table, num_pages, table_r = tables
     if PAGED:
         table = block_table + r.to(gl.int64) * table_r
         pages = _pages_of(table, start, seq_len, num_pages, P, BOX, BLOCK_N)
-    for _i in range(turns):
+    for _i in range(tiles):
         now = pages
         if PAGED:
             pages = _pages_of(table, start - BLOCK_N, seq_len, num_pages, P, BOX, BLOCK_N)
@@ -311,7 +309,7 @@ def _copy_keys(  # type: ignore[no-untyped-def]
             at = stage * PARTS + i
             column = i * k_ring.shape[2]
             mbarrier.wait(k_empty.index(at), count // STAGES & 1 ^ 1)
-            _copy_boxes(k_desc, k_ring, at, k_full.index(at), now, start, kv_head, column, PARTS * STAGES, P, BOX, PAGED)
+            _copy_boxes(k_desc, k_ring, at, k_full.index(at), now, (start, kv_head, column), PARTS * STAGES, P, BOX, PAGED)
         count += 1
         start -= BLOCK_N
     return count
@@ -330,6 +328,7 @@ def _produce(  # type: ignore[no-untyped-def]
     which the consumers use them. The next unit is looked up while the consumers compute the tiles that the ring holds. When a
     program took it before it copied this one's keys, the last programs ended 10 % later (causal, 8,192 rows, 16 x 256)."""
     u_full, u_empty = u_bars
+    ring = k_desc, k_ring, k_bars
     tables = block_table, num_pages, table_r
     count = 0
     wave = 0
@@ -344,6 +343,7 @@ def _produce(  # type: ignore[no-untyped-def]
     while unit[0] >= 0:
         kv_head, _ = _head(unit, PASSES)
         r, head, begin, q_len, first, context, k_begin, low, high = unit
+        of_keys = r, kv_head, context + q_len, k_begin
         tiles = (high - low + BLOCK_N - 1) // BLOCK_N
         start = low + (tiles - 1) * BLOCK_N
         early = 0
@@ -351,10 +351,10 @@ def _produce(  # type: ignore[no-untyped-def]
             _copy_queries(q_desc, q_ring, q_bars, wave, begin + first, kv_head * G, G, PIECES, CONSUMERS)
         elif COPIED:  # the last unit's queries are still in their place
             early = gl.minimum(tiles, STAGES)
-            count = _copy_keys(k_desc, k_ring, k_bars, tables, count, early, start, unit, P, BOX, PAGED, PASSES, STAGES)
+            count = _copy_keys(ring, tables, count, early, start, of_keys, P, BOX, PAGED, STAGES)
             _copy_queries(q_desc, q_ring, q_bars, wave, begin + first, kv_head * G, G, PIECES, CONSUMERS)
         start -= early * BLOCK_N
-        count = _copy_keys(k_desc, k_ring, k_bars, tables, count, tiles - early, start, unit, P, BOX, PAGED, PASSES, STAGES)
+        count = _copy_keys(ring, tables, count, tiles - early, start, of_keys, P, BOX, PAGED, STAGES)
         wave += 1
         number = gl.num_programs(0) + gl.atomic_add(counters, 1, sem="relaxed")
         request, before = _seek(number // K, request, before, starts[0], min_query, num_reqs, BLOCK_Q)
@@ -405,9 +405,10 @@ def _produce_values(  # type: ignore[no-untyped-def]
                 now += VALUES_AT
                 pages = _pages_of(table, start - BLOCK_N, seq_len, num_pages, P, BOX, BLOCK_N)
             stage = count % STAGES
+            origin = start, kv_head, column
             mbarrier.wait(v_empty.index(stage), count // STAGES & 1 ^ 1)
             if (start + BLOCK_N > seq_len) | (start < seen):
-                _copy_boxes(v_desc, v_ring, stage, v_raw, now, start, kv_head, column, STAGES, P, BOX, PAGED)
+                _copy_boxes(v_desc, v_ring, stage, v_raw, now, origin, STAGES, P, BOX, PAGED)
                 mbarrier.wait(v_raw, raw_phase)
                 raw_phase ^= 1
                 valid = seq_len - start
@@ -422,7 +423,7 @@ def _produce_values(  # type: ignore[no-untyped-def]
                 barrier()
                 mbarrier.arrive(v_full.index(stage), count=1)
             else:
-                _copy_boxes(v_desc, v_ring, stage, v_full.index(stage), now, start, kv_head, column, STAGES, P, BOX, PAGED)
+                _copy_boxes(v_desc, v_ring, stage, v_full.index(stage), now, origin, STAGES, P, BOX, PAGED)
             count += 1
             start -= BLOCK_N
         wave += 1
@@ -477,22 +478,24 @@ def _masked(s, start, seen, TWO: gl.constexpr, HAS_LEFT: gl.constexpr):  # type:
 
 @gluon.jit
 def _weigh(  # type: ignore[no-untyped-def]
-    s, top, norm, start, seen, factor, cap, MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr
+    s, top, norm, start, seen, scaling, MASKED: gl.constexpr, HAS_LEFT: gl.constexpr
 ):
     """The online softmax of one tile of scores: (weights, running maximum, running sum, factor for earlier sums).
 
     seen: of rows, the last and the first key that they see; with MASKED = 2 the first and the last of another range too.
+    scaling: what scores are multiplied by, and their cap or None.
     """
-    if HAS_CAP:
+    factor, cap = scaling
+    if cap is not None:
         s = cap * _tanh(s * factor)
     if MASKED:
         s = _masked(s, start, seen, MASKED == 2, HAS_LEFT)
     # plain scores are scaled inside the exponent, where the product is fused
-    above = gl.maximum(top, gl.max(s, 1) if HAS_CAP else gl.max(s, 1) * factor)
+    above = gl.maximum(top, gl.max(s, 1) * factor if cap is None else gl.max(s, 1))
     # what is subtracted may lag behind the maximum, so that sums are seldom multiplied (`_scaled`): weights are then up to 2**8
     above = gl.where(above - top > _LEEWAY, above, top)
     guard = gl.where(above == float("-inf"), 0.0, above)
-    p = gl.exp2((s if HAS_CAP else s * factor) - guard[:, None])
+    p = gl.exp2((s * factor if cap is None else s) - guard[:, None])
     shrink = gl.exp2(top - guard)
     norm = norm * _of_rows(shrink, norm) + _sums(p)
     return p, above, norm, shrink
@@ -534,19 +537,20 @@ def _renewed(norm, top):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _weigh_all(s, top, norm, factor, cap, HAS_CAP: gl.constexpr):  # type: ignore[no-untyped-def]
+def _weigh_all(s, top, norm, scaling):  # type: ignore[no-untyped-def]
     """`_weigh` of a tile of which every row sees every key, without its maximum: what is subtracted follows the sums of earlier
     tiles. top: [64, 8].
 
     Sums of earlier tiles are at most 2**32 (`_renewed`), so a weight may be at least 2**95 times as large as those. One beyond
     bfloat16's range makes the results of its row infinite or NaN, and they are computed again (`_nan_safe`).
     """
-    if HAS_CAP:
+    factor, cap = scaling
+    if cap is not None:
         s = cap * _tanh(s * factor)
     shrink, norm, top = _renewed(norm, top)
     s8 = _by_eights(s)
     guard = gl.convert_layout(top, gl.SliceLayout(1, s8.type.layout))[:, None, :]
-    p = gl.exp2((s8 if HAS_CAP else s8 * factor) - guard)
+    p = gl.exp2((s8 * factor if cap is None else s8) - guard)
     norm = norm + gl.convert_layout(gl.sum(p, 1), norm.type.layout)
     return gl.convert_layout(gl.reshape(p, s.shape), s.type.layout), top, norm, shrink
 
@@ -735,9 +739,8 @@ def _waits_ahead(parts: int, dtype: Any) -> bool:
 
 @gluon.jit
 def _step(  # type: ignore[no-untyped-def]
-    sums, count, inputs, start, seen, factor, cap,
-    MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-):  # fmt: skip
+    sums, count, inputs, start, seen, scaling, MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, D: gl.constexpr, DV: gl.constexpr
+):
     """Compute the scores of tile `count` while the values of the previous tile are multiplied with its `weights`.
 
     sums: weights of the previous tile, `_narrow`ed; accumulators of tiles before it; their factor, by which they have been
@@ -765,9 +768,9 @@ def _step(  # type: ignore[no-untyped-def]
     acc = _add_values(weights, v_ring, old, acc, DV)
     s = _await_scores(s, keys, count, len(acc), STAGES)
     if len(top.shape) == 2:
-        weights, top, norm, shrink = _weigh_all(s, top, norm, factor, cap, HAS_CAP)
+        weights, top, norm, shrink = _weigh_all(s, top, norm, scaling)
     else:
-        weights, top, norm, shrink = _weigh(s, top, norm, start, seen, factor, cap, MASKED, HAS_LEFT, HAS_CAP)
+        weights, top, norm, shrink = _weigh(s, top, norm, start, seen, scaling, MASKED, HAS_LEFT)
     if AHEAD:
         mbarrier.wait(v_full.index(stage), count // STAGES & 1)
     acc = _await(acc)
@@ -820,6 +823,7 @@ def _consume(  # type: ignore[no-untyped-def]
     v_full, v_empty = v_bars
     keys = k_ring, k_full, k_empty
     values = v_ring, v_full, v_empty
+    scaling = factor, cap if HAS_CAP else None
     TWO: gl.constexpr = spans is not None  # ranges of keys that a row may see
     ALL: gl.constexpr = _needs_no_maximum(dtype)
     count = 0
@@ -895,14 +899,14 @@ def _consume(  # type: ignore[no-untyped-def]
             if tiles > 0:
                 s = _await_scores(_scores(q_ring, q_at, keys, count, D, STAGES), keys, count, 0, STAGES)
                 start = low + (tiles - 1) * BLOCK_N
-                weights, top, norm, shrink = _weigh(s, top, norm, start, seen, factor, cap, 2 if TWO else 1, HAS_LEFT, HAS_CAP)
+                weights, top, norm, shrink = _weigh(s, top, norm, start, seen, scaling, 2 if TWO else 1, HAS_LEFT)
                 if AHEAD:
                     mbarrier.wait(v_full.index(_stage(count, STAGES)), count // STAGES & 1)
                 sums = _narrow(weights, dtype, WIDTH), acc, shrink, top, norm
                 count += 1
                 for _i in range(1, right_of):
                     start -= BLOCK_N
-                    sums = _step(sums, count, inputs, start, seen, factor, cap, 1, HAS_LEFT, HAS_CAP, D, WIDTH)
+                    sums = _step(sums, count, inputs, start, seen, scaling, 1, HAS_LEFT, D, WIDTH)
                     count += 1
                 if ALL:
                     weights, acc, shrink, top, norm = sums
@@ -910,7 +914,7 @@ def _consume(  # type: ignore[no-untyped-def]
                     sums = weights, acc, _in_eights(shrink, norm), top, norm
                 for _i in range(right_of, left_from):
                     start -= BLOCK_N
-                    sums = _step(sums, count, inputs, start, seen, factor, cap, 0, HAS_LEFT, HAS_CAP, D, WIDTH)
+                    sums = _step(sums, count, inputs, start, seen, scaling, 0, HAS_LEFT, D, WIDTH)
                     count += 1
                 if ALL:
                     weights, acc, shrink, top, norm = sums
@@ -923,7 +927,7 @@ def _consume(  # type: ignore[no-untyped-def]
                             also = _span(spans, begin + first + row // G, valid, position, left, CHUNK, SPAN_RIGHT)
                             seen = upper, lower, also[0], also[1]  # type: ignore[assignment]
                         MASKED: gl.constexpr = 2 if TWO else 1
-                        sums = _step(sums, count, inputs, start, seen, factor, cap, MASKED, HAS_LEFT, HAS_CAP, D, WIDTH)
+                        sums = _step(sums, count, inputs, start, seen, scaling, MASKED, HAS_LEFT, D, WIDTH)
                         count += 1
                 weights, acc, shrink, top, norm = sums
                 if COPIED:
@@ -941,10 +945,10 @@ def _consume(  # type: ignore[no-untyped-def]
             norm = gl.convert_layout(gl.sum(norm, 1), ROW)
             valid = (row < BLOCK_Q * G) & (first + row // G < q_len)  # other rows' queries may be anything
             head_sinks = sinks + kv_head * G + row % G if HAS_SINKS else None
-            log, share = _share(norm, top, head_sinks, valid, v_factor)
+            log, scale = _finalize(norm, top, head_sinks, valid, v_factor)
             rows = (begin + first + row // G).to(gl.int64) * o_t + (kv_head * G + row % G) * o_h
             PARTS: gl.constexpr = parts_of(WIDTH, BLOCK_V)
-            results = _rounded(acc, share, dtype)
+            results = _rounded(acc, scale, dtype)
             for i in gl.static_range(len(PARTS)):
                 _write(output, rows, valid, _of_pairs(results[i], dtype), column, PARTS[i][0], DV)
             # 0 times a NaN or an infinity may have reached rows that do not see that value, or a weight may be infinite
@@ -953,13 +957,12 @@ def _consume(  # type: ignore[no-untyped-def]
                     also = _span(spans, begin + first + row // G, valid, position, left, CHUNK, SPAN_RIGHT)
                     seen = upper, lower, also[0], also[1]  # type: ignore[assignment]
                 queries = query + begin.to(gl.int64) * q_t, q_t, q_h, valid
-                caches = key_cache, value_cache + column, k_strides, v_strides
+                caches = key_cache, value_cache + column, k_strides, v_strides, block_table, table_r
                 acc, most, total = _nan_safe(
-                    queries, caches, block_table, table_r, unit, kv_head, row, seen, factor, cap, WIDTH, BLOCK_V, P, D, G,
-                    NEGATE, PAGED, HAS_LEFT, HAS_CAP,
-                )  # fmt: skip
-                log, share = _share(gl.convert_layout(total, ROW), gl.convert_layout(most, ROW), head_sinks, valid, v_factor)
-                results = _rounded(acc, share, dtype)
+                    queries, caches, unit, kv_head, row, seen, scaling, WIDTH, BLOCK_V, P, D, G, NEGATE, PAGED, HAS_LEFT
+                )
+                log, scale = _finalize(gl.convert_layout(total, ROW), gl.convert_layout(most, ROW), head_sinks, valid, v_factor)
+                results = _rounded(acc, scale, dtype)
                 for i in gl.static_range(len(PARTS)):
                     _write(output, rows, valid, _of_pairs(results[i], dtype), column, PARTS[i][0], DV)
             if HAS_LSE:
@@ -976,23 +979,23 @@ def _consume(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _share(norm, top, sinks, valid, v_factor):  # type: ignore[no-untyped-def]
-    """Log-sum-exp of rows in base 2, and what their sums of values are multiplied by: 0 for a row without keys, whatever its
-    sink. sinks: pointers to each row's, or None."""
+def _finalize(norm, top, sinks, valid, v_factor):  # type: ignore[no-untyped-def]
+    """Log-sum-exp of rows in base 2, and the scale of their sums of values: 0 for a row without keys, whatever its sink.
+    sinks: pointers to each row's, or None."""
     log = gl.where(norm == 0, float("-inf"), top + gl.log2(norm))
-    share = gl.where(norm == 0, 0.0, v_factor / gl.where(norm == 0, 1.0, norm))
+    scale = gl.where(norm == 0, 0.0, v_factor / gl.where(norm == 0, 1.0, norm))
     if sinks is not None:
         sink = gl.load(sinks, mask=valid, other=0.0) * 1.4426950408889634
-        share = share * gl.where(log == float("-inf"), 0.0, 1.0 / (1.0 + gl.exp2(sink - log)))
-    return log, share
+        scale = scale * gl.where(log == float("-inf"), 0.0, 1.0 / (1.0 + gl.exp2(sink - log)))
+    return log, scale
 
 
 @gluon.jit
-def _rounded(acc, share, dtype: gl.constexpr):  # type: ignore[no-untyped-def]
-    """`_pairs` of each part of the accumulators, whose rows are multiplied by their share."""
+def _rounded(acc, scale, dtype: gl.constexpr):  # type: ignore[no-untyped-def]
+    """`_pairs` of each part of the accumulators, whose rows are multiplied by their scale."""
     results = ()
     for i in gl.static_range(len(acc)):
-        results = results + (_pairs(acc[i] * _of_rows(share, acc[i]), dtype),)  # type: ignore[assignment]
+        results = results + (_pairs(acc[i] * _of_rows(scale, acc[i]), dtype),)  # type: ignore[assignment]
     return results
 
 
@@ -1053,15 +1056,15 @@ def _have_odd(results, valid, dtype: gl.constexpr):  # type: ignore[no-untyped-d
 
 @gluon.jit
 def _nan_safe(  # type: ignore[no-untyped-def]
-    queries, caches, block_table, table_r, unit, kv_head, row, seen, factor, cap, DV: gl.constexpr, BLOCK_V: gl.constexpr,
-    P: gl.constexpr, D: gl.constexpr, G: gl.constexpr, NEGATE: gl.constexpr, PAGED: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_CAP: gl.constexpr,
+    queries, caches, unit, kv_head, row, seen, scaling, DV: gl.constexpr, BLOCK_V: gl.constexpr, P: gl.constexpr,
+    D: gl.constexpr, G: gl.constexpr, NEGATE: gl.constexpr, PAGED: gl.constexpr, HAS_LEFT: gl.constexpr,
 ):  # fmt: skip
     """The weighted sum of values, the maximum and the sum of weights, one key at a time: keys that a row does not see are
     selected away, not multiplied by 0."""
-    key_cache, value_cache, k_strides, v_strides = caches
+    key_cache, value_cache, k_strides, v_strides, block_table, table_r = caches
     k_block, k_slot, k_head = k_strides
     v_block, v_slot, v_head = v_strides
+    factor, cap = scaling
     r, _, begin, q_len, first, context, k_begin, low, high = unit
     TWO: gl.constexpr = len(seen) == 4
     acc = _nothing(DV, BLOCK_V)
@@ -1094,7 +1097,7 @@ def _nan_safe(  # type: ignore[no-untyped-def]
             k = gl.load(key_cache + k_at + kv_head * k_head + h + d, mask=h + d < D, other=0.0)
             s += gl.sum(q.to(gl.float32) * k.to(gl.float32)[None, :], 1)
         s = s * factor
-        if HAS_CAP:
+        if cap is not None:
             s = cap * _tanh(s)
         allowed = j <= upper
         if HAS_LEFT:

@@ -351,10 +351,9 @@ def attention(  # type: ignore[no-untyped-def]
     if slots is not None:
         end = count - 1 - s if BLOCK_R > 0 else 0
         if end == 0:
-            _write(
-                slots, key, value, k_base, v_base, begin.to(tl.int64), kv_head, key_t, value_t, k_block, k_slot, v_block,
-                v_slot, k_factor, v_factor, P, D, BLOCK_D, FORMAT,
-            )  # fmt: skip
+            new = slots, key, value, key_t, value_t
+            caches = k_base, v_base, k_block, k_slot, v_block, v_slot
+            _write(new, caches, (k_factor, v_factor), begin.to(tl.int64), kv_head, P, D, BLOCK_D, FORMAT)
             tl.debug_barrier()  # every thread has stored before one reads what another stored
 
     # Weights in float16 reach 2**15 instead of 1: from 2**-39 of the largest on they are not 0, from 2**-29 on exact. None
@@ -430,10 +429,12 @@ def attention(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _write(  # type: ignore[no-untyped-def]
-    slots, key, value, k_base, v_base, token, kv_head, key_t, value_t, k_block, k_slot, v_block, v_slot, k_by, v_by,
-    P: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, FORMAT: tl.constexpr,
-):  # fmt: skip
+    new, caches, scales, token, kv_head, P: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, FORMAT: tl.constexpr
+):
     """Store a token's key and value of one kv head at its slot, if it has one (-1), as `kv_write.write` does."""
+    slots, key, value, key_t, value_t = new
+    k_base, v_base, k_block, k_slot, v_block, v_slot = caches
+    k_scale, v_scale = scales
     d = tl.arange(0, BLOCK_D)
     slot = tl.load(slots + token).to(tl.int64)
     k = tl.load(key + token * key_t + kv_head * D + d, mask=d < D)
@@ -447,7 +448,7 @@ def _write(  # type: ignore[no-untyped-def]
         k, v = k.to(tl.float32), v.to(tl.float32)
         codes: tl.constexpr = tl.uint16 if FORMAT == "bf16" else tl.uint8
         if FORMAT != "bf16":
-            k, v = tl.math.div_rn(k, tl.zeros_like(k) + k_by), tl.math.div_rn(v, tl.zeros_like(v) + v_by)
+            k, v = tl.math.div_rn(k, tl.zeros_like(k) + k_scale), tl.math.div_rn(v, tl.zeros_like(v) + v_scale)
         k, v = code_in(k, FORMAT), code_in(v, FORMAT)
         k_at, v_at = k_at.to(tl.pointer_type(codes)), v_at.to(tl.pointer_type(codes))
     tl.store(k_at, k, mask=live)

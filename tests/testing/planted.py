@@ -1274,7 +1274,7 @@ DEFECTS = (
     Defect(
         "pages_that_two_requests_write_to",
         "backends/metadata.py",
-        "return bool(np.count_nonzero(is_own) == n == np.count_nonzero(",
+        "return bool(np.count_nonzero(is_used) == n == np.count_nonzero(",
         "return bool(n == np.count_nonzero(",
         ("backends/test_metadata.py",),
         "Two drafts in one page count as apart, so one's launch may read what the other is yet to write.",
