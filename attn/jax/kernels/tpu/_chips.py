@@ -59,7 +59,7 @@ REBIASES_E4M3 = ("v5e", "v5p", "v6e")
 MULTIPLIES_FP8 = (*REBIASES_E4M3, "v7x")
 
 
-class Blocks(NamedTuple):
+class RaggedBlocks(NamedTuple):
     """Sizes of a launch.
 
     Keys per DMA block; query tokens per large item; keys per step of such an item, and keys and rows of its score matrices;
@@ -81,8 +81,8 @@ class Blocks(NamedTuple):
     pairs: bool = False
 
 
-#: (chip, head lanes, bytes of a cache element) -> Blocks, measured better than the rule.
-OVERRIDES: dict[tuple[str, int, int], Blocks] = {}
+#: (chip, head lanes, bytes of a cache element) -> RaggedBlocks, measured better than the rule.
+OVERRIDES: dict[tuple[str, int, int], RaggedBlocks] = {}
 
 
 def target() -> str | None:
@@ -100,7 +100,7 @@ def chip_of(name: str) -> Chip:
     return CHIPS[name]
 
 
-def blocks_for(name: str, shape: PagedShape) -> Blocks:
+def blocks_for(name: str, shape: PagedShape) -> RaggedBlocks:
     """Block sizes for a launch on a chip; `large` 0 if every request has one row. Raises ValueError for an unknown chip."""
     chip, page, lanes, group, heads = chip_of(name), shape.page, shape.lanes, shape.group, shape.num_kv_heads
     itemsize, cache_itemsize, max_query_len = shape.itemsize, shape.cache_itemsize, shape.max_query_len
@@ -155,10 +155,10 @@ def blocks_for(name: str, shape: PagedShape) -> Blocks:
     last = key_tile // 2 if itemsize == 2 and 0 < large < key_tile == 256 and max_query_len < 16 * large else 0
     ordered = shape.mask.causal and left is None and chunk is None and not shape.ranges
     pairs = large > 0 and ordered and key_tile < min(kv_block, 1024) and 2 * key_tile * heads * large * group <= STRETCH // 2
-    return Blocks(kv_block, large, min(kv_block, 1024), key_tile, row_tile, segment, slots, stretch, last, pairs)
+    return RaggedBlocks(kv_block, large, min(kv_block, 1024), key_tile, row_tile, segment, slots, stretch, last, pairs)
 
 
-def fixed_blocks(name: str, shape: PagedShape) -> Blocks:
+def fixed_blocks(name: str, shape: PagedShape) -> RaggedBlocks:
     """Block sizes that depend on the layer and on which masks the batch has, not on its size: a request is then computed by the
     same steps in every batch. They are those of long requests over long tables."""
     blocks = blocks_for(name, dataclasses.replace(shape, max_query_len=FIXED_ROWS, columns=FIXED_KEYS // shape.page))

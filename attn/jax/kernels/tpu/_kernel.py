@@ -16,15 +16,15 @@ from jax.experimental import pallas as pl
 from attn.jax.kernels.tpu import _line, _long, _pages, _plan
 from attn.jax.kernels.tpu._line import Line
 from attn.jax.kernels.tpu._pages import Item, copy
-from attn.jax.kernels.tpu._refs import Config, Refs
+from attn.jax.kernels.tpu._refs import RaggedConfig, RaggedRefs
 
 
-def run(cfg: Config, refs: Refs) -> None:
+def run(cfg: RaggedConfig, refs: RaggedRefs) -> None:
     """The whole launch."""
     _pages.writing(cfg, refs, lambda: _attend(cfg, refs))
 
 
-def _attend(cfg: Config, refs: Refs) -> None:
+def _attend(cfg: RaggedConfig, refs: RaggedRefs) -> None:
     loads = _pages.Loads(cfg, refs, refs.counts[0])
     line = Line(cfg, refs, loads)
     if not cfg.large:
@@ -34,7 +34,7 @@ def _attend(cfg: Config, refs: Refs) -> None:
     _pages.attend(cfg, refs, loads, _longs(cfg, refs), after=(line.count, functools.partial(_line.attend, line)))
 
 
-def _longs(cfg: Config, refs: Refs) -> _pages.ItemOps:
+def _longs(cfg: RaggedConfig, refs: RaggedRefs) -> _pages.ItemOps:
     def rows(i: jax.Array) -> Any:
         row = refs.items[_plan.ROW * cfg.num_items + i]
         return pl.ds(pl.multiple_of(row * cfg.group, cfg.align * cfg.group), cfg.rows)
@@ -51,8 +51,8 @@ def _longs(cfg: Config, refs: Refs) -> _pages.ItemOps:
         return copies + ([copy(refs.lse_rows.at[slot], refs.lse.at[:, rows(i), :], refs.o_sem)] if cfg.lse else [])
 
     def attend(item: Item, begin: jax.Array, slot: jax.Array) -> None:
-        def step(first: jax.Array, size: Any, clear: int = 0) -> _long.Step:
-            return _long.Step(slot, first, begin + first, size, clear)
+        def step(first: jax.Array, size: Any, clear: int = 0) -> _long.StepKeys:
+            return _long.StepKeys(slot, first, begin + first, size, clear)
 
         def is_clear(first: jax.Array, size: int) -> jax.Array:
             return _long.is_clear(cfg, item, begin + first, begin + first + size)

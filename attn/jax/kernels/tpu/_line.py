@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from attn.jax.kernels.tpu import _pages, _plan, _single
-from attn.jax.kernels.tpu._refs import Config, Refs
+from attn.jax.kernels.tpu._refs import RaggedConfig, RaggedRefs
 from attn.jax.kernels.tpu._single import Keys
 
 #: The index of a segment in the line: that of its owner, and its index among the owner's.
@@ -50,8 +50,8 @@ class Segment(NamedTuple):
 class Line:
     """The operations on the line of a launch."""
 
-    cfg: Config
-    refs: Refs
+    cfg: RaggedConfig
+    refs: RaggedRefs
     loads: _pages.Loads
 
     @property

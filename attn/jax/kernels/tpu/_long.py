@@ -28,8 +28,8 @@ from attn.jax.kernels.tpu._refs import (
     SINK,
     SLOPE,
     V_FACTOR,
-    Config,
-    Refs,
+    RaggedConfig,
+    RaggedRefs,
     dot,
     own_lanes,
     rows_at,
@@ -37,8 +37,8 @@ from attn.jax.kernels.tpu._refs import (
     widened_exactly,
 )
 
-#: The scalars of `Refs.flags`: the current buffer of the sums, whether the step must be repeated, the buffer that it read, and
-#: whether it wrote the item's results.
+#: The scalars of `RaggedRefs.flags`: the current buffer of the sums, whether the step must be repeated, the buffer that it
+#: read, and whether it wrote the item's results.
 CURRENT, REPEAT, READ, WRITTEN = range(4)
 #: The buffer that an item's first step reads: zeros, one for all heads.
 ZEROS = 2
@@ -47,7 +47,7 @@ ZEROS = 2
 _SUBLANES = 8
 
 
-class Step(NamedTuple):
+class StepKeys(NamedTuple):
     """The keys of a step: rows [start, start + size) of the block in `slot`, the first of which is at position `first`.
 
     clear: how many of the first ones every row sees, if others are masked.
@@ -72,24 +72,24 @@ _PENDING_KEYS = 768
 _HEADS_AT_ONCE = 4
 
 
-def begin(cfg: Config, refs: Refs) -> None:
+def begin(cfg: RaggedConfig, refs: RaggedRefs) -> None:
     """Before any item."""
     for state in (refs.l, refs.acc):
         state[ZEROS * cfg.num_kv_heads] = jnp.zeros(state.shape[1:], jnp.float32)
 
 
-def _sums(cfg: Config, buffer: jax.Array, k: Any) -> jax.Array:
+def _sums(cfg: RaggedConfig, buffer: jax.Array, k: Any) -> jax.Array:
     """Where the sums of head k in a buffer are: with zeros, everywhere the same."""
     return jnp.where(buffer == ZEROS, ZEROS * cfg.num_kv_heads, buffer * cfg.num_kv_heads + k)
 
 
-def reset(refs: Refs) -> None:
+def reset(refs: RaggedRefs) -> None:
     refs.flags[CURRENT] = ZEROS
     refs.flags[WRITTEN] = jnp.int32(0)
     refs.m[...] = jnp.zeros(refs.m.shape, jnp.float32)
 
 
-def is_clear(cfg: Config, item: Item, first: jax.Array, stop: jax.Array) -> jax.Array:
+def is_clear(cfg: RaggedConfig, item: Item, first: jax.Array, stop: jax.Array) -> jax.Array:
     """Whether every row of the item sees every key in [first, stop)."""
     if cfg.ranges:
         return (first >= item.clear[0]) & (stop <= item.clear[1])
@@ -109,7 +109,7 @@ def is_clear(cfg: Config, item: Item, first: jax.Array, stop: jax.Array) -> jax.
     return clear
 
 
-def attend(cfg: Config, refs: Refs, item: Item, step: Step, masked: int) -> None:
+def attend(cfg: RaggedConfig, refs: RaggedRefs, item: Item, step: StepKeys, masked: int) -> None:
     """Process the keys of a step for all heads; `recompute` must follow.
 
     masked: how many ranges of each row are compared with the keys; 0 if every row sees every key.
@@ -129,7 +129,7 @@ def attend(cfg: Config, refs: Refs, item: Item, step: Step, masked: int) -> None
     lax.fori_loop(0, cfg.num_kv_heads // at_once, heads, None)
 
 
-def recompute(cfg: Config, refs: Refs, item: Item, step: Step) -> None:
+def recompute(cfg: RaggedConfig, refs: RaggedRefs, item: Item, step: StepKeys) -> None:
     """Repeat a step if `refs.recompute` is set. Separate from `attend`, so that masked and other steps share the code."""
 
     @pl.when(refs.flags[REPEAT] > 0)
@@ -144,7 +144,14 @@ def recompute(cfg: Config, refs: Refs, item: Item, step: Step) -> None:
 
 
 def _streamed(
-    cfg: Config, refs: Refs, item: Item, step: Step, masked: int, heads: list[jax.Array], before: jax.Array, after: jax.Array
+    cfg: RaggedConfig,
+    refs: RaggedRefs,
+    item: Item,
+    step: StepKeys,
+    masked: int,
+    heads: list[jax.Array],
+    before: jax.Array,
+    after: jax.Array,
 ) -> None:
     """One pass over the scores, with the current m.
 
@@ -196,12 +203,14 @@ def _streamed(
         work()
 
 
-def _reduce_recompute(refs: Refs) -> None:
+def _reduce_recompute(refs: RaggedRefs) -> None:
     """Reduce `recompute` to a scalar. The read has a high latency, so it is issued where other work can hide it."""
     refs.flags[REPEAT] = jnp.any(refs.recompute[...] > 0).astype(jnp.int32)
 
 
-def _exact(cfg: Config, refs: Refs, item: Item, step: Step, k: jax.Array, before: jax.Array, after: jax.Array) -> None:
+def _exact(
+    cfg: RaggedConfig, refs: RaggedRefs, item: Item, step: StepKeys, k: jax.Array, before: jax.Array, after: jax.Array
+) -> None:
     """The same for one head with the maximum as m, where no row is affected by keys that it may not see."""
     dtype = refs.q.dtype
 
@@ -243,7 +252,14 @@ def _exact(cfg: Config, refs: Refs, item: Item, step: Step, k: jax.Array, before
 
 
 def _scores(
-    cfg: Config, refs: Refs, item: Item, first: jax.Array, keys: jax.Array, k: jax.Array, first_row: int, masked: int
+    cfg: RaggedConfig,
+    refs: RaggedRefs,
+    item: Item,
+    first: jax.Array,
+    keys: jax.Array,
+    k: jax.Array,
+    first_row: int,
+    masked: int,
 ) -> jax.Array:
     """[keys, rows] of one tile, in units of log2; `first` is the position of its first key, `first_row` its first row."""
     at = slice(first_row, first_row + cfg.row_tile)
@@ -286,7 +302,7 @@ def _scores(
     return jnp.where(seen, s.reshape(shape), -jnp.inf).reshape(s.shape)
 
 
-def _positions(cfg: Config, item: Item, first_row: int) -> jax.Array:
+def _positions(cfg: RaggedConfig, item: Item, first_row: int) -> jax.Array:
     """[1, rows] of a tile that begins at `first_row`."""
     return item.position + lax.div(first_row + lax.broadcasted_iota(jnp.int32, (1, cfg.row_tile), 1), cfg.group)
 
@@ -296,7 +312,7 @@ def _chunk_start(position: jax.Array, chunk: int) -> jax.Array:
 
 
 def _ranges(
-    cfg: Config, refs: Refs, item: Item, position: jax.Array, at: slice, count: int
+    cfg: RaggedConfig, refs: RaggedRefs, item: Item, position: jax.Array, at: slice, count: int
 ) -> list[tuple[jax.Array | None, jax.Array]]:
     """The first `count` ranges of keys that rows `at` see, except what a tree hides of the first: see `_seen_by_order`."""
     if not cfg.ranges:
@@ -309,7 +325,7 @@ def _ranges(
     return [(None if from_start and k == 0 else bound(2 * k), bound(2 * k + 1)) for k in range(count)]
 
 
-def _seen_by_order(cfg: Config, item: Item, position: jax.Array) -> tuple[jax.Array | None, jax.Array]:
+def _seen_by_order(cfg: RaggedConfig, item: Item, position: jax.Array) -> tuple[jax.Array | None, jax.Array]:
     """Rows see keys of [low, high), [1, rows] each, except those that a tree hides. low: None if it is 0."""
     (left, right), chunk = cfg.mask.window, cfg.mask.chunk_size
     low = None if left is None else jnp.maximum(position - left, item.low)
@@ -323,7 +339,9 @@ def _seen_by_order(cfg: Config, item: Item, position: jax.Array) -> tuple[jax.Ar
     return low, high
 
 
-def _sees_none(cfg: Config, refs: Refs, item: Item, first: jax.Array, s: jax.Array, row: int, masked: int) -> jax.Array:
+def _sees_none(
+    cfg: RaggedConfig, refs: RaggedRefs, item: Item, first: jax.Array, s: jax.Array, row: int, masked: int
+) -> jax.Array:
     """[1, rows]: whether a row sees no key of the tile with scores `s`, the first of which is at position `first`."""
     if cfg.tree:
         return jnp.max(s, axis=0, keepdims=True) == -jnp.inf
@@ -334,12 +352,12 @@ def _sees_none(cfg: Config, refs: Refs, item: Item, first: jax.Array, s: jax.Arr
     return functools.reduce(operator.and_, unseen_by)
 
 
-def _writes(cfg: Config, masked: int) -> bool:
+def _writes(cfg: RaggedConfig, masked: int) -> bool:
     """Whether a step also writes its item's results: it is mostly the last one, if only keys of the item's rows are masked."""
     return bool(masked) and cfg.mask.causal and cfg.from_start and cfg.large <= 2 * cfg.key_tile
 
 
-def finish(cfg: Config, refs: Refs, slot: jax.Array) -> None:
+def finish(cfg: RaggedConfig, refs: RaggedRefs, slot: jax.Array) -> None:
     """Write the results of an item whose last step did not."""
 
     def head(k: jax.Array, _: None) -> None:
@@ -351,7 +369,7 @@ def finish(cfg: Config, refs: Refs, slot: jax.Array) -> None:
         lax.fori_loop(0, cfg.num_kv_heads, head, None, unroll=unroll)
 
 
-def _write(cfg: Config, refs: Refs, slot: jax.Array, k: Any, at: slice, sums: jax.Array) -> None:
+def _write(cfg: RaggedConfig, refs: RaggedRefs, slot: jax.Array, k: Any, at: slice, sums: jax.Array) -> None:
     """Write acc / l of rows `at` of head k into `o`, and the natural log-sum-exp into `lse_rows`, with rows on sublanes."""
     m, total = refs.m[k, :, at], refs.l[sums, :, at]
     weight = total

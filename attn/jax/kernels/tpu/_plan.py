@@ -56,7 +56,7 @@ class Batch(NamedTuple):
         return self.seq_lens - self.query_lens
 
 
-class Rows(NamedTuple):
+class RowMap(NamedTuple):
     """Where each token's query row is, [T], and which token each row of the query buffer holds, [M]."""
 
     row_of: jax.Array  # the row that holds token t (0 for padding)
@@ -85,7 +85,7 @@ class Plan(NamedTuple):
     table: jax.Array
     runs: jax.Array | None  # [2 * Y] pages that new rows fill; their number is the last count but one, and the last is whether
     # a single sees one
-    rows: Rows
+    rows: RowMap
     token_of_slot: jax.Array  # [X * tile] which token each row of new keys and values holds (0 for none)
     ranges: jax.Array | None  # [I, 8, large]: of each row of an item, first key and stop of each of its ranges
 
@@ -130,7 +130,7 @@ def make(cfg: PagedConfig, batch: Batch) -> Plan:
     return Plan(items.reshape(-1), tiles.columns.reshape(-1), jnp.stack(counts), table, listed, rows, token_of_slot, ranges)
 
 
-def _rows(cfg: PagedConfig, batch: Batch) -> tuple[Rows, jax.Array]:
+def _rows(cfg: PagedConfig, batch: Batch) -> tuple[RowMap, jax.Array]:
     """(the rows of the query buffer, where each longer request begins at a multiple of `align`; its first row [R])."""
     start, q_lens = batch.start, batch.query_lens
     region_size = jnp.where(q_lens == 1, 0, _round_up(q_lens, cfg.align))
@@ -144,11 +144,11 @@ def _rows(cfg: PagedConfig, batch: Batch) -> tuple[Rows, jax.Array]:
     request_of_row, real = _owner(region_end, row)
     within = row - region[request_of_row]
     token_of_row = jnp.where(real & (within < q_lens[request_of_row]), start[request_of_row] + within, 0)
-    return Rows(row_of, live, single, request, token_of_row, request_of_row), region
+    return RowMap(row_of, live, single, request, token_of_row, request_of_row), region
 
 
 def _items(
-    cfg: PagedConfig, batch: Batch, rows: Rows, region: jax.Array
+    cfg: PagedConfig, batch: Batch, rows: RowMap, region: jax.Array
 ) -> tuple[jax.Array, list[jax.Array], jax.Array | None]:
     """([columns, I], `Plan.counts` without that of tiles, `Plan.ranges`).
 
@@ -199,7 +199,7 @@ def _items(
     return jnp.stack(columns), counts, ranges
 
 
-def _ranges(cfg: PagedConfig, batch: Batch, rows: Rows, is_tree: jax.Array) -> jax.Array:
+def _ranges(cfg: PagedConfig, batch: Batch, rows: RowMap, is_tree: jax.Array) -> jax.Array:
     """[n, 2, T]: the first key and the stop of each range that each token's row sees, the tree's edges apart.
 
     The first is that of causality and the window, extended by every other that touches it. One without keys is `EMPTY`.
@@ -261,7 +261,7 @@ class _Copies(NamedTuple):
     number: jax.Array
 
 
-def _tiles(cfg: PagedConfig, batch: Batch, rows: Rows) -> tuple[_Copies, _Copies | None, jax.Array]:
+def _tiles(cfg: PagedConfig, batch: Batch, rows: RowMap) -> tuple[_Copies, _Copies | None, jax.Array]:
     """(tiles of the rows at positions [context, seq) that have a slot, pages that such rows fill, `token_of_slot`).
 
     Tiles of a page that is filled are among the new rows, but not in the list.

@@ -127,7 +127,7 @@ class PagedRefs:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(PagedConfig):
+class RaggedConfig(PagedConfig):
     """The ragged kernel's sizes and features. With one plane a row holds [key | value]."""
 
     chunk: int  # keys per step of a long request if every row sees them but not a whole block; others have `key_tile`
@@ -177,7 +177,7 @@ class Config(PagedConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Refs(PagedRefs):
+class RaggedRefs(PagedRefs):
     """Refs of the ragged kernel. E: J * lanes; M, S: rows of long, single items."""
 
     # singles
@@ -298,7 +298,7 @@ def rebiased(codes: jax.Array, lost: Ref) -> jax.Array:
     return pltpu.bitcast(words, jnp.float8_e4m3b11fnuz)  # type: ignore[no-any-return]
 
 
-def widened(cfg: Config, rows: jax.Array, dtype: Any, lost: Ref) -> jax.Array:
+def widened(cfg: RaggedConfig, rows: jax.Array, dtype: Any, lost: Ref) -> jax.Array:
     """Rows [n, lanes] of the cache as `dtype`, times 2 ** -4 if `cfg.rebiased`; lost: see `rebiased`."""
     return (rebiased(rows, lost) if cfg.rebiased else rows).astype(dtype)
 
@@ -308,7 +308,7 @@ def widened_exactly(cfg: Any, rows: jax.Array) -> jax.Array:
     return rows.astype(jnp.float32) * (1 / E4M3_GAIN if cfg.rebiased else 1.0)
 
 
-def own_lanes(cfg: Config, shape: tuple[int, ...], head: int) -> jax.Array:
+def own_lanes(cfg: RaggedConfig, shape: tuple[int, ...], head: int) -> jax.Array:
     """Where rows of joined heads hold the keys of `head`: the other heads' numbers, times 0, may be NaN."""
     lane = lax.broadcasted_iota(jnp.int32, shape, 1) - head * cfg.lanes
     return (lane >= 0) & (lane < (cfg.lanes // 2 if cfg.planes == 1 else cfg.lanes))

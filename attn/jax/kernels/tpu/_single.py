@@ -24,8 +24,8 @@ from attn.jax.kernels.tpu._refs import (
     SINK,
     SLOPE,
     V_FACTOR,
-    Config,
-    Refs,
+    RaggedConfig,
+    RaggedRefs,
     dot,
     own_lanes,
     rows_at,
@@ -59,14 +59,14 @@ class Keys(NamedTuple):
     gaps: tuple[tuple[jax.Array, jax.Array], ...] = ()
 
 
-def reset(cfg: Config, refs: Refs, state: Any) -> None:
+def reset(cfg: RaggedConfig, refs: RaggedRefs, state: Any) -> None:
     refs.m1[state] = jnp.full(refs.m1.shape[1:], -jnp.inf, jnp.float32)
     refs.l1[state] = jnp.zeros(refs.l1.shape[1:], jnp.float32)
     refs.acc1[state] = jnp.zeros(refs.acc1.shape[1:], jnp.float32)
     refs.recompute1[state] = jnp.zeros(refs.recompute1.shape[1:], jnp.int32)
 
 
-def failed(cfg: Config, refs: Refs, state: Any = slice(None)) -> jax.Array:
+def failed(cfg: RaggedConfig, refs: RaggedRefs, state: Any = slice(None)) -> jax.Array:
     """Whether a request must be repeated with `exact`: a sum is not finite, or a NaN of the cache was lost."""
     sums = [x[state][..., at : at + LANES] for x in (refs.l1, refs.acc1) for at in range(0, x.shape[-1], LANES)]
     zero = functools.reduce(jnp.add, [jnp.sum((x * 0.0).reshape(-1, 8, LANES), axis=0) for x in sums])
@@ -75,7 +75,12 @@ def failed(cfg: Config, refs: Refs, state: Any = slice(None)) -> jax.Array:
 
 
 def attend(
-    cfg: Config, refs: Refs, slot: jax.Array, tiles: Sequence[tuple[Keys, int, int]], masked: bool, exact: bool = False
+    cfg: RaggedConfig,
+    refs: RaggedRefs,
+    slot: jax.Array,
+    tiles: Sequence[tuple[Keys, int, int]],
+    masked: bool,
+    exact: bool = False,
 ) -> None:
     """Process tiles of the block in `slot` for all heads; each is (keys, its first row, its number of keys).
 
@@ -152,7 +157,7 @@ def attend(
     lax.fori_loop(0, stages, lambda i, _: stage(i * at_once, at_once), None, unroll=not exact and stages <= 2)
 
 
-def finish(cfg: Config, refs: Refs, state: Any) -> None:
+def finish(cfg: RaggedConfig, refs: RaggedRefs, state: Any) -> None:
     """Write acc / l of every head of a request into `o1`, and its natural log-sum-exp into `lse_rows1`."""
 
     def one(n: jax.Array, _: None) -> None:

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from attn.jax.kernels.tpu import _kernel, _launch, _plan
-from attn.jax.kernels.tpu._chips import REBIASES_E4M3, Blocks, blocks_for, fixed_blocks
-from attn.jax.kernels.tpu._refs import E4M3_GAIN, LANES, LOG2_E, Config, Refs
+from attn.jax.kernels.tpu._chips import REBIASES_E4M3, RaggedBlocks, blocks_for, fixed_blocks
+from attn.jax.kernels.tpu._refs import E4M3_GAIN, LANES, LOG2_E, RaggedConfig, RaggedRefs
 from attn.visibility import CAUSAL, PLAIN, BatchMask, LayerMask
 
 
@@ -79,7 +79,7 @@ def ragged_paged_attention(
     v_scale: jax.Array | float = 1.0,
     return_lse: bool = False,
     invariant: bool = False,
-    blocks: Blocks | None = None,
+    blocks: RaggedBlocks | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     """Compute (out [T, H, D], lse [H, T] float32 or None, the cache with the new tokens in it).
@@ -99,7 +99,7 @@ def ragged_paged_attention(
     device = _launch.device(chip, interpret)
     batch = _plan.Batch(query_start_loc, seq_lens, block_table, slot_mapping, batch_mask)
     shape = _plan.shape_of(query, kv_cache, batch, max_query_len, mask, lse=return_lse, write=key is not None)
-    cfg = Config(
+    cfg = RaggedConfig(
         **vars(shape),
         **(blocks or (fixed_blocks if invariant else blocks_for)(device.chip, shape))._asdict(),
         logits_soft_cap=logits_soft_cap or None,
@@ -116,7 +116,7 @@ def ragged_paged_attention(
     if key is not None and value is not None:
         arrays["fresh"] = _plan.fresh_tiles(cfg, plan, stored(key, value, kv_cache))
     buffers, name = _buffers(cfg, arrays, kv_cache.dtype), "ragged_paged_attention"
-    made = _launch.paged(lambda refs: _kernel.run(cfg, Refs(**refs)), cfg, device, plan, arrays, kv_cache, buffers, name)
+    made = _launch.paged(lambda refs: _kernel.run(cfg, RaggedRefs(**refs)), cfg, device, plan, arrays, kv_cache, buffers, name)
 
     def by_token(name: str, width: int, fill: float) -> jax.Array:
         """[K, M, E] and [R, K / J, S, E] -> [T, H, width]."""
@@ -132,8 +132,10 @@ def ragged_paged_attention(
     return out, by_token("lse", 1, -jnp.inf)[..., 0].T if return_lse else None, made["cache"]
 
 
-def _arrays(cfg: Config, plan: _plan.Plan, batch: _plan.Batch, query: jax.Array, rules: jax.Array) -> dict[str, jax.Array]:
-    """The operands of a launch, by the names of `Refs`, without the new tokens."""
+def _arrays(
+    cfg: RaggedConfig, plan: _plan.Plan, batch: _plan.Batch, query: jax.Array, rules: jax.Array
+) -> dict[str, jax.Array]:
+    """The operands of a launch, by the names of `RaggedRefs`, without the new tokens."""
     padded = jnp.pad(query, ((0, 0), (0, 0), (0, cfg.lanes - query.shape[2])))
     arrays = {"query1": _single_queries(cfg, padded[batch.start]), "rules1": _single_rows(cfg, rules)}
     if cfg.large:
@@ -150,7 +152,7 @@ def _arrays(cfg: Config, plan: _plan.Plan, batch: _plan.Batch, query: jax.Array,
     return arrays
 
 
-def _rules(cfg: Config, scale: float, k_scale: Any, v_scale: Any, sinks: Any, alibi_slopes: Any) -> jax.Array:
+def _rules(cfg: RaggedConfig, scale: float, k_scale: Any, v_scale: Any, sinks: Any, alibi_slopes: Any) -> jax.Array:
     """[4, K, G] float32: see `_refs.K_FACTOR`."""
     shape = (cfg.num_kv_heads, cfg.group)
     factor = scale / cfg.logits_soft_cap if cfg.logits_soft_cap else scale * LOG2_E
@@ -161,14 +163,14 @@ def _rules(cfg: Config, scale: float, k_scale: Any, v_scale: Any, sinks: Any, al
     return jnp.stack([*spread, *by_head]).astype(jnp.float32)
 
 
-def _single_rows(cfg: Config, rules: jax.Array) -> jax.Array:
+def _single_rows(cfg: RaggedConfig, rules: jax.Array) -> jax.Array:
     """`rules` for the rows of singles: [4, K / J, S, 128], all lanes equal."""
     rows = rules.reshape(4, cfg.joined, cfg.join * cfg.group)
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, cfg.single_rows - rows.shape[2])))
     return jnp.broadcast_to(rows[..., None], (*rows.shape, LANES))
 
 
-def _single_queries(cfg: Config, query: jax.Array) -> jax.Array:
+def _single_queries(cfg: RaggedConfig, query: jax.Array) -> jax.Array:
     """[R, H, lanes] -> [R, K / J, S, J * lanes], each head's row in the columns of its kv head."""
     query = query.reshape(-1, cfg.joined, cfg.join, cfg.group, 1, cfg.lanes)
     same_head = jnp.eye(cfg.join, dtype=jnp.bool_)[None, None, :, None, :, None]
@@ -176,14 +178,14 @@ def _single_queries(cfg: Config, query: jax.Array) -> jax.Array:
     return jnp.pad(rows, ((0, 0), (0, 0), (0, cfg.single_rows - rows.shape[2]), (0, 0)))
 
 
-def _by_kv_head(cfg: Config, query: jax.Array) -> jax.Array:
+def _by_kv_head(cfg: RaggedConfig, query: jax.Array) -> jax.Array:
     """[M, H, lanes] -> [K, M * G, lanes]."""
     query = query.reshape(-1, cfg.num_kv_heads, cfg.group, cfg.lanes).transpose(1, 0, 2, 3)
     return query.reshape(cfg.num_kv_heads, -1, cfg.lanes)
 
 
-def _buffers(cfg: Config, arrays: dict[str, jax.Array], stored: Any) -> _launch.Buffers:
-    """The buffers of a launch over a cache of dtype `stored`, by the names of `Refs`."""
+def _buffers(cfg: RaggedConfig, arrays: dict[str, jax.Array], stored: Any) -> _launch.Buffers:
+    """The buffers of a launch over a cache of dtype `stored`, by the names of `RaggedRefs`."""
     dtype, heads, lanes, rows = arrays["query1"].dtype, cfg.num_kv_heads, cfg.lanes, cfg.rows
     single = (cfg.joined, cfg.single_rows)
     made = {"out1": jax.ShapeDtypeStruct((cfg.num_requests, *single, lanes), dtype)}

@@ -21,8 +21,8 @@ from jax.experimental.pallas import tpu as pltpu
 from attn import reference
 from attn.jax.kernels.tpu import _pages, _plan
 from attn.jax.kernels.tpu import ragged_paged_attention as kernel
-from attn.jax.kernels.tpu._chips import CHIPS, Blocks, blocks_for
-from attn.jax.kernels.tpu._refs import Config, PagedConfig, PagedShape, widened, widened_exactly
+from attn.jax.kernels.tpu._chips import CHIPS, RaggedBlocks, blocks_for
+from attn.jax.kernels.tpu._refs import PagedConfig, PagedShape, RaggedConfig, widened, widened_exactly
 from attn.jax.testing import compiling_fast
 from attn.visibility import BatchMask, LayerMask, Visibility
 from tests.levels import sampled
@@ -31,7 +31,7 @@ from tests.levels import sampled
 QUERY_LENS, SEQ_LENS = (1, 5, 40, 0, 1), (70, 33, 100, 20, 16)
 #: 8 kv heads of 4 query heads, pages of 128 tokens
 SHAPE = PagedShape(2048, 1, 256, 1, 2, 8, 128, 128, 4, 2, 2)
-BLOCKS = Blocks(kv_block=64, large=64, chunk=32, key_tile=16, row_tile=128, segment=16)
+BLOCKS = RaggedBlocks(kv_block=64, large=64, chunk=32, key_tile=16, row_tile=128, segment=16)
 
 
 @dataclass
@@ -56,7 +56,7 @@ def launch(
     gain: float = 1.0,
     mode: str = "on_wait",
     write: bool = True,
-    blocks: Blocks = BLOCKS,
+    blocks: RaggedBlocks = BLOCKS,
     padding: int = 3,
     hold_back: int = 0,
     same_page: tuple[tuple[int, int, int, int], ...] = (),
@@ -450,7 +450,7 @@ def test_e4m3_codes_as_another_format() -> None:
     codes = np.arange(256, dtype=np.uint8)
     rows = np.repeat(codes.reshape(8, 32)[:, :, None], 128, axis=2)
     as_e4m3 = jax.lax.bitcast_convert_type(jnp.asarray(rows), jnp.float8_e4m3fn)
-    cfg = Config(**{**dict.fromkeys(Config.__dataclass_fields__, 1), "rebiased": True})
+    cfg = RaggedConfig(**{**dict.fromkeys(RaggedConfig.__dataclass_fields__, 1), "rebiased": True})
 
     def body(x: Any, y: Any, exact: Any, lost: Any) -> None:
         for n in range(8):
@@ -549,7 +549,7 @@ def test_items_of_the_longest_requests() -> None:
     """1,024 rows on the chips that take them, and 2,048 there of one head, for queries of two bytes: in float32 a stretch
     that long compiles for minutes."""
 
-    def blocks(chip: str, itemsize: int) -> Blocks:
+    def blocks(chip: str, itemsize: int) -> RaggedBlocks:
         return blocks_for(chip, dataclasses.replace(SHAPE, max_query_len=2048, itemsize=itemsize, cache_itemsize=itemsize))
 
     for chip, rows in (("v5e", 512), ("v6e", 1024), ("v7x", 1024)):
