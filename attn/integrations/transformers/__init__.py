@@ -60,7 +60,7 @@ from attn.integrations.transformers.batching import (
     refuse_unpaged,
     short_warm_up,
 )
-from attn.integrations.transformers.call import NAME, UNKNOWN, Call, refuse_unknown, request, requested
+from attn.integrations.transformers.call import NAME, UNKNOWN, ModuleCall, refuse_unknown, request, requested
 from attn.integrations.transformers.dispatch import (
     attend,
     facts_of,
@@ -183,7 +183,7 @@ def _function(backend: str | None) -> Callable[..., Any]:
         if autocast_enabled(query.device.type):
             query, key, value = autocast(query, key, value)
         further: dict[str, Any] = {"sinks": s_aux, "bias": position_bias, "dropout": dropout, "asked": asked}
-        call = Call(module, query, key, value, attention_mask, pattern, float(scaling), softcap, **further)
+        call = ModuleCall(module, query, key, value, attention_mask, pattern, float(scaling), softcap, **further)
         if cache is not None:
             refuse_unknown(call, kwargs)
             if kwargs.get("indices") is not None or kwargs.get("output_attentions"):
@@ -201,7 +201,7 @@ def _function(backend: str | None) -> Callable[..., Any]:
     return attention
 
 
-def _restricted(call: Call, kwargs: dict[str, Any], graph: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _restricted(call: ModuleCall, kwargs: dict[str, Any], graph: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute a call with arguments that restrict what rows see, or that ask for weights, if they are set."""
     refuse_unknown(call, kwargs)
     wants_weights = bool(kwargs.get("output_attentions"))

@@ -17,7 +17,7 @@ import torch
 from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import AttentionType, supports_size
 from attn.errors import UnsupportedError
-from attn.integrations.transformers.call import NAME, Call, replaced, requested, widened
+from attn.integrations.transformers.call import NAME, ModuleCall, replaced, requested, widened
 from attn.integrations.transformers.packing import attend_packed, layer_of, size_for
 from attn.integrations.transformers.steps import BatchingStep, LayerCache, cache_view, pages_of, step_of
 from attn.selector import selection_state
@@ -224,7 +224,7 @@ def _windows(config: Any) -> set[int | None]:
     }
 
 
-def attend_paged(call: Call, cache: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+def attend_paged(call: ModuleCall, cache: Any, kwargs: dict[str, Any]) -> torch.Tensor:
     """Attend one packed row of requests [1, T, ...] over transformers' `PagedAttentionCache`; padding rows are 0.
 
     Reads nothing on the host for a backend that does not; for any other it reads lengths there, and raises `UnsupportedError`
@@ -257,7 +257,7 @@ def attend_paged(call: Call, cache: Any, kwargs: dict[str, Any]) -> torch.Tensor
     return out[None]
 
 
-def _updated(call: Call, pages: LayerCache, layer: Attention, views: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def _updated(call: ModuleCall, pages: LayerCache, layer: Attention, views: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """Write a step's new keys and values to transformers' pages; return these as a cache of the layer's backend."""
     kv_cache = cache_view(layer.backend, *views)
     layer.impl.do_kv_cache_update(layer, call.key[0].transpose(0, 1), call.value[0].transpose(0, 1), kv_cache, pages.written)
@@ -265,7 +265,7 @@ def _updated(call: Call, pages: LayerCache, layer: Attention, views: tuple[torch
 
 
 def _attend_on_device(
-    call: Call, pages: LayerCache, step: BatchingStep, layer: Attention, views: tuple[torch.Tensor, torch.Tensor] | None
+    call: ModuleCall, pages: LayerCache, step: BatchingStep, layer: Attention, views: tuple[torch.Tensor, torch.Tensor] | None
 ) -> torch.Tensor:
     """Attend without reading anything on the host: over transformers' pages, or over pages made of the step's keys."""
     rows, width = call.query.shape[2], call.value.shape[-1]

@@ -78,7 +78,7 @@ def _request_source(causal: bool, windowed: bool) -> str:
 
 
 @dataclass(eq=False)
-class Call:
+class ModuleCall:
     """A layer's call: query [B, H, S, D]; key [B, K, T, D], value [B, K, T, Dv].
 
     mask: as transformers passes it. seen: what rows see beside the mask. `masks.read` interprets the mask: it adds what the
@@ -163,20 +163,20 @@ class InGraph:
 in_graph = functools.lru_cache(1024)(InGraph)
 
 
-_FIELDS = tuple(field.name for field in fields(Call))
+_FIELDS = tuple(field.name for field in fields(ModuleCall))
 
 
-def replaced(call: Call, **changes: Any) -> Call:
-    return Call(**{name: getattr(call, name) for name in _FIELDS} | changes)  # torch before 2.12 does not trace `vars`
+def replaced(call: ModuleCall, **changes: Any) -> ModuleCall:
+    return ModuleCall(**{name: getattr(call, name) for name in _FIELDS} | changes)  # torch before 2.12 does not trace `vars`
 
 
-def widened(call: Call) -> torch.Tensor:
+def widened(call: ModuleCall) -> torch.Tensor:
     """Pad values with zeros to the width of keys."""
     missing = call.query.shape[-1] - call.value.shape[-1]
     return call.value if missing == 0 else F.pad(call.value, (0, missing))  # `F.pad` copies even if nothing is missing
 
 
-def rows_first(call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def rows_first(call: ModuleCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """View query [B, S, H, D], key and value [B, T, K, D] in the order of this library, the values widened."""
     return call.query.transpose(1, 2), call.key.transpose(1, 2), widened(call).transpose(1, 2)
 
@@ -189,14 +189,14 @@ def having(registry: Any, features: Collection[str]) -> str:
     return ", ".join(have) or "no backend"
 
 
-def refuse_unknown(call: Call, kwargs: dict[str, Any]) -> None:
+def refuse_unknown(call: ModuleCall, kwargs: dict[str, Any]) -> None:
     for name, feature in UNKNOWN.items():
         if kwargs.get(name) is not None:
             able = "no backends" if feature is None else f"layers of {having(AttentionBackendEnum, {feature})}"
             raise call.refusal(name, f"{able} support it: use eager")
 
 
-def require(call: Call, allowed: torch.Tensor, subject: str, advice: str) -> None:
+def require(call: ModuleCall, allowed: torch.Tensor, subject: str, advice: str) -> None:
     """Raise the refusal of `subject` unless `allowed` is true everywhere; in a graph, when it runs."""
     if torch.compiler.is_compiling():
         torch._assert_async(allowed.all(), str(call.refusal(subject, advice)))
@@ -204,7 +204,7 @@ def require(call: Call, allowed: torch.Tensor, subject: str, advice: str) -> Non
         raise call.refusal(subject, advice)
 
 
-def dropout_name(call: Call) -> str:
+def dropout_name(call: ModuleCall) -> str:
     """Return the config's name for the dropout of attention weights: attention_dropout, attention_probs_dropout_prob, ..."""
     config = getattr(call.module, "config", None)
     options = {} if config is None else config.to_dict()

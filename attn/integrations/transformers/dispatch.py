@@ -21,7 +21,7 @@ from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum as Dense
 from attn.errors import UnsupportedError
 from attn.functional import DenseParams, OptionalArrays
-from attn.integrations.transformers.call import NAME, Call, asked, dropout_name, in_graph, rows_first, visible, widened
+from attn.integrations.transformers.call import NAME, ModuleCall, asked, dropout_name, in_graph, rows_first, visible, widened
 from attn.integrations.transformers.masks import as_bool, as_drawn, drawn, once, read
 from attn.integrations.transformers.packing import layer_of, pack
 from attn.selector import selection_state
@@ -51,8 +51,8 @@ class DenseLaunch(NamedTuple):
 
 
 _launches: "weakref.WeakKeyDictionary[Any, dict[Any, DenseLaunch | None]]" = weakref.WeakKeyDictionary()
-#: Of calls that see all keys: launches by what decides them, for which later steps need no `Call`, and what computes those of
-#: the same facts, as all layers of a step have.
+#: Of calls that see all keys: launches by what decides them, for which later steps need no `ModuleCall`, and what computes
+#: those of the same facts, as all layers of a step have.
 plain_launches: dict[Any, DenseLaunch] = {}
 runs: dict[Any, Run] = {}
 _MOST = 64  #: of each to keep
@@ -69,7 +69,7 @@ class Way(enum.Enum):
     OPERATOR = "operator"
 
 
-def classify(call: Call, graph: bool = False, gaps: bool = False) -> Way:
+def classify(call: ModuleCall, graph: bool = False, gaps: bool = False) -> Way:
     """Return the way to compute a call whose mask was read, by what it requires.
 
     graph: whether a graph is traced. gaps: whether some keys between valid ones are not valid.
@@ -86,7 +86,7 @@ def classify(call: Call, graph: bool = False, gaps: bool = False) -> Way:
     return Way.PACKED
 
 
-def attend(call: Call, graph: bool = False) -> torch.Tensor:
+def attend(call: ModuleCall, graph: bool = False) -> torch.Tensor:
     """Compute a call, whose mask is read first; returns [B, S, H, Dv]. graph: whether a graph is traced."""
     if call.mask is not None and call.query.shape[2] == 1 and (graph or not hasattr(call.mask, "attn_described")):
         row = _as_row(call, graph)
@@ -152,7 +152,7 @@ def launched(facts: tuple[Any, ...], sinks: torch.Tensor | None, launch: DenseLa
     kept(plain_launches, decided if sinks is None or launch.of_any is not None else (decided, id(sinks)), launch)
 
 
-def launch_of(call: Call) -> DenseLaunch | None:
+def launch_of(call: ModuleCall) -> DenseLaunch | None:
     """Return the launch of calls like this one, which is made at the first; None if there is none."""
     query, key, value, seen, valid = call.query, call.key, call.value, call.seen, call.valid
     batch, heads, rows, size = query.shape
@@ -181,7 +181,7 @@ def kept(launches: dict[Any, _L], facts: Any, launch: _L) -> _L:
     return launch
 
 
-def _decided(call: Call) -> DenseLaunch | None:
+def _decided(call: ModuleCall) -> DenseLaunch | None:
     """Choose how to compute calls like this one; None if no launch can be repeated."""
     rows, width, padded = call.query.shape[2], call.value.shape[3], call.valid is not None
     pads, way = call.query.shape[3] - width, classify(call)
@@ -220,7 +220,7 @@ def _decided(call: Call) -> DenseLaunch | None:
     return DenseLaunch(launch, None if pads else row)
 
 
-def _dense(call: Call, way: Way) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
+def _dense(call: ModuleCall, way: Way) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
     """Return the launch of a plain call by a dense backend: the fastest, or the one that has the name of the requested one."""
     if way is Way.DENSE:
         return chosen_for(call, None).launcher(*rows_first(call))  # type: ignore[no-any-return]
@@ -245,20 +245,20 @@ def as_float(sinks: torch.Tensor) -> torch.Tensor:
     return cached[2]
 
 
-def by_dense(call: Call) -> torch.Tensor:
+def by_dense(call: ModuleCall) -> torch.Tensor:
     """Compute by the diffusion registry's choice."""
     mask = call.mask if call.valid is None else call.valid.present
     out: torch.Tensor = chosen_for(call, mask).forward(*rows_first(call), DiffusionAttentionMetadata(attn_mask=mask))
     return out[..., : call.value.shape[-1]]
 
 
-def chosen_for(call: Call, mask: torch.Tensor | None, backend: str | None = None) -> Any:
+def chosen_for(call: ModuleCall, mask: torch.Tensor | None, backend: str | None = None) -> Any:
     """Return the implementation that the diffusion registry chooses for a call with this mask, or that of `backend`."""
     query, key = call.query.transpose(1, 2), call.key.transpose(1, 2)
     return impl_for(properties_of(query, key, call.scale, call.seen.layer.causal, mask, call.wants_grad, backend))
 
 
-def by_formula(call: Call) -> torch.Tensor:
+def by_formula(call: ModuleCall) -> torch.Tensor:
     """Compute by `attn.attention`, under a mask that includes causality and window."""
     if call.backend is not None:
         if call.mask is not None:
@@ -280,7 +280,7 @@ def by_formula(call: Call) -> torch.Tensor:
     return out.transpose(1, 2)
 
 
-def by_sdpa(call: Call) -> torch.Tensor:
+def by_sdpa(call: ModuleCall) -> torch.Tensor:
     """Compute with a bias added to scores (T5), or with dropout of weights, which only torch's SDPA supports."""
     if call.backend is not None or call.soft_cap is not None or call.sinks is not None:
         what, advice = "position_bias", f'use "{NAME}" without these'
@@ -299,7 +299,7 @@ def by_sdpa(call: Call) -> torch.Tensor:
     return torch.where(allowed.any(-1)[..., None], out, 0).transpose(1, 2)
 
 
-def selected(call: Call, indices: torch.Tensor) -> Call:
+def selected(call: ModuleCall, indices: torch.Tensor) -> ModuleCall:
     """Return the call of a layer that sees the keys `indices` [B, S, n] only (DeepSeek-V3.2), within its mask."""
     call = drawn(call)
     assert call.mask is not None
@@ -309,7 +309,7 @@ def selected(call: Call, indices: torch.Tensor) -> Call:
 
 
 @torch.no_grad()
-def weights(call: Call) -> torch.Tensor:
+def weights(call: ModuleCall) -> torch.Tensor:
     """Return the attention weights [B, H, S, T] by the formula, in the query's dtype; a row without keys is 0."""
     keys = call.key.shape[2]
     call = drawn(call)
@@ -319,7 +319,7 @@ def weights(call: Call) -> torch.Tensor:
     return F.pad(probabilities, (0, keys - probabilities.shape[-1])).to(call.query.dtype)
 
 
-def _as_row(call: Call, graph: bool) -> torch.Tensor | None:
+def _as_row(call: ModuleCall, graph: bool) -> torch.Tensor | None:
     """Compute a single row under a materialised mask, which includes causality and the window, by a launch that CUDA graphs may
     capture, in a graph by an operator; return None if the backend of such layers has none."""
     heads, kv_heads, size = (known(x) for x in (call.query.shape[1], call.key.shape[1], call.query.shape[3]))
@@ -363,7 +363,7 @@ def _chosen_has_row_operator(state: Any, device: str, facts: tuple[Any, ...]) ->
     return bool(layer.impl.has_row_operator)  # type: ignore[attr-defined]
 
 
-def as_operator(call: Call) -> torch.Tensor:
+def as_operator(call: ModuleCall) -> torch.Tensor:
     """Run a call that a graph cannot trace as one operator; its mask is materialised, and recognised when it runs."""
     if call.wants_grad:
         combined = "gradients in a graph together with a window, a cap, sinks or a backend by name"
@@ -396,7 +396,7 @@ def _operator(
     asked_by: str,
     layer_name: str,
 ) -> torch.Tensor:
-    call = Call(in_graph(layer_name), query, key, value, mask, visible(causal, window), scale, soft_cap)
+    call = ModuleCall(in_graph(layer_name), query, key, value, mask, visible(causal, window), scale, soft_cap)
     call.sinks, call.asked = sinks, asked(selection_state(), backend, asked_by)
     return attend(call).contiguous()
 

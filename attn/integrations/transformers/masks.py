@@ -16,7 +16,7 @@ import torch
 
 from attn.backends.metadata import spans_of
 from attn.errors import UnsupportedError
-from attn.integrations.transformers.call import CAUSAL, EVERYTHING, NAME, Call, replaced, require, visible
+from attn.integrations.transformers.call import CAUSAL, EVERYTHING, NAME, ModuleCall, replaced, require, visible
 from attn.torch.kernels.runs import Runs
 from attn.visibility import BatchMask, LayerMask, Visibility
 
@@ -275,7 +275,7 @@ def _reached(described: Described, pattern: Pattern, q_offset: int, kv_offset: i
     return True
 
 
-def read(call: Call, draw: bool = False) -> None:
+def read(call: ModuleCall, draw: bool = False) -> None:
     """Replace a call's mask by what it says: in `seen` and `valid`, and by the keys that its rows may see.
 
     A mask that is no pattern is left, as bool, and so is one under which only a mask can be used. draw: make one that includes
@@ -354,14 +354,14 @@ def keys_seen(
     return *cut, None if window is None else True
 
 
-def drawn(call: Call) -> Call:
+def drawn(call: ModuleCall) -> ModuleCall:
     """Return a call under a mask that includes all that its rows see. Raises as `read`."""
     call = replaced(call)
     read(call, draw=True)
     return call
 
 
-def _recognised(call: Call, draw: bool) -> Described | torch.Tensor:
+def _recognised(call: ModuleCall, draw: bool) -> Described | torch.Tensor:
     """Return what describes a mask of the caller's own, or the mask as bool if it is no pattern or is to be drawn."""
     tensor: Any = call.mask
     if not isinstance(tensor, torch.Tensor):
@@ -401,7 +401,7 @@ def once(mask: torch.Tensor, key: Any, make: Callable[[], _T]) -> _T:
     return value  # type: ignore[return-value]
 
 
-def as_bool(call: Call, mask: torch.Tensor) -> torch.Tensor:
+def as_bool(call: ModuleCall, mask: torch.Tensor) -> torch.Tensor:
     """Convert a mask to True = attend. Raises `UnsupportedError` for one with values other than 0 and the lowest number, and
     for integers: 1 attends in a mask of flags, and does not hide in a mask that is added."""
     if mask.dtype == torch.bool:
@@ -415,7 +415,7 @@ def as_bool(call: Call, mask: torch.Tensor) -> torch.Tensor:
     return ~hidden
 
 
-def as_drawn(call: Call) -> torch.Tensor:
+def as_drawn(call: ModuleCall) -> torch.Tensor:
     """Return bool [B or 1, 1, S, T] of a call that was read: causality, the window and the valid keys."""
     rows, keys = call.query.shape[2], call.key.shape[2]
     position, key = (torch.arange(first, keys, device=call.query.device) for first in (keys - rows, 0))
@@ -423,7 +423,7 @@ def as_drawn(call: Call) -> torch.Tensor:
     return allowed[None, None] if call.valid is None else allowed & call.valid.present[:, None, None]
 
 
-def recognised(call: Call, drawn: torch.Tensor) -> Described | None:
+def recognised(call: ModuleCall, drawn: torch.Tensor) -> Described | None:
     """Return the description of a materialised mask if it is the call's causality and window over some valid keys; else None.
 
     Keys after the last that a row sees are unused slots of a static cache. Compares the mask with the expected one; waits for

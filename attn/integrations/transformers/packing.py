@@ -17,7 +17,7 @@ from attn.backends.metadata import CommonAttentionMetadata, slots_of
 from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import AttentionType, Feature, supports_size
 from attn.errors import UnsupportedError
-from attn.integrations.transformers.call import EVERYTHING, Call, having, replaced, rows_first
+from attn.integrations.transformers.call import EVERYTHING, ModuleCall, having, replaced, rows_first
 from attn.integrations.transformers.masks import drawn
 from attn.torch.backends._ragged import RaggedAttentionImpl
 from attn.torch.layer import Attention
@@ -30,7 +30,7 @@ BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k")
 _layers: "weakref.WeakKeyDictionary[Any, dict[Any, Attention]]" = weakref.WeakKeyDictionary()
 
 
-def layer_of(call: Call, attn_type: str, block_size: int | None = None) -> Attention:
+def layer_of(call: ModuleCall, attn_type: str, block_size: int | None = None) -> Attention:
     """Return the attention layer of a module for calls like this one, created once; it shares the module's sinks."""
     made = _layers.setdefault(call.module, {})
     spans, mask = call.seen.batch.spans is not None, call.seen.layer
@@ -53,7 +53,7 @@ def layer_of(call: Call, attn_type: str, block_size: int | None = None) -> Atten
     return layer
 
 
-def _first_size(call: Call, heads: tuple[int, int], options: dict[str, Any], block_size: int | None) -> Attention:
+def _first_size(call: ModuleCall, heads: tuple[int, int], options: dict[str, Any], block_size: int | None) -> Attention:
     """Create a layer of `block_size`, or of the first size that its backend supports. heads: their number and size."""
     try:
         layer = Attention(*heads, **options, block_size=block_size or size_for(call.backend))
@@ -74,7 +74,7 @@ def size_for(backend: str | None) -> int:
     return next((size for size in _BLOCK_SIZES if supports_size(size, allowed)), _BLOCK_SIZES[0])
 
 
-def _who_serves(call: Call, heads: tuple[int, int], options: dict[str, Any]) -> str:
+def _who_serves(call: ModuleCall, heads: tuple[int, int], options: dict[str, Any]) -> str:
     """Return a sentence on the backends that have the call's features, and those of them that serve it on this machine."""
     (mask, batch), cap, sinks = call.seen, call.soft_cap, call.sinks
     needs = {
@@ -95,7 +95,7 @@ def _who_serves(call: Call, heads: tuple[int, int], options: dict[str, Any]) -> 
     return f"Backends that support {', '.join(features) or 'this layer'}: {able}{serving and f'; on this machine: {serving}'}"
 
 
-def pack(call: Call) -> torch.Tensor:
+def pack(call: ModuleCall) -> torch.Tensor:
     """Attend the valid rows and keys of a call that was read; returns [B, S, H, Dv], in which padding rows are 0."""
     (batch, heads, rows, _), width, valid = call.query.shape, call.value.shape[3], call.valid
     if valid is None:
@@ -127,7 +127,7 @@ def pack(call: Call) -> torch.Tensor:
     return out.view(batch, rows, heads, -1)[..., :width]
 
 
-def attend_packed(call: Call, q_lens: list[int], k_lens: list[int]) -> torch.Tensor:
+def attend_packed(call: ModuleCall, q_lens: list[int], k_lens: list[int]) -> torch.Tensor:
     """Attend the sequences that are packed in a call's one row. Returns [T, H, Dv]."""
     query, key, value = (x[0] for x in rows_first(call))
     layer, causal, width = _layer_for(call, q_lens, k_lens), call.seen.layer.causal, call.value.shape[3]
@@ -138,12 +138,12 @@ def attend_packed(call: Call, q_lens: list[int], k_lens: list[int]) -> torch.Ten
     return torch.cat([impl.attend_keys(*entry, causal)[0] for entry in entries])[..., :width]
 
 
-def _layer_for(call: Call, q_lens: list[int], k_lens: list[int]) -> Attention:
+def _layer_for(call: ModuleCall, q_lens: list[int], k_lens: list[int]) -> Attention:
     decodes = call.seen.layer.causal or q_lens != k_lens
     return layer_of(call, AttentionType.DECODER if decodes else AttentionType.ENCODER_ONLY)
 
 
-def _each(impl: RaggedAttentionImpl, call: Call, q_lens: list[int]) -> torch.Tensor:
+def _each(impl: RaggedAttentionImpl, call: ModuleCall, q_lens: list[int]) -> torch.Tensor:
     """Attend each entry's valid rows over its valid keys, which are copied only if they have gaps. Returns [B, S, H, D]."""
     assert call.valid is not None
     (query, key, value), spans = rows_first(call), call.seen.batch.spans
@@ -197,7 +197,7 @@ def _batch(
     return batch, slots_of(batch.block_table, request, position, size), max(1, int(ends[-1]) if len(ends) else 1)
 
 
-def sequences(call: Call, kwargs: dict[str, Any], output_only: bool) -> torch.Tensor | Call:
+def sequences(call: ModuleCall, kwargs: dict[str, Any], output_only: bool) -> torch.Tensor | ModuleCall:
     """Return the output [1, S, H, Dv] of sequences packed in one row, computed one by one; or, if the call needs more than an
     output without gradients (not `output_only`), has other sizes or a mask that hides more, return a call with a mask instead.
 
@@ -219,7 +219,7 @@ def sequences(call: Call, kwargs: dict[str, Any], output_only: bool) -> torch.Te
     return replaced(call, seen=EVERYTHING, mask=seen if allowed is None else seen & allowed)
 
 
-def _checked(call: Call, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def _checked(call: ModuleCall, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the boundaries of rows and of keys. In a graph, values are checked when it runs."""
     starts: list[torch.Tensor] = []
     for name in BOUNDARIES:
@@ -255,7 +255,7 @@ def _lens(starts: torch.Tensor) -> list[int]:
     return known[1]
 
 
-def _seen(call: Call, starts: list[torch.Tensor]) -> torch.Tensor:
+def _seen(call: ModuleCall, starts: list[torch.Tensor]) -> torch.Tensor:
     """Return bool [1, 1, S, T]: which keys of its own sequence a row sees, the last row of each being at its last key."""
     q_at, k_at = (torch.arange(x.shape[2], device=x.device) for x in (call.query, call.key))
     q_starts, k_starts = (x.to(call.query.device) for x in starts)

@@ -14,7 +14,7 @@ import attn  # noqa: E402
 from attn.errors import UnsupportedError  # noqa: E402
 from attn.integrations import transformers as attn_transformers  # noqa: E402
 from attn.integrations.transformers import dispatch, masks  # noqa: E402
-from attn.integrations.transformers.call import CAUSAL, EVERYTHING, Call, Requested, visible  # noqa: E402
+from attn.integrations.transformers.call import CAUSAL, EVERYTHING, ModuleCall, Requested, visible  # noqa: E402
 from attn.integrations.transformers.dispatch import Way, classify  # noqa: E402
 from attn.integrations.transformers.masks import Described, read  # noqa: E402
 from attn.torch.diffusion.backends._sdpa import SDPABase  # noqa: E402
@@ -52,7 +52,7 @@ def call_of(rows=1, keys=9, width=16, causal=False, window=None, chunk=None, spa
     valid = Described(seen, torch.ones(1, keys, dtype=torch.bool), rows) if padded else None
     arrays = torch.zeros(1, 4, rows, 16), torch.zeros(1, 2, keys, 16), torch.zeros(1, 2, keys, width)
     given = {"mask": None, "seen": seen, "scale": 1.0, "valid": valid, **changes}
-    return Call(**{"module": Layer(), **dict(zip(("query", "key", "value"), arrays, strict=True)), **given})
+    return ModuleCall(**{"module": Layer(), **dict(zip(("query", "key", "value"), arrays, strict=True)), **given})
 
 
 DENSE, PACKED, FORMULA, SDPA, OPERATOR = Way
@@ -227,7 +227,9 @@ def test_layers_of_a_step_repeat_a_prepared_call(dtype, monkeypatch):
 def test_tokens_of_plain_layers_need_no_record_of_the_call(options, monkeypatch):
     """From the second turn of key numbers that a backend may distinguish on; a mask or a window does need one."""
     module, made = Layer(), []
-    monkeypatch.setattr(attn_transformers, "Call", lambda *given, **more: made.append(given) or Call(*given, **more))
+    monkeypatch.setattr(
+        attn_transformers, "ModuleCall", lambda *given, **more: made.append(given) or ModuleCall(*given, **more)
+    )
     for keys in range(1024, 1088):
         attended(module, arrays(1, keys), **options)
     made.clear()
@@ -369,7 +371,7 @@ def test_a_window_without_causality_is_refused_for_one_row_too():
 def test_a_device_without_autocast_is_none_that_has_it_on():
     given = arrays(device="meta")
     assert not torch.amp.is_autocast_available("meta")
-    call = Call(Layer(), *given, None, CAUSAL, 0.25)
+    call = ModuleCall(Layer(), *given, None, CAUSAL, 0.25)
     read(call)
     assert dispatch.launch_of(call) is not None
 
@@ -487,7 +489,9 @@ def test_tokens_under_a_window_are_decided_once(slots, monkeypatch):
     from transformers.masking_utils import sliding_window_causal_mask_function
 
     made, module, window = [], Layer(), 4
-    monkeypatch.setattr(attn_transformers, "Call", lambda *args, **options: made.append(args) or Call(*args, **options))
+    monkeypatch.setattr(
+        attn_transformers, "ModuleCall", lambda *args, **options: made.append(args) or ModuleCall(*args, **options)
+    )
     for number in (9, 10, 12, 4, 30):
         given = arrays(keys=number + slots)
         function = sliding_window_causal_mask_function(window)
@@ -506,7 +510,7 @@ def test_tokens_under_a_window_are_decided_once(slots, monkeypatch):
 def test_prompts_need_no_record_of_the_call(options, slots, monkeypatch):
     """Nor do those under a window, each kept with its own; `slots` of a static cache after their tokens are unused."""
     made, modules = [], [Layer() for _ in range(2)]
-    monkeypatch.setattr(attn_transformers, "Call", lambda *args, **more: made.append(args) or Call(*args, **more))
+    monkeypatch.setattr(attn_transformers, "ModuleCall", lambda *args, **more: made.append(args) or ModuleCall(*args, **more))
     for rows, window, calls in (
         (9, None, 1),
         (11, None, 0),

@@ -12,7 +12,7 @@ from transformers import masking_utils as mu  # noqa: E402
 from attn.errors import UnsupportedError  # noqa: E402
 from attn.integrations import transformers as attn_transformers  # noqa: E402
 from attn.integrations.transformers import dispatch, packing  # noqa: E402
-from attn.integrations.transformers.call import CAUSAL, Call, replaced  # noqa: E402
+from attn.integrations.transformers.call import CAUSAL, ModuleCall, replaced  # noqa: E402
 from attn.integrations.transformers.masks import read, translated  # noqa: E402
 from attn.visibility import BatchMask, LayerMask  # noqa: E402
 from tests.integrations.tiny_transformers import KINDS, SMALL, batch, decoder, image_model, sharpened  # noqa: E402
@@ -34,7 +34,7 @@ def computed(described, drawn, valid, rows, keys):
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, rows, 16) * 4, torch.randn(2, 2, keys, 16), torch.randn(2, 2, keys, 16)
     live = valid[:, -rows:]
-    return tuple(dispatch.attend(Call(torch.nn.Identity(), q, k, v, x, CAUSAL, 0.25))[live] for x in (described, drawn))
+    return tuple(dispatch.attend(ModuleCall(torch.nn.Identity(), q, k, v, x, CAUSAL, 0.25))[live] for x in (described, drawn))
 
 
 @pytest.mark.parametrize("order", ["full", "window before blocks", "window after blocks"])
@@ -67,7 +67,7 @@ def test_a_mask_of_numbers_to_be_added_is_refused():
     added = torch.zeros(1, 1, 4, 4)
     added[..., 0] = -0.5
     with pytest.raises(UnsupportedError, match="a mask with values other than 0 and -inf"):
-        dispatch.attend(Call(torch.nn.Identity(), q, k, v, added, CAUSAL, 0.25))
+        dispatch.attend(ModuleCall(torch.nn.Identity(), q, k, v, added, CAUSAL, 0.25))
 
 
 def test_a_window_that_hides_one_key_is_one():

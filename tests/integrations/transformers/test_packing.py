@@ -10,7 +10,7 @@ from transformers import AttentionInterface  # noqa: E402
 from attn.errors import UnsupportedError  # noqa: E402
 from attn.integrations import transformers as attn_transformers  # noqa: E402
 from attn.integrations.transformers import packing  # noqa: E402
-from attn.integrations.transformers.call import Call, Requested, visible  # noqa: E402
+from attn.integrations.transformers.call import ModuleCall, Requested, visible  # noqa: E402
 from attn.integrations.transformers.masks import Described  # noqa: E402
 from attn.torch import kv_cache as caches  # noqa: E402
 from attn.torch.backends._ragged import RaggedAttentionImpl  # noqa: E402
@@ -61,7 +61,9 @@ def test_rows_between_padding_are_put_back_where_they_were(monkeypatch):
     q, k, v = torch.randn(2, 4, 6, 16), torch.randn(2, 2, 6, 16), torch.randn(2, 2, 6, 16)
     present = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]]).bool()
     seen = visible(True, None)
-    call = Call(torch.nn.Identity(), q, k, v, None, seen, 0.25, asked=Requested("CPU_ATTN"), valid=Described(seen, present, 6))
+    call = ModuleCall(
+        torch.nn.Identity(), q, k, v, None, seen, 0.25, asked=Requested("CPU_ATTN"), valid=Described(seen, present, 6)
+    )
     in_place = packing.pack(call)
     assert in_place[~present].abs().max() == 0
     monkeypatch.setattr(packing, "RaggedAttentionImpl", type("AnotherImpl", (), {}))
