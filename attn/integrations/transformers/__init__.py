@@ -9,14 +9,14 @@ Before that, transformers does not know these names, and its error for an unknow
     with attn_transformers.paged(model):                                                      # continuous batching
         model.generate_batch(...)
 
-A call is computed in one of five ways, depending only on its requirements:
+A call takes one of five routes, depending only on its requirements:
 
 * dense: causal with as many rows as keys, single tokens, bidirectional calls, arbitrary masks: by the diffusion registry's
   choice.
 * packed: other causal calls, windows, caps and sinks: rows without padding, by the attention registry's choice. CPU_ATTN,
   TORCH_SDPA and backends with Triton's kernels read keys where transformers keeps them; for any other a paged cache is created.
-  A backend requested by name, for all layers or for the layer's kind (`attn.backend_per_kind`), computes every call this way;
-  dense ones that repeat are computed by the dense backend of that name, if there is one.
+  A backend requested by name, for all layers or for the layer's kind (`attn.backend_per_kind`), computes every call by this
+  route; dense ones that repeat are computed by the dense backend of that name, if there is one.
 * paged: continuous batching, in transformers' pages if a layer keeps all of its keys in them, else over gathered keys; in CUDA
   graphs if the backend reads nothing on the host.
 * formula: `attn.attention`, in float32 and differentiable, where no kernel exists: a mask together with a cap, a window or
@@ -25,9 +25,9 @@ A call is computed in one of five ways, depending only on its requirements:
 
 A call's mask is read first (`masks`): a causal, windowed or bidirectional pattern with padding, chunks (Llama 4) and blocks of
 tokens that see each other (Gemma 3's images, PaliGemma's prefix) are described, not materialised; any other mask becomes
-boolean, and is recognised as a pattern where that matters. Then `dispatch` chooses the way, once for calls that repeat in
+boolean, and is recognised as a pattern where that matters. Then `dispatch` chooses the route, once for calls that repeat in
 every layer and for every token; the layers of a step repeat one launch. In a graph (`torch.compile`) masks are materialised;
-the dense way is traced, each other way is one operator. Single rows are an operator that CUDA graphs may capture, where the
+the dense route is traced, each other route is one operator. Single rows are an operator that CUDA graphs may capture, where the
 chosen backend has one (`dense_decode`).
 
 Arguments that change the meaning of attention are used or, if not supported (`call.UNKNOWN`), rejected with the layer's name; a

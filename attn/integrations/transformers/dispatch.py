@@ -1,4 +1,4 @@
-"""Which way a call is computed (see the package's docstring), decided once for the calls that a model repeats.
+"""The route by which a call is computed (see the package's docstring), decided once for the calls that a model repeats.
 
 A launch serves the calls of one layer that have the same facts: sizes except those that grow with every token, dtypes, devices,
 options, and the environment. It is chosen and checked at the first of them. Layers whose calls have no mask share launches and,
@@ -59,8 +59,8 @@ _MOST = 64  #: of each to keep
 _L = TypeVar("_L")
 
 
-class Way(enum.Enum):
-    """How a call is computed (see the package's docstring)."""
+class Route(enum.Enum):
+    """The implementation that computes a call (see the package's docstring)."""
 
     DENSE = "dense"
     PACKED = "packed"
@@ -69,21 +69,21 @@ class Way(enum.Enum):
     OPERATOR = "operator"
 
 
-def classify(call: ModuleCall, graph: bool = False, gaps: bool = False) -> Way:
-    """Return the way to compute a call whose mask was read, by what it requires.
+def classify(call: ModuleCall, graph: bool = False, gaps: bool = False) -> Route:
+    """Return the route of a call whose mask was read, by what it requires.
 
     graph: whether a graph is traced. gaps: whether some keys between valid ones are not valid.
     """
     simple = call.plain and call.backend is None
     if call.bias is not None or call.dropout:
-        return Way.SDPA
+        return Route.SDPA
     if graph and not simple:
-        return Way.OPERATOR
+        return Route.OPERATOR
     if simple and (not call.seen.layer.causal or (call.square and call.valid is None)):
-        return Way.FORMULA if call.wide else Way.DENSE
+        return Route.FORMULA if call.wide else Route.DENSE
     if call.wants_grad or call.wide or call.mask is not None or (gaps and call.seen.layer.window[0] is not None):
-        return Way.FORMULA
-    return Way.PACKED
+        return Route.FORMULA
+    return Route.PACKED
 
 
 def attend(call: ModuleCall, graph: bool = False) -> torch.Tensor:
@@ -93,10 +93,10 @@ def attend(call: ModuleCall, graph: bool = False) -> torch.Tensor:
         if row is not None:
             return row
     if graph or call.bias is not None or call.dropout:
-        way = classify(call, graph)
-        if way is Way.SDPA:
+        route = classify(call, graph)
+        if route is Route.SDPA:
             return by_sdpa(call)
-        if way is Way.OPERATOR:
+        if route is Route.OPERATOR:
             return as_operator(call)
     read(call)
     if call.mask is None and call.seen.batch.spans is None and not graph:
@@ -106,10 +106,10 @@ def attend(call: ModuleCall, graph: bool = False) -> torch.Tensor:
             if runs is not None or call.valid is None:
                 return launch.run(call.query, call.key, call.value, call.sinks, runs)
     windowed = call.seen.layer.window[0] is not None
-    way = classify(call, gaps=windowed and call.valid is not None and call.valid.lens()[2] is None)
-    if way is Way.DENSE:
+    route = classify(call, gaps=windowed and call.valid is not None and call.valid.lens()[2] is None)
+    if route is Route.DENSE:
         return by_dense(call)
-    return pack(call) if way is Way.PACKED else by_formula(call)
+    return pack(call) if route is Route.PACKED else by_formula(call)
 
 
 def facts_of(
@@ -129,9 +129,9 @@ def facts_of(
 
 def deciding(facts: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return what decides the launch of a call with these facts: nothing that is another in each step."""
-    (batch, heads, rows, size), k, v, _, _, _, *rest = facts
+    (batch, heads, rows, size), k, v, _, _, _, *constants = facts
     fits = batch == k[0] == v[0] and k[1:3] == v[1:3] and batch * rows * k[2] > 0
-    return fits, heads, k[1], size, k[3], v[3], sizes_that_decide(rows, k[2]), *rest
+    return fits, heads, k[1], size, k[3], v[3], sizes_that_decide(rows, k[2]), *constants
 
 
 def run_for(
@@ -184,10 +184,10 @@ def kept(launches: dict[Any, _L], facts: Any, launch: _L) -> _L:
 def _decided(call: ModuleCall) -> DenseLaunch | None:
     """Choose how to compute calls like this one; None if no launch can be repeated."""
     rows, width, padded = call.query.shape[2], call.value.shape[3], call.valid is not None
-    pads, way = call.query.shape[3] - width, classify(call)
-    if way is Way.FORMULA or (way is Way.DENSE and padded and rows > 1):
+    pads, route = call.query.shape[3] - width, classify(call)
+    if route is Route.FORMULA or (route is Route.DENSE and padded and rows > 1):
         return None
-    plain = None if padded else _dense(call, way)
+    plain = None if padded else _dense(call, route)
     if plain is not None:
         if pads:
             return DenseLaunch(lambda query, key, value, sinks, runs: plain(query, key, F.pad(value, (0, pads)))[..., :width])
@@ -196,7 +196,7 @@ def _decided(call: ModuleCall) -> DenseLaunch | None:
     try:
         layer = layer_of(call, AttentionType.DECODER if causal or not call.square else AttentionType.ENCODER_ONLY)
     except UnsupportedError:
-        if way is Way.DENSE:
+        if route is Route.DENSE:
             return None
         raise
     impl: Any = layer.impl
@@ -220,9 +220,9 @@ def _decided(call: ModuleCall) -> DenseLaunch | None:
     return DenseLaunch(launch, None if pads else row)
 
 
-def _dense(call: ModuleCall, way: Way) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
+def _dense(call: ModuleCall, route: Route) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
     """Return the launch of a plain call by a dense backend: the fastest, or the one that has the name of the requested one."""
-    if way is Way.DENSE:
+    if route is Route.DENSE:
         return chosen_for(call, None).launcher(*rows_first(call))  # type: ignore[no-any-return]
     if not call.plain or (call.seen.layer.causal and not call.square) or call.backend not in Dense.names():
         return None
@@ -283,11 +283,11 @@ def by_formula(call: ModuleCall) -> torch.Tensor:
 def by_sdpa(call: ModuleCall) -> torch.Tensor:
     """Compute with a bias added to scores (T5), or with dropout of weights, which only torch's SDPA supports."""
     if call.backend is not None or call.soft_cap is not None or call.sinks is not None:
-        what, advice = "position_bias", f'use "{NAME}" without these'
+        subject, advice = "position_bias", f'use "{NAME}" without these'
         if call.dropout:
-            what = f"dropout of attention weights ({call.dropout})"
+            subject = f"dropout of attention weights ({call.dropout})"
             advice += f", set {dropout_name(call)} to 0 in the model's config, or use eager"
-        raise call.refusal(f"{what} with a cap, sinks or a backend by name", advice)
+        raise call.refusal(f"{subject} with a cap, sinks or a backend by name", advice)
     call = drawn(call)
     allowed: Any = call.mask
     added = allowed
@@ -402,5 +402,5 @@ def _operator(
 
 
 @_operator.register_fake
-def _(query, key, value, *rest):  # type: ignore[no-untyped-def]
+def _(query, key, value, *_):  # type: ignore[no-untyped-def]
     return query.new_empty(*query.transpose(1, 2).shape[:3], value.shape[3])

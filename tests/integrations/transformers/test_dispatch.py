@@ -1,4 +1,4 @@
-"""The way of each call; calls that repeat are decided once, and a launch is not kept past what it depends on."""
+"""The route of each call; calls that repeat are decided once, and a launch is not kept past what it depends on."""
 
 import itertools
 import sys
@@ -15,7 +15,7 @@ from attn.errors import UnsupportedError  # noqa: E402
 from attn.integrations import transformers as attn_transformers  # noqa: E402
 from attn.integrations.transformers import dispatch, masks  # noqa: E402
 from attn.integrations.transformers.call import CAUSAL, EVERYTHING, ModuleCall, Requested, visible  # noqa: E402
-from attn.integrations.transformers.dispatch import Way, classify  # noqa: E402
+from attn.integrations.transformers.dispatch import Route, classify  # noqa: E402
 from attn.integrations.transformers.masks import Described, read  # noqa: E402
 from attn.torch.diffusion.backends._sdpa import SDPABase  # noqa: E402
 from attn.visibility import BatchMask, Visibility  # noqa: E402
@@ -55,7 +55,7 @@ def call_of(rows=1, keys=9, width=16, causal=False, window=None, chunk=None, spa
     return ModuleCall(**{"module": Layer(), **dict(zip(("query", "key", "value"), arrays, strict=True)), **given})
 
 
-DENSE, PACKED, FORMULA, SDPA, OPERATOR = Way
+DENSE, PACKED, FORMULA, SDPA, OPERATOR = Route
 NAMED, CAP, WINDOW, SINKS = (
     {"asked": Requested("CPU_ATTN")},
     {"soft_cap": 9.0},
@@ -74,7 +74,7 @@ BIAS, DROPOUT, GRAPH, GAPS = (
 
 
 @pytest.mark.parametrize(
-    ("changes", "way"),
+    ("changes", "route"),
     [
         ([], DENSE),
         ([PADDED], DENSE),
@@ -114,10 +114,10 @@ BIAS, DROPOUT, GRAPH, GAPS = (
         ([DROPOUT, CAP], SDPA),  # refused there
     ],
 )
-def test_the_way_of_a_call(changes, way):
+def test_the_route_of_a_call(changes, route):
     changes = {name: value for change in changes for name, value in change.items()}
     graph, gaps = (changes.pop(name, False) for name in ("graph", "gaps"))
-    assert classify(call_of(**changes), graph, gaps) is way
+    assert classify(call_of(**changes), graph, gaps) is route
 
 
 @pytest.mark.parametrize(
