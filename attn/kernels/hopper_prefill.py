@@ -868,7 +868,7 @@ def _consume(  # type: ignore[no-untyped-def]
                 upper = gl.maximum(upper, shared - 1)
                 full_to = gl.maximum(full_to, shared - 1)
             seen = upper, lower
-            apart = 0
+            disjoint = 0
             if TWO:
                 valid = (row < BLOCK_Q * G) & (first + row // G < q_len)
                 since, until = _span(spans, begin + first + row // G, valid, position, left, CHUNK, SPAN_RIGHT)
@@ -881,14 +881,14 @@ def _consume(  # type: ignore[no-untyped-def]
                 # a row whose span does not touch the rest has no keys in common with others
                 full_to = gl.min(gl.where(valid, gl.where(has_span == touches, upper, -_FAR), _FAR), 0)
                 full_from = gl.max(gl.where(valid, lower, -_FAR), 0)
-                apart = full_to < -_FAR // 2
+                disjoint = full_to < -_FAR // 2
             right_of = tiles - gl.minimum(gl.maximum(gl.minimum(full_to, high) - low, 0) // BLOCK_N, tiles)
             left_from = tiles
             if HAS_LEFT:
                 left_from = tiles - gl.minimum((gl.maximum(full_from - low, 0) + BLOCK_N - 1) // BLOCK_N, tiles)
             if TWO:  # the last loop's mask has both ranges
-                right_of = gl.where(apart, 1, right_of)
-                left_from = gl.where(apart, 1, left_from)
+                right_of = gl.where(disjoint, 1, right_of)
+                left_from = gl.where(disjoint, 1, left_from)
             right_of = gl.maximum(right_of, 1)
             left_from = gl.maximum(left_from, right_of)
 

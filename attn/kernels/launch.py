@@ -299,7 +299,7 @@ def are_whole(keys: Any, kv_heads: int, multiprocessors: int) -> bool:
     return low >= longest or (high >= longest and split_tiles_of(tiles, split_kv, longest) >= longest)
 
 
-MOST_PARTS = 64  #: of a single row's keys
+MOST_SPLITS = 64  #: of a single row's keys
 
 
 @functools.lru_cache(maxsize=256)
@@ -314,19 +314,19 @@ def row_launch(arch: str, group: int, size: int, itemsize: int, processors: int)
 
 
 @functools.lru_cache(maxsize=4096)
-def row_parts(programs: int, tiles: int, slots: int, width: int) -> int:
-    """Return the parts of each request's keys that take least time, in tiles; `slots` programs run at once.
+def row_splits(programs: int, tiles: int, slots: int, width: int) -> int:
+    """Return the splits of each request's keys that take least time, in tiles; `slots` programs run at once.
 
-    width: elements of the state that a part leaves, which one program merges. Fitted to the measurements of `row_launch`: on
-    average 5 % above the fastest tiles and parts of each batch.
+    width: elements of the state that a split leaves, which one program merges. Fitted to the measurements of `row_launch`: on
+    average 5 % above the fastest tiles and splits of each batch.
     """
 
-    def time(parts: int) -> float:
-        merge = 1.5 * max(1, width / 512) + parts * width / 5120 if parts > 1 else 0
-        return -(-programs * parts // slots) * -(-tiles // parts) + merge
+    def time(splits: int) -> float:
+        merge = 1.5 * max(1, width / 512) + splits * width / 5120 if splits > 1 else 0
+        return -(-programs * splits // slots) * -(-tiles // splits) + merge
 
-    parts = min(range(1, max(1, min(tiles, MOST_PARTS)) + 1), key=time)
-    return -(-tiles // -(-tiles // parts)) if tiles else 1  # none is empty
+    splits = min(range(1, max(1, min(tiles, MOST_SPLITS)) + 1), key=time)
+    return -(-tiles // -(-tiles // splits)) if tiles else 1  # none is empty
 
 
 @functools.lru_cache(maxsize=4096)

@@ -13,7 +13,7 @@ from attn.kernels.launch import (
     prefill_launch,
     prefill_programs,
     row_launch,
-    row_parts,
+    row_splits,
     rows_of_speculation,
     run_together,
     split_kv_for,
@@ -158,18 +158,18 @@ def test_no_other_share_of_a_mixed_batch_is_shorter(seed: int) -> None:
 @pytest.mark.parametrize("programs", [1, 8, 130, 528, 5000])
 def test_no_part_of_a_single_row_is_empty(programs: int) -> None:
     for tiles in (1, 2, 7, 100, 901):
-        parts = row_parts(programs, tiles, 528, 512)
-        assert 1 <= parts <= 64
-        assert parts == 1 or (parts - 1) * -(-tiles // parts) < tiles
-    assert row_parts(programs, 0, 528, 512) == 1
+        splits = row_splits(programs, tiles, 528, 512)
+        assert 1 <= splits <= 64
+        assert splits == 1 or (splits - 1) * -(-tiles // splits) < tiles
+    assert row_splits(programs, 0, 528, 512) == 1
 
 
 def test_single_rows_are_cut_where_the_device_is_not_full() -> None:
-    assert row_parts(8, 100, 528, 512) > 8
-    assert row_parts(130, 100, 528, 512) == 4
-    assert row_parts(528, 100, 528, 512) == 1
-    assert row_parts(8, 2, 528, 512) == 1
-    assert row_parts(130, 10, 528, 4096) == 1 < row_parts(130, 10, 528, 512)  # a wide state costs more to merge
+    assert row_splits(8, 100, 528, 512) > 8
+    assert row_splits(130, 100, 528, 512) == 4
+    assert row_splits(528, 100, 528, 512) == 1
+    assert row_splits(8, 2, 528, 512) == 1
+    assert row_splits(130, 10, 528, 4096) == 1 < row_splits(130, 10, 528, 512)  # a wide state costs more to merge
 
 
 @pytest.mark.parametrize("arch", [*SHARED_MEMORY, "interpreter"])

@@ -1128,12 +1128,12 @@ DEFECTS = (
         "Only the first launch merges the parts of a row's keys.",
     ),
     Defect(
-        "row_launch_of_other_parts",
+        "row_launch_of_other_splits",
         "torch/kernels/dense_decode.py",
-        " | (parts > 1) << 3",
+        " | (splits > 1) << 3",
         "",
         ("torch/kernels/test_direct.py",),
-        "Rows in parts are launched by the kernel for whole rows.",
+        "Rows in splits are launched by the kernel for whole rows.",
     ),
     Defect(
         "launch_of_other_strides",

@@ -268,7 +268,7 @@ ROW: dict[str, Sequence[Any]] = {
     "heads": PAGED["heads"],
     "head_size": PAGED["head_size"],
     "dtype": PAGED["dtype"],
-    "parts": (1, 7),
+    "splits": (1, 7),
     **switches("runs", "keys_masked", "soft_cap", "sinks", "tokens_first"),
 }
 
@@ -289,7 +289,7 @@ def _launch_row(choice: Choice) -> None:
         sinks=torch.ones(heads) if choice["sinks"] else None,
         runs=Runs(lens, lens) if choice["runs"] else None,
         mask=torch.ones(3, 900, dtype=torch.bool) if choice["keys_masked"] else None,
-        parts=choice["parts"],
+        splits=choice["splits"],
     )
 
 

@@ -261,8 +261,8 @@ class TritonPagedImpl(PagedAttentionImpl):
         programs, below, whole = 0, None, are_whole(decodes, self.num_kv_heads, processors)
         if has_prompts:
             rows, of_rows = q_lens[q_lens > 1].astype(np.float64), seq_lens[q_lens > 1]
-            cut = 0.0 if left is None else np.clip(of_rows - left - 1, 0, rows)  # rows that see a whole window
-            pairs = float(np.sum((rows - cut) * (of_rows - (rows - 1 + cut) / 2) + cut * ((left or 0) + 1)))
+            full = 0.0 if left is None else np.clip(of_rows - left - 1, 0, rows)  # rows that see a whole window
+            pairs = float(np.sum((rows - full) * (of_rows - (rows - 1 + full) / 2) + full * ((left or 0) + 1)))
             if left is None and not self.mask.causal:
                 pairs = float(rows @ of_rows)
             nbytes = 2 * self.num_kv_heads * self.head_size * itemsize * int(keys[q_lens == 1].sum())
@@ -291,7 +291,7 @@ class TritonPagedImpl(PagedAttentionImpl):
         )
 
     def _scores(self) -> dict[str, Any]:
-        """Return the launch's arguments that are constants of the layer, what its rows see apart."""
+        """Return the launch's arguments that are constants of the layer, except what its rows see."""
         return dict(
             scale=self.scale,
             soft_cap=self.logits_soft_cap or 0.0,
@@ -328,8 +328,8 @@ class TritonPagedImpl(PagedAttentionImpl):
             keys = [x.flatten(0, 1) for x in (key, value)]
             starts, outside = (_numbers(batch + 1, 0, n, *here), None) if valid is None else valid.sequences(n)
         else:
-            *keys, apart = _in_row(key, value)
-            starts, begins = _numbers(batch + 1, 0, n, *here), _numbers(batch, 0, apart, *here)
+            *keys, stride = _in_row(key, value)
+            starts, begins = _numbers(batch + 1, 0, n, *here), _numbers(batch, 0, stride, *here)
             lens = _numbers(batch, m, 0, *here) if valid is None else valid.number
             table = (begins if valid is None else begins + valid.first)[:, None]
             if not self._fixed_split() and device.type == "cuda":
@@ -401,11 +401,11 @@ def _in_row(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch
     Copies them if that is no whole number, or another one for values.
     """
     for _ in range(2):
-        apart = [divmod(x.stride(0), x.stride(1)) for x in (key, value)]
-        if key.shape[0] == 1 or (apart[0] == apart[1] and apart[0][1] == 0):
+        strides = [divmod(x.stride(0), x.stride(1)) for x in (key, value)]
+        if key.shape[0] == 1 or (strides[0] == strides[1] and strides[0][1] == 0):
             break
         key, value = key.contiguous(), value.contiguous()
-    rows = apart[0][0] if key.shape[0] > 1 else 0
+    rows = strides[0][0] if key.shape[0] > 1 else 0
     count = (key.shape[0] - 1) * rows + key.shape[1]
     keys, values = (x.as_strided((count, *x.shape[2:]), x.stride()[1:], x.storage_offset()) for x in (key, value))
     return keys, values, rows

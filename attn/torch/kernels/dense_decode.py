@@ -1,9 +1,9 @@
 """Attention of one row per request over keys that are in no cache, where they are: one launch, with little work of the host.
 
-A program computes the query heads of one kv head of one request over a part of its keys, with an online softmax in base 2
-(Flash-Decoding). Several parts leave their states in scratch memory; the program that ends last, by a counter in memory, merges
-them and resets the counter. All requests have the same number of parts, by a rule of the host. A request's keys may be a run of
-them (`first`, `number`), which the device reads.
+A program computes the query heads of one kv head of one request over a split of its keys, with an online softmax in base 2
+(Flash-Decoding). Several splits leave their states in scratch memory; the program that ends last, by a counter in memory,
+merges them and resets the counter. All requests have the same number of splits, by a rule of the host. A request's keys may be
+a run of them (`first`, `number`), which the device reads.
 
 Values of masked keys are not loaded, and their scores are replaced by -inf. Weights in float16 are raised by 2**15, as in
 `paged_attention`.
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import library
 
-from attn.kernels.launch import LOG2E, UNBOUNDED, power_of_two, row_launch, row_parts
+from attn.kernels.launch import LOG2E, UNBOUNDED, power_of_two, row_launch, row_splits
 from attn.kernels.paged_attention import tanh
 from attn.torch.kernels.direct import (
     Prepared,
@@ -34,27 +34,27 @@ _BY_KEY = itemgetter(0, 2, 1)  #: strides of [B, K, m, D] in the kernel's order:
 
 
 @triton.jit(
-    do_not_specialize=("window", "keys", "parts", "m_b"),
+    do_not_specialize=("window", "keys", "splits", "m_b"),
     do_not_specialize_on_alignment=("sinks", "first", "number", "mask", "scratch", "counters"),
 )
 def _decode(  # type: ignore[no-untyped-def]
-    output, scratch, counters, query, key, value, sinks, first, number, mask, factor, cap, window, keys, parts,
+    output, scratch, counters, query, key, value, sinks, first, number, mask, factor, cap, window, keys, splits,
     q_b, q_h, k_b, k_t, k_h, v_b, v_t, v_h, m_b,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, SPLIT: tl.constexpr, NEGATE: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_RUNS: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * K, parts). scratch: float32 [B * K * parts * G * (D + 1)]: results, then their log-sum-exp in base 2."""
+    """Grid (B * K, splits). scratch: float32 [B * K * splits * G * (D + 1)]: results, then their log-sum-exp in base 2."""
     LIFT: tl.constexpr = 15 if query.dtype.element_ty == tl.float16 else 0
-    at, part = tl.program_id(0), tl.program_id(1)
+    at, split = tl.program_id(0), tl.program_id(1)
     b, kv_head = (at // K).to(tl.int64), (at % K).to(tl.int64)
     end = keys
     if HAS_RUNS:
         begin = tl.load(first + b)
         end = tl.load(number + b)
     low = tl.maximum(end - window, 0)
-    size = tl.cdiv(tl.cdiv(end - low, BLOCK_N), parts) * BLOCK_N
-    start = low + part * size
+    size = tl.cdiv(tl.cdiv(end - low, BLOCK_N), splits) * BLOCK_N
+    start = low + split * size
     stop = tl.minimum(start + size, end)
 
     n, d, row = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_M)
@@ -104,20 +104,20 @@ def _decode(  # type: ignore[no-untyped-def]
     if not SPLIT:
         _store(output, sinks, result, log, at.to(tl.int64), kv_head, row, d, G, D, HAS_SINKS)
     else:
-        logs = scratch + tl.num_programs(0).to(tl.int64) * parts * G * D
-        out_row = (at.to(tl.int64) * parts + part) * G + row
+        logs = scratch + tl.num_programs(0).to(tl.int64) * splits * G * D
+        out_row = (at.to(tl.int64) * splits + split) * G + row
         tl.store(scratch + out_row[:, None] * D + d[None, :], result, mask=(row < G)[:, None] & inside)
         tl.store(logs + out_row, log, mask=row < G)
         tl.debug_barrier()  # every thread has stored before the counter says so
-        if tl.atomic_add(counters + at, 1, sem="acq_rel") == parts - 1:
+        if tl.atomic_add(counters + at, 1, sem="acq_rel") == splits - 1:
             tl.store(counters + at, 0)
             g, s = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_S)
             top_g = tl.full((BLOCK_G,), float("-inf"), tl.float32)
             norm_g = tl.zeros((BLOCK_G,), tl.float32)
             acc_g = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
-            for step in tl.range(0, parts, BLOCK_S, num_stages=1):
-                state = (at.to(tl.int64) * parts + step + s)[:, None] * G + g[None, :]
-                mine = (step + s < parts)[:, None] & (g < G)[None, :]
+            for step in tl.range(0, splits, BLOCK_S, num_stages=1):
+                state = (at.to(tl.int64) * splits + step + s)[:, None] * G + g[None, :]
+                mine = (step + s < splits)[:, None] & (g < G)[None, :]
                 log_s = tl.load(logs + state, mask=mine, other=float("-inf"), cache_modifier=".cg")
                 values = tl.load(
                     scratch + state[:, :, None] * D + d[None, None, :],
@@ -179,7 +179,7 @@ class Decoder:
         self.constants |= {"BLOCK_M": rule.block_m, "BLOCK_N": rule.block_n, "BLOCK_D": block_d, "BLOCK_G": block_g}
         self.constants["BLOCK_S"] = max(1, 4096 // (block_g * block_d))
         self.constants["PRECISION"] = "tf32x3" if dtype.itemsize == 4 and arch().startswith("sm") else "ieee"
-        #: By sinks, runs, mask and parts of a call, by strides that Triton specializes, and by the sinks' dtype.
+        #: By sinks, runs, mask and splits of a call, by strides that Triton specializes, and by the sinks' dtype.
         self.kernels: dict[tuple[int, tuple[int, ...] | None, torch.dtype | None], Prepared] = {}
 
     def __call__(
@@ -190,25 +190,25 @@ class Decoder:
         sinks: torch.Tensor | None = None,
         runs: Runs | None = None,
         mask: torch.Tensor | None = None,
-        parts: int = 0,
+        splits: int = 0,
     ) -> torch.Tensor:
         """Return [B, 1, H, D]. query: [B, H, 1, D]; key, value: [B, K, m, D], copied unless their last dimensions are dense;
         sinks: [H], of any float dtype; runs: each request's keys among the m, None for all; mask: bool [B, m], True for keys
-        that count among those, None for all; parts: of the keys, 0 for the rule. A request without keys is 0."""
+        that count among those, None for all; splits: of the keys, 0 for the rule. A request without keys is 0."""
         device = self.device
         if query.is_cuda and torch._C._cuda_getDevice() != device.index:
             with torch.cuda.device(device):
-                return self(query, key, value, sinks, runs, mask, parts)
+                return self(query, key, value, sinks, runs, mask, splits)
         output = query.new_empty(key.shape[0], 1, self.heads, self.size)
         if key.shape[0] == 0:
             return output
         m_b, m_k = (0, 1) if mask is None else mask.stride()
         if not query.stride(-1) == key.stride(-1) == value.stride(-1) == m_k == 1:
             mask = None if mask is None else mask.clone(memory_format=torch.contiguous_format)
-            return self(query.contiguous(), key.contiguous(), value.contiguous(), sinks, runs, mask, parts)
+            return self(query.contiguous(), key.contiguous(), value.contiguous(), sinks, runs, mask, splits)
         first, number = (None, None) if runs is None else (runs.first, runs.number)
         present = (runs is not None) << 1 | (mask is not None) << 2
-        kernel, grid, memory, numbers = self._planned(query, key, value, sinks, present, parts)
+        kernel, grid, memory, numbers = self._planned(query, key, value, sinks, present, splits)
         kernel(grid[0], (output, *memory, query, key, value, sinks, first, number, mask), *numbers, m_b, columns=grid[1])
         return output
 
@@ -219,19 +219,19 @@ class Decoder:
         value: torch.Tensor,
         sinks: torch.Tensor | None,
         present: int = 0,
-        parts: int = 0,
+        splits: int = 0,
     ) -> tuple[Prepared, tuple[int, int], tuple[torch.Tensor | None, torch.Tensor | None], tuple[float, ...]]:
         """Return a call's kernel, grid, scratch memory, and numbers but the mask's. present: bits of runs and mask."""
         (batch, _, keys, _), count = key.shape, key.shape[0] * self.kv_heads
-        parts = parts or row_parts(count, -(-min(keys, self.window) // self.block_n), self.slots, self.width)
+        splits = splits or row_splits(count, -(-min(keys, self.window) // self.block_n), self.slots, self.width)
         memory: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-        if parts > 1:
-            memory = memory_of_stream(self.device, batch * parts * self.heads * (self.size + 1), count)
+        if splits > 1:
+            memory = memory_of_stream(self.device, batch * splits * self.heads * (self.size + 1), count)
         strides = *query.stride()[:2], *_BY_KEY(key.stride()), *_BY_KEY(value.stride())
-        present |= (sinks is not None) | (parts > 1) << 3
+        present |= (sinks is not None) | (splits > 1) << 3
         key_of = present, strides_that_count(strides), None if sinks is None else sinks.dtype
         kernel = self.kernels.get(key_of) or self._prepared(key_of)
-        return kernel, (count, parts), memory, (self.factor, self.cap, self.window, keys, parts, *strides)
+        return kernel, (count, splits), memory, (self.factor, self.cap, self.window, keys, splits, *strides)
 
     def bound(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None = None) -> Repeated:
         """Return this call, without runs, for arrays of these shapes, strides and dtypes: see `Prepared.again`."""

@@ -19,6 +19,7 @@ from attn.capabilities import Device, Request
 from attn.dtypes import QuantKey, kFp8StaticTensorSym
 from attn.errors import DTypeError, ShapeError, UnsupportedError
 from attn.functional import attention
+from attn.kernels.launch import UNBOUNDED
 from attn.torch import Attention
 from attn.torch import kv_cache as caches
 from attn.torch.backends._triton import _BatchPlan
@@ -53,8 +54,8 @@ quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::Deprecatio
 
 
 def test_the_plan_of_a_batch() -> None:
-    """What the lengths say about launches: (processors of prompts, whether their rows see few keys, whether decodes are whole,
-    whether both are one, whether some request has one token)."""
+    """What the lengths say about launches: (processors of prompts, a bound of the keys that their rows see, whether decodes are
+    whole, whether both are one, whether some request has one token)."""
     pytest.importorskip("triton")
 
     def plan(batch: list[tuple[int, int]], heads: int, kv_heads: int, size: int = 128, itemsize: int = 2, **more: Any) -> Any:
@@ -74,11 +75,11 @@ def test_the_plan_of_a_batch() -> None:
     assert [plan(b, 32, 8)[3] for b in ([(65, 65), (1, 9)], [(4, 900)] * 3, [(1, 900)], [(60, 60)] * 200)] == [False] * 4
     # this launch has no prompts, so no multiprocessors are reserved
     assert plan([(4, 900)] * 3 + [(1, 900)], 32, 8) == (0, None, False, False, True)
-    assert plan([(512, 8192)] + [(1, 4096)] * 63, 32, 8) == (70, False, True, False, True)
-    assert plan([(2048, 2048)] * 2 + [(1, 1024)] * 32, 32, 8) == (132, False, True, False, True)
-    assert plan([(2039, 2039), (691, 691)], 28, 4) == (132, True, True, False, False)
-    assert [plan([(n, n)] * 4, 32, 8, size)[1] for n, size in ((800, 128), (2048, 64), (8192, 64))] == [True, True, False]
-    assert plan([(300, 300), (4096, 4096)], 32, 8, sliding_window=256)[1]
+    assert plan([(512, 8192)] + [(1, 4096)] * 63, 32, 8) == (70, UNBOUNDED, True, False, True)
+    assert plan([(2048, 2048)] * 2 + [(1, 1024)] * 32, 32, 8) == (132, 2000, True, False, True)
+    assert plan([(2039, 2039), (691, 691)], 28, 4) == (132, 1000, True, False, False)
+    assert [plan([(n, n)] * 4, 32, 8, size)[1] for n, size in ((800, 128), (2048, 64), (8192, 64))] == [600, 2000, UNBOUNDED]
+    assert [plan([(300, 300), (4096, 4096)], 32, 8, sliding_window=left)[1] for left in (256, None)] == [400, 2000]
 
 
 @pytest.mark.triton_kernels

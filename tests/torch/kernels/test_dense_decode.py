@@ -56,12 +56,12 @@ def decode(
 
 
 def check(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, runs: Any = None, parts: int = 0, **options: Any
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, runs: Any = None, splits: int = 0, **options: Any
 ) -> None:
     options = {"scale": 0.3, **options}
     cap, rest = options.get("logits_soft_cap", 0.0), {name: options.get(name) for name in ("sinks", "window")}
     lens = None if runs is None else Runs(*torch.tensor(runs, dtype=torch.int32, device=DEVICE).T.contiguous())
-    got = decode(query, key, value, options["scale"], cap, runs=lens, parts=parts, **rest)
+    got = decode(query, key, value, options["scale"], cap, runs=lens, splits=splits, **rest)
     for b, (first, number) in enumerate(runs or [(0, key.shape[2])] * 3):
         own = (x[b : b + 1, :, first : first + number].transpose(1, 2).float() for x in (key, value))
         want = attention(query[b : b + 1, None].float(), *own, causal=True, layout="BSHD", **options)
@@ -78,7 +78,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 RUNS = [(0, 130), (100, 30), (7, 0)]
 WHOLE = [*itertools.product(OPTIONS, [None, RUNS], [torch.float32, torch.float16, torch.bfloat16])]
-#: (heads, size, keys, parts)
+#: (heads, size, keys, splits)
 SHAPES = [(8, 64, 1, 0), (1, 64, 300, 5), (4, 80, 70, 0), (2, 128, 70, 2), (4, 256, 70, 1)]
 if DEVICE == "cpu":  # interpreted: some options a day, and every dtype with runs once
     wide = [case for case in WHOLE if case[2] == torch.float32]
@@ -91,21 +91,21 @@ else:
 
 @pytest.mark.parametrize(("option", "runs", "dtype"), WHOLE)
 def test_a_row_is_the_formula(option: str, runs: Any, dtype: torch.dtype) -> None:
-    check(*arrays(dtype, 2, 32, 130), runs=runs, parts=3, **OPTIONS[option])
+    check(*arrays(dtype, 2, 32, 130), runs=runs, splits=3, **OPTIONS[option])
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-def test_sinks_of_every_dtype(parts: int) -> None:
+@pytest.mark.parametrize("splits", [1, 3])
+def test_sinks_of_every_dtype(splits: int) -> None:
     """A launch that was kept for one dtype does not read sinks of another."""
     given, sinks = arrays(torch.float32, 2, 32, 130), SINKS.to(torch.bfloat16)
-    want = decode(*given, sinks=sinks.float(), parts=parts)
+    want = decode(*given, sinks=sinks.float(), splits=splits)
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
-        assert torch.equal(decode(*given, sinks=sinks.to(dtype), parts=parts), want)
+        assert torch.equal(decode(*given, sinks=sinks.to(dtype), splits=splits), want)
 
 
-@pytest.mark.parametrize(("heads", "size", "keys", "parts"), SHAPES)
-def test_every_shape(heads: int, size: int, keys: int, parts: int) -> None:
-    check(*arrays(torch.float32, heads, size, keys), parts=parts)
+@pytest.mark.parametrize(("heads", "size", "keys", "splits"), SHAPES)
+def test_every_shape(heads: int, size: int, keys: int, splits: int) -> None:
+    check(*arrays(torch.float32, heads, size, keys), splits=splits)
 
 
 @pytest.mark.parametrize("place", ["tokens first", "odd address", "odd strides", "not dense", "one batch of another"])
@@ -128,15 +128,15 @@ def test_every_memory(place: str) -> None:
     check(*arrays(torch.float16, 2, 64, 71))
 
 
-@pytest.mark.parametrize("parts", [1, 4])
-def test_a_value_that_is_not_a_number_stays_in_its_request(parts: int) -> None:
+@pytest.mark.parametrize("splits", [1, 4])
+def test_a_value_that_is_not_a_number_stays_in_its_request(splits: int) -> None:
     query, key, value = arrays(torch.float32, 2, 32, 130)
     value[1, 0, 50, 3] = torch.inf
     key[2, 1, 129] = torch.nan
-    got = decode(query, key, value, 0.3, parts=parts)
+    got = decode(query, key, value, 0.3, splits=splits)
     assert got[0].isfinite().all() and got[1, 4:].isfinite().all() and got[2, :4].isfinite().all()
     assert (got[1, :4, 3] == torch.inf).all() and got[1, :4, :3].isfinite().all() and got[2, 4:].isnan().all()
-    check(*arrays(torch.float32, 2, 32, 130), parts=parts)  # nothing is left in memory that is kept
+    check(*arrays(torch.float32, 2, 32, 130), splits=splits)  # nothing is left in memory that is kept
 
 
 @pytest.mark.parametrize("there", [None, [[True] * 70, [False, True] * 35, [False] * 70]], ids=["whole", "gaps"])
@@ -153,8 +153,8 @@ def test_a_row_of_the_dense_backend(there: list[list[bool]] | None) -> None:
         torch.testing.assert_close(launch(query[:, :, None], *keys), want, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("parts", [0, 4])
-def test_a_mask_of_keys_within_runs(parts: int) -> None:
+@pytest.mark.parametrize("splits", [0, 4])
+def test_a_mask_of_keys_within_runs(splits: int) -> None:
     """Keys that are masked, and those outside the runs, may hold anything."""
     query, key, value = arrays(torch.float32, 2, 32, 130)
     runs, mask = [(0, 130), (30, 61), (7, 0)], torch.rand(3, 131, generator=torch.Generator().manual_seed(0)) > 0.4
@@ -163,7 +163,7 @@ def test_a_mask_of_keys_within_runs(parts: int) -> None:
     lens = Runs(*torch.tensor(runs, dtype=torch.int32, device=DEVICE).T.contiguous())
     for x in (key, value):
         x.masked_fill_(~mask[:, None, :, None], torch.nan)
-    got = decode(query, key, value, runs=lens, mask=mask, parts=parts)
+    got = decode(query, key, value, runs=lens, mask=mask, splits=splits)
     for b, (first, number) in enumerate(runs):
         own = mask[b, first : first + number].nonzero()[:, 0] + first
         want = attention(query[b, None], *(x[b, :, own].transpose(0, 1) for x in (key, value)), scale=0.3)
