@@ -88,14 +88,6 @@ def write(  # type: ignore[no-untyped-def]
 
 #: The strides of both scales, () for a number or none.
 Scales = tuple[tuple[int, ...], ...]
-#: Formats by the dtype of a cache; "uint8" is that of e4m3 codes for kernels that do not convert these.
-_FORMATS = {"int8": "int8", "float8_e4m3fn": "e4m3", "uint8": "e4m3", "float8_e5m2": "e5m2", "bfloat16": "bf16"}
-
-
-def format_of(dtype: str, stored: str) -> str:
-    """The format of the codes of elements of `dtype` in a cache of dtype `stored`, which is then passed as unsigned integers of
-    its size; "" if they are stored as they are."""
-    return "" if stored == dtype else _FORMATS.get(stored, "")
 
 
 def constants(heads: int, size: int, page: int, code: str, scales: Scales, per_token: bool) -> dict[str, Any]:

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 
 from attn.kernels.codes import fp8_code
-from attn.kernels.kv_write import bf16_code, format_of
-from attn.kernels.launch import FUSED, power_of_two
+from attn.kernels.kv_write import bf16_code
+from attn.kernels.launch import FUSED, format_of, power_of_two
 
 
 @triton.jit

@@ -16,6 +16,8 @@ LOG2E = 1.4426950408889634
 #: Keys per program of a decode of a layer that requests `batch_invariant`: at most 64 splits for 128k keys, since the memory
 #: for partial results grows with their number.
 FIXED_SPLIT = 2048
+#: Formats by the dtype of a cache; "uint8" is that of e4m3 codes for kernels that do not convert these.
+_FORMATS = {"int8": "int8", "float8_e4m3fn": "e4m3", "uint8": "e4m3", "float8_e5m2": "e5m2", "bfloat16": "bf16"}
 UNBOUNDED = 1 << 30  #: a window side without a bound: larger than any sequence length
 
 
@@ -43,6 +45,12 @@ FUSED = {"enable_fp_fusion": True}
 def power_of_two(n: int) -> int:
     """The smallest power of two that is at least n."""
     return 1 << max(0, n - 1).bit_length()
+
+
+def format_of(dtype: str, stored: str) -> str:
+    """The format of the codes of elements of `dtype` in a cache of dtype `stored`, which is then passed as unsigned integers of
+    its size; "" if they are stored as they are."""
+    return "" if stored == dtype else _FORMATS.get(stored, "")
 
 
 def converts_e4m3(arch: str) -> bool:

@@ -6,7 +6,6 @@ Frameworks share these rules: dtypes are names (`"bfloat16"`), arrays are their 
 from typing import Any, NamedTuple
 
 from attn.kernels.hopper_prefill_launch import PrefillParams
-from attn.kernels.kv_write import format_of
 from attn.kernels.launch import (
     FUSED,
     LOG2E,
@@ -15,6 +14,7 @@ from attn.kernels.launch import (
     Launch,
     SplitKV,
     decode_launch,
+    format_of,
     power_of_two,
     prefill_launch,
     rows_of_speculation,

@@ -1,4 +1,8 @@
-"""Launch rules: what they promise for any shape and architecture. Under a second."""
+"""Launch rules: what they promise for any shape and architecture. 2 s."""
+
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +23,15 @@ from attn.kernels.launch import (
     split_kv_for,
     split_tiles_of,
 )
+
+
+def test_launch_rules_need_no_triton() -> None:
+    """`attn explain` names kernels' limits on machines without it, and JAX imports the rules of kernels it does not launch."""
+    folder = Path(__file__).parents[2] / "attn" / "kernels"
+    rules = sorted(path.stem for path in folder.glob("*launch.py"))
+    assert {"launch", "paged_launch", "hopper_prefill_launch", "mla_launch"} <= set(rules)
+    program = f"import sys; sys.modules['triton'] = None; import {', '.join(f'attn.kernels.{name}' for name in rules)}"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=folder.parents[1])
 
 
 @pytest.mark.parametrize("arch", [*SHARED_MEMORY, "interpreter", "sm_999"])

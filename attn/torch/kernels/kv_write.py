@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from attn.kernels.kv_write import Scales, constants, format_of, write
+from attn.kernels.kv_write import Scales, constants, write
+from attn.kernels.launch import format_of
 from attn.torch.kernels.direct import Prepared, Signature, check_stride, operator, signature_of
 
 _BITS = {1: torch.uint8, 2: torch.uint16}

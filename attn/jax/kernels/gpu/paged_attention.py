@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from attn.jax.kernels.gpu.launch import dense_strides, launch, target
 from attn.kernels import fill as filling
 from attn.kernels import hopper, kv_write
-from attn.kernels.launch import SplitKV, converts_e4m3
+from attn.kernels.launch import SplitKV, converts_e4m3, format_of
 from attn.kernels.paged_attention import attention, merge
 from attn.kernels.paged_launch import ARRAYS, OF_MERGE, Kinds, Launches, LayerParams, bound, strides_of
 from attn.visibility import PLAIN, BatchMask
@@ -246,7 +246,7 @@ def write_kv(
     k_scale, v_scale: float32, 0-d or [K], which a cache of codes needs. Keys and values of its dtype are stored as they are.
     """
     (tokens, heads, size), (blocks, page) = key.shape, kv_cache.shape[1:3]
-    stored, code = kv_cache.dtype, kv_write.format_of(key.dtype.name, kv_cache.dtype.name)
+    stored, code = kv_cache.dtype, format_of(key.dtype.name, kv_cache.dtype.name)
     scales = tuple(None if x is None or not code else jnp.asarray(x, jnp.float32) for x in (k_scale, v_scale))
     block, slot, head, _ = dense_strides(kv_cache.shape[1:])
     arguments = {
