@@ -4,9 +4,9 @@ Each program holds packed rows (tokens of one request x the G query heads of a k
 two consumers, or three for heads of at most 64, whose exponentials take about as long as their products. Two producer warps,
 one for keys and one for values, look up pages and copy them with the bulk tensor engine into rings of tiles of 64 or 128 keys.
 Heads are padded to 64, 128, 256 or 512 in shared memory, keys to 192 too, where the engine fills in zeros. Products are of one
-or two parts of a head, each of which has its accumulators (`parts_of`). Values above 256 are computed in two passes over the
-keys, each a unit of work, and keys above 256 are copied in two parts. `hopper_prefill_launch` has the rules for sizes.
-A consumer computes the scores of the next tile while it multiplies the last tile's weights with its values, with the
+or two blocks of a head's columns, each of which has its accumulators (`column_blocks`). Values above 256 are computed in two
+passes over the keys, each a unit of work, and keys above 256 are copied in two blocks. `hopper_prefill_launch` has the rules
+for sizes. A consumer computes the scores of the next tile while it multiplies the last tile's weights with its values, with the
 exponentials in between. In bfloat16, tiles without a mask need no maximum: what is subtracted from scores follows the sums of
 weights (`_weigh_all`). Consumers drift apart until one's exponentials overlap another's products (Shah et al.,
 FlashAttention-3, 2024). Tiles are processed from the last key to the first, so that the tiles that need a mask come first and
@@ -57,11 +57,11 @@ _BATCH = ("left", "right", "min_query", "num_reqs", "num_pages", "lse_h", "table
 
 
 @gluon.constexpr_function
-def parts_of(size: int, most: int) -> tuple[tuple[int, int], ...]:
-    """First column and number of columns of each part of a head of `size`, of at most `most` columns: 96 is 64 + 32.
+def column_blocks(size: int, most: int) -> tuple[tuple[int, int], ...]:
+    """First column and number of columns of each block of a head of `size`, of at most `most` columns: 96 is 64 + 32.
 
-    Dimensions of Gluon's tensors are powers of two, and products have a depth of 16. A head has two parts, or one where that is
-    as many columns: three parts of 112 were slower than one of 128.
+    Dimensions of Gluon's tensors are powers of two, and products have a depth of 16. A head has two blocks, or one where that
+    is as many columns: three blocks of 112 were slower than one of 128.
     """
     half = max(8, 1 << (size - 1).bit_length() - 1)
     tail = max(16, 1 << (size - half - 1).bit_length())
@@ -290,11 +290,11 @@ def _copy_boxes(  # type: ignore[no-untyped-def]
 def _copy_keys(  # type: ignore[no-untyped-def]
     ring, tables, count, tiles, start, request, P: gl.constexpr, BOX: gl.constexpr, PAGED: gl.constexpr, STAGES: gl.constexpr
 ):
-    """Copy the keys of a request's tiles, downwards from the one at `start`, in as many parts as have barriers."""
+    """Copy the keys of a request's tiles, downwards from the one at `start`, in as many blocks of columns as have barriers."""
     k_desc, k_ring, k_bars = ring
     k_full, k_empty = k_bars
     BLOCK_N: gl.constexpr = k_ring.shape[1]
-    PARTS: gl.constexpr = k_full.shape[0] // STAGES
+    BARS: gl.constexpr = k_full.shape[0] // STAGES
     r, kv_head, seq_len, pages = request
     block_table, num_pages, table_r = tables
     if PAGED:
@@ -305,11 +305,11 @@ def _copy_keys(  # type: ignore[no-untyped-def]
         if PAGED:
             pages = _pages_of(table, start - BLOCK_N, seq_len, num_pages, P, BOX, BLOCK_N)
         stage = count % STAGES
-        for i in gl.static_range(PARTS):
-            at = stage * PARTS + i
+        for i in gl.static_range(BARS):
+            at = stage * BARS + i
             column = i * k_ring.shape[2]
             mbarrier.wait(k_empty.index(at), count // STAGES & 1 ^ 1)
-            _copy_boxes(k_desc, k_ring, at, k_full.index(at), now, (start, kv_head, column), PARTS * STAGES, P, BOX, PAGED)
+            _copy_boxes(k_desc, k_ring, at, k_full.index(at), now, (start, kv_head, column), BARS * STAGES, P, BOX, PAGED)
         count += 1
         start -= BLOCK_N
     return count
@@ -557,22 +557,22 @@ def _weigh_all(s, top, norm, scaling):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _scores(q_ring, q_at, keys, count, D: gl.constexpr, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Wait for tile `count` of keys, and start its products with a tile of queries, one for each part of the head."""
+    """Wait for tile `count` of keys, and start its products with a tile of queries, one for each block of columns."""
     k_ring, k_full, k_empty = keys
     TILES: gl.constexpr = k_ring.shape[0] // STAGES
     BARS: gl.constexpr = k_full.shape[0] // STAGES
     WIDTH: gl.constexpr = k_ring.shape[2]
     ROOM: gl.constexpr = TILES if q_ring.shape[2] == WIDTH else q_ring.shape[2] // WIDTH
-    PARTS: gl.constexpr = parts_of(D, WIDTH)
+    BLOCKS: gl.constexpr = column_blocks(D, WIDTH)
     COUNT: gl.constexpr = q_ring.shape[0] * q_ring.shape[2] // WIDTH
     queries = reinterpret(q_ring, q_ring.dtype, [COUNT, 64, WIDTH], gl.NVMMASharedLayout(128, 16, rank=2))
     stage = _stage(count, STAGES)
     s = _zeros(k_ring.shape[1])
-    for i in gl.static_range(len(PARTS)):
+    for i in gl.static_range(len(BLOCKS)):
         if i < BARS:
             mbarrier.wait(k_full.index(stage * BARS + i), count // STAGES & 1)
-        q = queries.index(q_at * ROOM + PARTS[i][0] // WIDTH).slice(PARTS[i][0] % WIDTH, PARTS[i][1], 1)
-        k = k_ring.index(stage * TILES + PARTS[i][0] // WIDTH).slice(PARTS[i][0] % WIDTH, PARTS[i][1], 1)
+        q = queries.index(q_at * ROOM + BLOCKS[i][0] // WIDTH).slice(BLOCKS[i][0] % WIDTH, BLOCKS[i][1], 1)
+        k = k_ring.index(stage * TILES + BLOCKS[i][0] // WIDTH).slice(BLOCKS[i][0] % WIDTH, BLOCKS[i][1], 1)
         s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=i > 0, is_async=True)
     return s
 
@@ -591,11 +591,11 @@ def _await_scores(s, keys, count, LATER: gl.constexpr, STAGES: gl.constexpr):  #
 
 @gluon.jit
 def _nothing(DV: gl.constexpr, BLOCK_V: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Accumulators of 64 rows, one for each part of the values."""
-    PARTS: gl.constexpr = parts_of(DV, BLOCK_V)
+    """Accumulators of 64 rows, one for each block of the values' columns."""
+    BLOCKS: gl.constexpr = column_blocks(DV, BLOCK_V)
     acc = ()
-    for i in gl.static_range(len(PARTS)):
-        acc = acc + (_zeros(PARTS[i][1]),)  # type: ignore[assignment]
+    for i in gl.static_range(len(BLOCKS)):
+        acc = acc + (_zeros(BLOCKS[i][1]),)  # type: ignore[assignment]
     return acc
 
 
@@ -607,12 +607,12 @@ def _zeros(WIDTH: gl.constexpr):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _add_values(weights, v_ring, stage, acc, DV: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Start the products of weights and a tile of values, one for each part of the head."""
-    PARTS: gl.constexpr = parts_of(DV, v_ring.shape[2])
+    """Start the products of weights and a tile of values, one for each block of the head's columns."""
+    BLOCKS: gl.constexpr = column_blocks(DV, v_ring.shape[2])
     started = ()
-    for i in gl.static_range(len(PARTS)):
+    for i in gl.static_range(len(BLOCKS)):
         p = gl.convert_layout(weights, gl.DotOperandLayout(0, acc[i].type.layout, 2))
-        v = v_ring.index(stage).slice(PARTS[i][0], PARTS[i][1], 1)
+        v = v_ring.index(stage).slice(BLOCKS[i][0], BLOCKS[i][1], 1)
         started = started + (warpgroup_mma(p, v, acc[i], is_async=True),)  # type: ignore[assignment]
     return started
 
@@ -732,9 +732,9 @@ def _needs_no_maximum(dtype: Any) -> bool:
 
 
 @gluon.constexpr_function
-def _waits_ahead(parts: int, dtype: Any) -> bool:
-    """Whether `_step` waits for values before it awaits products, by the number of parts of a head."""
-    return parts > 1 or _needs_no_maximum(dtype)
+def _waits_ahead(blocks: int, dtype: Any) -> bool:
+    """Whether `_step` waits for values before it awaits products, by the number of blocks of a head."""
+    return blocks > 1 or _needs_no_maximum(dtype)
 
 
 @gluon.jit
@@ -748,7 +748,7 @@ def _step(  # type: ignore[no-untyped-def]
     maximum; running sum.
 
     This waits for the tile's own values before it awaits the products, since the compiler moves no exponential behind a wait in
-    a loop, but would await products before all of them. With heads in one part that is slower if tiles need a maximum.
+    a loop, but would await products before all of them. With heads in one block that is slower if tiles need a maximum.
     """
     weights, acc, shrink, top, norm = sums
     q_ring, q_at, keys, values = inputs
@@ -947,10 +947,10 @@ def _consume(  # type: ignore[no-untyped-def]
             head_sinks = sinks + kv_head * G + row % G if HAS_SINKS else None
             log, scale = _finalize(norm, top, head_sinks, valid, v_factor)
             rows = (begin + first + row // G).to(gl.int64) * o_t + (kv_head * G + row % G) * o_h
-            PARTS: gl.constexpr = parts_of(WIDTH, BLOCK_V)
+            BLOCKS: gl.constexpr = column_blocks(WIDTH, BLOCK_V)
             results = _rounded(acc, scale, dtype)
-            for i in gl.static_range(len(PARTS)):
-                _write(output, rows, valid, _of_pairs(results[i], dtype), column, PARTS[i][0], DV)
+            for i in gl.static_range(len(BLOCKS)):
+                _write(output, rows, valid, _of_pairs(results[i], dtype), column, BLOCKS[i][0], DV)
             # 0 times a NaN or an infinity may have reached rows that do not see that value, or a weight may be infinite
             if _have_odd(results, valid, dtype) != 0:
                 if TWO:
@@ -963,8 +963,8 @@ def _consume(  # type: ignore[no-untyped-def]
                 )
                 log, scale = _finalize(gl.convert_layout(total, ROW), gl.convert_layout(most, ROW), head_sinks, valid, v_factor)
                 results = _rounded(acc, scale, dtype)
-                for i in gl.static_range(len(PARTS)):
-                    _write(output, rows, valid, _of_pairs(results[i], dtype), column, PARTS[i][0], DV)
+                for i in gl.static_range(len(BLOCKS)):
+                    _write(output, rows, valid, _of_pairs(results[i], dtype), column, BLOCKS[i][0], DV)
             if HAS_LSE:
                 token = first + row // G
                 of_rows = lse + (kv_head * G + row % G) * lse_h + begin + token
@@ -992,7 +992,7 @@ def _finalize(norm, top, sinks, valid, v_factor):  # type: ignore[no-untyped-def
 
 @gluon.jit
 def _rounded(acc, scale, dtype: gl.constexpr):  # type: ignore[no-untyped-def]
-    """`_pairs` of each part of the accumulators, whose rows are multiplied by their scale."""
+    """`_pairs` of each of the accumulators, whose rows are multiplied by their scale."""
     results = ()
     for i in gl.static_range(len(acc)):
         results = results + (_pairs(acc[i] * _of_rows(scale, acc[i]), dtype),)  # type: ignore[assignment]
@@ -1117,10 +1117,10 @@ def _nan_safe(  # type: ignore[no-untyped-def]
 @gluon.jit
 def _add_value(acc, p, shrink, allowed, value, DV: gl.constexpr, BLOCK_V: gl.constexpr):  # type: ignore[no-untyped-def]
     """Add the value at the pointer, with the rows' weights, to the accumulators, times `shrink`, of the rows that see it."""
-    PARTS: gl.constexpr = parts_of(DV, BLOCK_V)
+    BLOCKS: gl.constexpr = column_blocks(DV, BLOCK_V)
     added = ()
     for i in gl.static_range(len(acc)):
-        dv = PARTS[i][0] + gl.arange(0, PARTS[i][1], layout=gl.SliceLayout(0, acc[i].type.layout))
+        dv = BLOCKS[i][0] + gl.arange(0, BLOCKS[i][1], layout=gl.SliceLayout(0, acc[i].type.layout))
         v = gl.load(value + dv, mask=dv < DV, other=0.0).to(gl.float32)
         weighted = _of_rows(p, acc[i]) * v[None, :]
         added = added + (acc[i] * _of_rows(shrink, acc[i]) + gl.where(_of_rows(allowed, acc[i]), weighted, 0.0),)  # type: ignore[assignment]
@@ -1147,7 +1147,7 @@ def prefill(  # type: ignore[no-untyped-def]
     PIECES: gl.constexpr = (D + 63) // 64
     K_COLUMNS: gl.constexpr = 64 if PIECES == 3 else most_columns(BLOCK_D)
     K_TILES: gl.constexpr = 3 if PIECES == 3 else BLOCK_D // K_COLUMNS
-    K_PARTS: gl.constexpr = 1 if PIECES == 3 else K_TILES  # of a head, copied one after the other
+    K_BARS: gl.constexpr = 1 if PIECES == 3 else K_TILES  # blocks of a head's columns, copied one after the other
     Q_TILES: gl.constexpr = 3 if COPIED and PIECES == 3 else 1
     Q_COLUMNS: gl.constexpr = BLOCK_D if Q_TILES == 1 else 64
     PASSES: gl.constexpr = (DV + 255) // 256  # over the keys, each for some columns of the values
@@ -1157,7 +1157,7 @@ def prefill(  # type: ignore[no-untyped-def]
     units_ring = gl.allocate_shared_memory(gl.int32, [2 * _FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     u_bars = _bars(2)
     q_bars = _bars(CONSUMERS * Q_STAGES)
-    k_bars = _bars(STAGES * K_PARTS)
+    k_bars = _bars(STAGES * K_BARS)
     v_bars = _bars(STAGES)
     v_raw = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(CONSUMERS * Q_STAGES):
@@ -1166,7 +1166,7 @@ def prefill(  # type: ignore[no-untyped-def]
     for i in gl.static_range(2):
         mbarrier.init(u_bars[0].index(i), count=1)
         mbarrier.init(u_bars[1].index(i), count=CONSUMERS + 1)
-    for i in gl.static_range(STAGES * K_PARTS):
+    for i in gl.static_range(STAGES * K_BARS):
         mbarrier.init(k_bars[0].index(i), count=1)
         mbarrier.init(k_bars[1].index(i), count=CONSUMERS)
     for i in gl.static_range(STAGES):
