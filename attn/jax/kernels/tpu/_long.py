@@ -252,23 +252,16 @@ def _exact(
 
 
 def _scores(
-    cfg: RaggedConfig,
-    refs: RaggedRefs,
-    item: Item,
-    first: jax.Array,
-    keys: jax.Array,
-    k: jax.Array,
-    first_row: int,
-    masked: int,
+    cfg: RaggedConfig, refs: RaggedRefs, item: Item, first: jax.Array, keys: jax.Array, k: jax.Array, row: int, masked: int
 ) -> jax.Array:
-    """[keys, rows] of one tile, in units of log2; `first` is the position of its first key, `first_row` its first row."""
-    at = slice(first_row, first_row + cfg.row_tile)
+    """[keys, rows] of one tile, in units of log2; `first` is the position of its first key, `row` its first row."""
+    at = slice(row, row + cfg.row_tile)
     s = dot(keys, refs.q[item.q_slot, k, at, :], 1, 1) * refs.rules[K_FACTOR, k, :, at]
     if cfg.logits_soft_cap:
         s = jnp.tanh(s) * (cfg.logits_soft_cap * LOG2_E)
     if not (masked or cfg.alibi):
         return s
-    position = _positions(cfg, item, first_row)
+    position = _positions(cfg, item, row)
     if cfg.alibi:
         key = lax.broadcasted_iota(jnp.int32, s.shape, 0)
         dist = (key + (first - position)).astype(jnp.float32)

@@ -59,6 +59,10 @@ class Keys(NamedTuple):
     gaps: tuple[tuple[jax.Array, jax.Array], ...] = ()
 
 
+#: (keys, the first row, the number of keys) of each tile.
+Tiles = Sequence[tuple[Keys, int, int]]
+
+
 def reset(cfg: RaggedConfig, refs: RaggedRefs, state: Any) -> None:
     refs.m1[state] = jnp.full(refs.m1.shape[1:], -jnp.inf, jnp.float32)
     refs.l1[state] = jnp.zeros(refs.l1.shape[1:], jnp.float32)
@@ -74,15 +78,8 @@ def failed(cfg: RaggedConfig, refs: RaggedRefs, state: Any = slice(None)) -> jax
     return jnp.any(jnp.where(zero == 0.0, lost, 1) > 0)
 
 
-def attend(
-    cfg: RaggedConfig,
-    refs: RaggedRefs,
-    slot: jax.Array,
-    tiles: Sequence[tuple[Keys, int, int]],
-    masked: bool,
-    exact: bool = False,
-) -> None:
-    """Process tiles of the block in `slot` for all heads; each is (keys, its first row, its number of keys).
+def attend(cfg: RaggedConfig, refs: RaggedRefs, slot: jax.Array, tiles: Tiles, masked: bool, exact: bool = False) -> None:
+    """Process tiles of the block in `slot` for all heads.
 
     The keys of an unmasked tile begin at row 0. `exact`: no head is affected by the keys of the heads joined with
     it, which it multiplies by 0.
