@@ -160,8 +160,8 @@ def _keys(size: int, width: int, params: PrefillParams, copied: bool) -> int:
 
     Measured on H200s: 64 keys are faster than 128 at heads of 64 below 2,000 keys (causal, 700 to 1,000 keys: 0.75 of the
     time), above 64 below 1,000 keys, and where rows see all keys of their request below 400 (300 keys 0.87 of the time, 500
-    keys 1.09). Of causal batches drawn at random, the 56 that the limits were chosen by lose 1.01 (at most 1.12), 19 drawn since
-    1.01 (at most 1.07). Without causality only batches of equal lengths were timed.
+    keys 1.09). Of causal batches drawn at random, the 56 by which the limits were chosen lose 1.01 (at most 1.12), 19 drawn
+    since 1.01 (at most 1.07). Without causality only batches of equal lengths were timed.
     """
     causal = params.right < UNBOUNDED
     if params.keys_below is None:
