@@ -317,6 +317,12 @@ def ours(row: Row, chip: str, page: int) -> Any:
     return aot.ragged(chip, aot.Ragged(*batch, (heads, kv_heads), size, page, row.covered // page, **more))
 
 
+def decodes_first(query_lens: Sequence[int], seq_lens: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The same requests in the order that the peers expect: a longer one before the last decode has one row for them."""
+    query_lens, seq_lens = zip(*sorted(zip(query_lens, seq_lens, strict=True), key=lambda lens: lens[0] > 1), strict=True)
+    return query_lens, seq_lens
+
+
 def peer(row: Row, chip: str, page: int, kernel: str, wheel: str) -> Any:
     """Return a peer's program, with its own block sizes and cache layout."""
     import jax
@@ -334,7 +340,7 @@ def peer(row: Row, chip: str, page: int, kernel: str, wheel: str) -> Any:
 
         if not hasattr(pltpu, "reciprocal"):  # its place before jax 0.11
             pltpu.reciprocal = pl.reciprocal
-    (query_lens, seq_lens), (heads, kv_heads, size) = row.lens, row.heads
+    (query_lens, seq_lens), (heads, kv_heads, size) = decodes_first(*row.lens), row.heads
     requests, tokens = len(query_lens), -(-sum(query_lens) // 8) * 8
     bf16, stored = jnp.dtype("bfloat16"), jnp.dtype(row.stored)
 
@@ -368,7 +374,7 @@ def peer(row: Row, chip: str, page: int, kernel: str, wheel: str) -> Any:
     starts = np.concatenate([[0], np.cumsum(query_lens)])
     table = np.zeros((requests, columns), np.int32)
     decodes = sum(n == 1 for n in query_lens)
-    # numbers of decodes, of decodes and chunks, and of all requests: the peers expect this order
+    # numbers of decodes, of decodes and chunks, and of all requests
     kinds = [decodes, decodes, requests]
     window = {"sliding_window": row.window}
     vmem = _vmem(chip)

@@ -88,6 +88,15 @@ def test_a_row_drawn_at_random_is_estimated_and_not_stored(
     assert not list(tmp_path.iterdir())
 
 
+def test_peers_receive_decodes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt before the last decode took them the time of one row."""
+    row = pallas.Row("", "paged", "q30s40_q1s50_q20_q1s60", (8, 1, 128), (pallas.JAX,))
+    program = pallas.peer(row, "v6e", 128, pallas.JAX, "")
+    seq_lens, _, starts, _ = program.batch
+    assert seq_lens.tolist() == [50, 60, 40, 20]
+    assert starts.tolist() == [0, 1, 2, 32, 52]
+
+
 @pytest.mark.parametrize(("us", "text"), [(99.4, "100 (sim 99)"), (100.0, "100"), (250.6, "251")])
 def test_no_figure_is_below_the_floor_of_hbm(us: float, text: str) -> None:
     assert pallas.bounded(us, {"hbm_us": 100.0}) == text
