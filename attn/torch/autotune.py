@@ -33,8 +33,8 @@ _GAIN = 0.97  #: a candidate must take less than this fraction of the rule's tim
 def tune(kernel: str, shape: tuple[int, int, int, int], run: Callable[[], Any], device: torch.device) -> Launch:
     """Return the launch for calls of this shape: from the file, or else measured by timing `run`.
 
-    kind: `decode` or `prefill`. shape: (group, head_size, bytes per element of the query, of the cache), the arguments of the
-    kind's rule after the architecture.
+    kernel: `decode` or `prefill`. shape: (group, head_size, bytes per element of the query, of the cache), the arguments of the
+    kernel's rule after the architecture.
     """
     rule, name = _RULES[kernel], arch()
     key = (kernel, name, *shape)

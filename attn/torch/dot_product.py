@@ -84,7 +84,7 @@ def scaled_dot_product_attention(
         scale = known(scale)
         query, scale = fold_sign(query, scale), abs(scale)
     elif not empty:
-        scale = known(query.shape[-1]) ** -0.5
+        scale = max(1, known(query.shape[-1])) ** -0.5
     if additive and requested is not None:
         raise UnsupportedError(f"{requested}: attn_mask of {attn_mask.dtype}: additive masks are not supported")  # type: ignore[union-attr]
     if no_heads:  # with enable_gqa there may be heads of keys

@@ -206,11 +206,13 @@ class PagedAttentionMetadata(AttentionMetadata):
         passed no mirrors. The fetched lengths are then checked (`CommonAttentionMetadata.validate`).
         """
         if self.query_start_loc_cpu is None or self.seq_lens_cpu is None:
-            self.query_start_loc_cpu = self.query_start_loc.cpu().numpy()
-            self.seq_lens_cpu = self.seq_lens.cpu().numpy()
+            fetched = {"query_start_loc_cpu": self.query_start_loc.cpu().numpy(), "seq_lens_cpu": self.seq_lens.cpu().numpy()}
             if self.block_size is not None:  # they were not on the host when the batch was built, so they are checked now
                 names = {f.name for f in fields(CommonAttentionMetadata)} & {f.name for f in fields(PagedAttentionMetadata)}
-                CommonAttentionMetadata(**{name: getattr(self, name) for name in names}).validate(self.block_size)
+                batch = {name: getattr(self, name) for name in names} | fetched
+                CommonAttentionMetadata(**batch).validate(self.block_size)
+            # only now: lengths that were refused must not be there for the next layer
+            self.query_start_loc_cpu, self.seq_lens_cpu = fetched["query_start_loc_cpu"], fetched["seq_lens_cpu"]
         return self.query_start_loc_cpu, self.seq_lens_cpu
 
     def host_mask(self) -> BatchMask:

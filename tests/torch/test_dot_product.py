@@ -241,6 +241,8 @@ def test_a_forced_backend_serves_no_rows_and_no_keys():
     with attn.torch.sdpa_backend("TORCH_SDPA"):
         assert attn.torch.scaled_dot_product_attention(q[..., :0, :], k, v).shape == (2, 4, 0, 16)
         none = attn.torch.scaled_dot_product_attention(q, k[..., :0, :], v[..., :0, :])
+        with pytest.raises(ValueError, match="head_size=0 must be a positive int"):
+            attn.torch.scaled_dot_product_attention(q[..., :0], k[..., :0], v[..., :0])
     assert none.shape == q.shape and not none.any()
 
 

@@ -60,6 +60,16 @@ def test_mirrors_are_kept_or_fetched_once() -> None:
     assert [x.tolist() for x in got.host_lens()] == [starts.tolist(), lengths.tolist()]
 
 
+def test_lengths_that_were_refused_are_refused_again() -> None:
+    batch = common()
+    starts = batch.query_start_loc.copy()
+    starts[1] = 100
+    got = build(batch.replace(query_start_loc=torch.from_numpy(starts), query_start_loc_cpu=None, seq_lens_cpu=None))
+    for _ in range(2):
+        with pytest.raises(MetadataError, match="query_start_loc"):
+            got.host_lens()
+
+
 def test_rows_have_keys_if_the_host_knows_so_now() -> None:
     meta = build(common())
     assert meta.has_own_keys

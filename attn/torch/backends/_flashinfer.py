@@ -42,9 +42,13 @@ def workspace(device: torch.device, use: str = "wrappers") -> torch.Tensor:
 
     Some kernels keep counters in it, which they reset to zero. Launches on one stream may share it.
     """
-    if (device, use) not in _workspaces:
-        _workspaces[device, use] = torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
-    return _workspaces[device, use]
+    held = _workspaces.get((device, use))
+    if held is None:
+        held = torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
+        # while a graph is captured the memory is the graph's, and its zeros are written when that is replayed
+        if not capturing(device):
+            _workspaces[device, use] = held
+    return held
 
 
 def capturing(device: torch.device) -> bool:

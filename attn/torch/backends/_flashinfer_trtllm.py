@@ -11,7 +11,7 @@ trtllm-gen's binaries are downloaded at first use, or come with flashinfer-cubin
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,7 @@ class UnplannedMetadata(PagedAttentionMetadata):
     """The batch, and the number of decodes at its start (`num_decodes`)."""
 
     num_decodes: int = 0
+    _bounds: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @functools.cached_property
     def plain(self) -> bool:
@@ -44,11 +45,13 @@ class UnplannedMetadata(PagedAttentionMetadata):
         queries = np.diff(starts)
         return bool(((queries > 0) & (lens >= queries)).all())
 
-    @functools.cached_property
-    def prefill_bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The cumulative (query, key) lengths of the requests after the decodes, each [R - num_decodes + 1] int32."""
-        keys = self.seq_lens[self.num_decodes :].cumsum(0, dtype=torch.int32)
-        return self.query_start_loc[self.num_decodes :] - self.num_decodes, torch.nn.functional.pad(keys, (1, 0))
+    def prefill_bounds(self, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the cumulative (query, key) lengths of the requests from `first` on, each [R - first + 1] int32, made once.
+        Those before have one query each."""
+        if first not in self._bounds:
+            keys = self.seq_lens[first:].cumsum(0, dtype=torch.int32)
+            self._bounds[first] = self.query_start_loc[first:] - first, torch.nn.functional.pad(keys, (1, 0))
+        return self._bounds[first]
 
 
 @functools.cache
@@ -112,7 +115,7 @@ def run(
     rules: dict[str, Any] = {"window_left": group.window_left, "kv_layout": "NHD", "backend": backend, "return_lse": logs}
     scale = group.scale * k_scale
     if group.wrapper == "prefill":
-        first_rows, first_keys = meta.prefill_bounds
+        first_rows, first_keys = meta.prefill_bounds(group.first)
         result = flashinfer.prefill.trtllm_batch_context_with_kv_cache(
             query=query,
             kv_cache=keys,

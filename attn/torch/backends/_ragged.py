@@ -300,8 +300,8 @@ class RaggedAttentionImpl(PagedAttentionImpl):
             key, value = self._gather(key_cache, value_cache, blocks)
             if scales is not None:
                 key, value = (
-                    codes.to(torch.float32) * caches.gather(request_rules[..., None], blocks)
-                    for codes, request_rules in zip((key, value), scales, strict=True)
+                    codes.to(torch.float32) * caches.gather(of_codes[..., None], blocks)
+                    for codes, of_codes in zip((key, value), scales, strict=True)
                 )
             rows, logs = slice(start, stop), None if call.lse is None else call.lse[:, start:stop]
             query = self._rows_of(call.query, rows)
@@ -319,6 +319,8 @@ class RaggedAttentionImpl(PagedAttentionImpl):
         Returns [B, n, H, D]. Gradients are not computed.
         """
         batch, n, num_heads, head_size = query.shape
+        if batch == 0:  # its heads become those of one request, and torch's kernel for CPUs ends the process without any
+            return torch.empty_like(query)
         if batch > 1 and (self.batch_invariant or spans is not None):  # spans differ between requests
             one = (slice(b, b + 1) for b in range(batch))
             return torch.cat(

@@ -31,7 +31,7 @@ from attn.torch import kv_cache as caches
 from attn.torch.backends import _hopper
 from attn.torch.backends._paged import QKV, PagedAttentionBackend, PagedAttentionImpl, is_captured
 from attn.torch.interpreter import judged_on, prepare
-from attn.torch.kernels.runs import Runs
+from attn.torch.kernels.runs import Runs, numbers, stream_of
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
 
 if TYPE_CHECKING:  # loaded with Triton
@@ -317,20 +317,22 @@ class TritonPagedImpl(PagedAttentionImpl):
         from attn.torch.kernels.paged_attention import paged_attention
 
         (batch, n, heads, size), m, device = query.shape, key.shape[1], query.device
+        if batch == 0:
+            return torch.empty_like(query)
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         self._move_to(device)
         if n == 1 and self.has_row_operator:
             rows = self._decoder(device, query.dtype)
             return rows(*(x.transpose(1, 2) for x in (query, key, value)), self.sinks, valid)
-        here = device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        here = device, stream_of(device)
         whole, table, lens, outside = False, None, None, None
         if n == m:
             keys = [x.flatten(0, 1) for x in (key, value)]
-            starts, outside = (_numbers(batch + 1, 0, n, *here), None) if valid is None else valid.sequences(n)
+            starts, outside = (numbers(batch + 1, 0, n, *here), None) if valid is None else valid.sequences(n)
         else:
             *keys, stride = _in_row(key, value)
-            starts, begins = _numbers(batch + 1, 0, n, *here), _numbers(batch, 0, stride, *here)
-            lens = _numbers(batch, m, 0, *here) if valid is None else valid.number
+            starts, begins = numbers(batch + 1, 0, n, *here), numbers(batch, 0, stride, *here)
+            lens = numbers(batch, m, 0, *here) if valid is None else valid.number
             table = (begins if valid is None else begins + valid.first)[:, None]
             if not self._fixed_split() and device.type == "cuda":
                 whole = are_all_whole(batch, -(-m // 64) * 64, self.num_kv_heads, multiprocessors(device))
@@ -409,20 +411,3 @@ def _in_row(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch
     count = (key.shape[0] - 1) * rows + key.shape[1]
     keys, values = (x.as_strided((count, *x.shape[2:]), x.stride()[1:], x.storage_offset()) for x in (key, value))
     return keys, values, rows
-
-
-def _numbers(count: int, start: int, step: int, device: torch.device, stream: int) -> torch.Tensor:
-    """Return `count` int32 numbers, `start` and then each `step` more, made once for all layers of a step.
-
-    Not kept while a CUDA graph is captured: its memory is the graph's, and its values are there when the graph is replayed.
-    """
-    capturing = stream and torch.cuda.is_current_stream_capturing()
-    return (_kept_numbers.__wrapped__ if capturing else _kept_numbers)(count, start, step, device, stream)
-
-
-@functools.lru_cache(maxsize=64)
-def _kept_numbers(count: int, start: int, step: int, device: torch.device, stream: int) -> torch.Tensor:
-    """stream: the one that computes the numbers, and reads them."""
-    if step == 0:
-        return torch.full((count,), start, dtype=torch.int32, device=device)
-    return torch.arange(start, start + count * step, step, dtype=torch.int32, device=device)

@@ -9,6 +9,7 @@ from torch import nn
 
 from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
 from attn.diffusion.parallel import BaseSequenceParallel
+from attn.errors import UnsupportedError
 
 
 class SequenceParallelAttention(BaseSequenceParallel, nn.Module):
@@ -38,8 +39,16 @@ class SequenceParallelAttention(BaseSequenceParallel, nn.Module):
         """query: [B, S / W, H, D]; key, value: [B, M / W, K, D]: this rank's rows, the same number on every rank.
 
         attn_mask: bool [B, M / W], this rank's keys. Joint streams are replicated on every rank, as are their rows in the
-        result: [B, J + S / W, H, D]. Returns this rank's rows.
+        result: [B, J + S / W, H, D]. Returns this rank's rows. Raises `UnsupportedError` for arrays that require gradients.
         """
+        meta = attn_metadata or DiffusionAttentionMetadata()
+        arrays = {"query": query, "key": key, "value": value, "joint_query": meta.joint_query}
+        arrays |= {"joint_key": meta.joint_key, "joint_value": meta.joint_value}
+        if torch.is_grad_enabled():
+            # an exchange makes new arrays that no gradient flows through, so they would be lost in silence
+            for name, array in arrays.items():
+                if array is not None and array.requires_grad:
+                    raise UnsupportedError(f"{self.strategy}: {name} requires grad: exchanges between ranks have no gradients")
         return self._attend(query, key, value, attn_metadata)
 
     def _exchanged(self, x: torch.Tensor, split: int, join: int) -> torch.Tensor:

@@ -141,7 +141,7 @@ class Prepared:
     def __init__(self, kernel: Any, **constants: Any) -> None:
         """constants: the kernel's last arguments, and the options of its launch."""
         self._kernel, self._constants = kernel, constants
-        self._device = 0 if triton.knobs.runtime.interpret else triton.runtime.driver.active.get_current_device()
+        self._device = 0  #: of the launches, as Triton numbers it
         #: by the alignment of arrays; None: all to 16 bytes
         self._kept: dict[tuple[bool, ...] | None, Compiled] = {}
         #: Launches of `again` that no thread has: each with its buffer, and the arguments in it and the memory that they name.
@@ -160,6 +160,8 @@ class Prepared:
             if isinstance(compiled, triton.compiler.CompiledKernel):  # else it is interpreted, or still being compiled
                 names = self._kernel.arg_names[len(addresses) + len(numbers) :]
                 last = tuple(self._constants[name] for name in names)
+                # now, when it is the current one; it may be another where a kernel is only prepared (`Decoder.bound`)
+                self._device = triton.runtime.driver.active.get_current_device()
                 kept = self._kept[alignment] = Compiled(compiled, launcher(compiled), last)
         if keepers and (keeper := keepers.get(get_ident())) is not None:
             keeper.launched(kept, programs, columns, self._device, addresses, numbers)

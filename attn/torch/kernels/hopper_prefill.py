@@ -24,6 +24,7 @@ from attn.kernels.hopper_prefill_launch import (
 )
 from attn.kernels.launch import LOG2E, UNBOUNDED
 from attn.torch.kernels.direct import Prepared, Repeated, Signature, memory_of_stream, multiprocessors, signature_of
+from attn.torch.kernels.runs import numbers, stream_of
 
 _ARRAYS = 12  #: of the kernel, without the counters
 
@@ -111,7 +112,7 @@ class EqualPrompts:
     def __init__(self, scale: float, causal: bool) -> None:
         self._factors = abs(scale) * LOG2E, 1.0
         self._params = PrefillParams(negate=scale < 0, right=0 if causal else UNBOUNDED)
-        #: shapes, strides and dtypes of the last call; its plan, the lists of its requests, and whether queries are copied
+        #: Shapes, strides, dtypes and stream of the last call; its plan, the lists of its requests, whether queries are copied.
         self._last: tuple[Any, tuple[_PlannedLaunch, Any, bool] | None] = None, None
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
@@ -119,10 +120,14 @@ class EqualPrompts:
         shapes, dtypes and addresses."""
         seen, planned = self._last
         q, k, v = query.shape, key.shape, value.shape
-        now = q, k, v, query.stride(), key.stride(), value.stride(), query.dtype, key.dtype, value.dtype, query.device
+        stream = stream_of(query.device)
+        strides, dtypes = (query.stride(), key.stride(), value.stride()), (query.dtype, key.dtype, value.dtype)
+        now = q, k, v, strides, dtypes, query.device, stream
         if now != seen:
-            planned = self._planned(query, key, value)
-            self._last = now, planned
+            planned = self._planned(query, key, value, stream)
+            # the lists of a plan that is made during a capture are the graph's memory (`numbers`)
+            if not (stream and torch.cuda.is_current_stream_capturing()):
+                self._last = now, planned
         if planned is None or (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15:
             return None
         plan, lists, copied = planned
@@ -134,7 +139,7 @@ class EqualPrompts:
 
     def bound(self, general: Repeated, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Repeated:
         """Return `general`, which makes such calls, for arrays of these shapes, strides and dtypes: see `Prepared.again`."""
-        planned = self._planned(query, key, value) if hopper.is_on("hopper_prefill") else None
+        planned = self._planned(query, key, value, stream_of(query.device)) if hopper.is_on("hopper_prefill") else None
         if planned is None or planned[2]:
             return general
         plan, lists, _ = planned
@@ -147,24 +152,21 @@ class EqualPrompts:
         shape, held = (batch, rows, heads, size), (lists, arrays[-1])
         return plan.kernel.again(general, query.device, shape, (programs, 1), (*addresses, *numbers), changing, held)
 
-    def _planned(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[_PlannedLaunch, Any, bool] | None:
+    def _planned(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, stream: int
+    ) -> tuple[_PlannedLaunch, Any, bool] | None:
         batch, heads, rows, _ = query.shape
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         dense = query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
         if not dense or not serves(q, k, v, heads // key.shape[1], ONE_PAGE, self._params.negate):
             return None
-        flat, lists = q.flatten(0, 1), (*_equal(batch, rows, query.device), None, None, None, None)
+        here = query.device, stream
+        starts, lens = numbers(batch + 1, 0, rows, *here), numbers(batch, rows, 0, *here)
+        table = numbers(batch, 0, 1, *here)[:, None]  # each request in a page of its own
+        flat, lists = q.flatten(0, 1), (starts, lens, table, None, None, None, None)
         arrays = torch.empty_like(flat, memory_format=torch.contiguous_format), None, flat, k, v, *lists
         params = self._params.seeing(rows, rows)
         return _planned(arrays, ONE_PAGE, params), lists, flat.data_ptr() != q.data_ptr()
-
-
-@functools.lru_cache(maxsize=64)
-def _equal(batch: int, rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(query_start_loc, seq_lens, block_table) of requests of equal lengths, each in a page of its own."""
-    starts = torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=device)
-    lens = torch.full((batch,), rows, dtype=torch.int32, device=device)
-    return starts, lens, torch.arange(batch, dtype=torch.int32, device=device)[:, None]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,6 +1,31 @@
-"""Requests whose keys are a run among keys of equal number, as padding leaves them."""
+"""Requests of equal numbers of rows and keys: where they begin, and the run of each one's keys that padding leaves."""
+
+import functools
 
 import torch
+
+
+def stream_of(device: torch.device) -> int:
+    """Return the address of the device's current stream; 0: the default one, or no GPU."""
+    return int(torch._C._cuda_getCurrentRawStream(device.index)) if device.type == "cuda" else 0
+
+
+def numbers(count: int, start: int, step: int, device: torch.device, stream: int) -> torch.Tensor:
+    """Return `count` int32 numbers, `start` and then each `step` more, made once for all layers of a step.
+
+    Not kept while a CUDA graph is captured: its memory is the graph's, and its values are there when the graph is replayed.
+    """
+    # the default stream, 0, cannot be captured
+    capturing = stream and torch.cuda.is_current_stream_capturing()
+    return (_kept_numbers.__wrapped__ if capturing else _kept_numbers)(count, start, step, device, stream)
+
+
+@functools.lru_cache(maxsize=128)
+def _kept_numbers(count: int, start: int, step: int, device: torch.device, stream: int) -> torch.Tensor:
+    """stream: the one that computes the numbers, and reads them."""
+    if step == 0:
+        return torch.full((count,), start, dtype=torch.int32, device=device)
+    return torch.arange(start, start + count * step, step, dtype=torch.int32, device=device)
 
 
 class Runs:

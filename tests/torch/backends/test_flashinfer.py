@@ -264,6 +264,19 @@ def test_nothing_is_planned_within_a_capture(monkeypatch: pytest.MonkeyPatch) ->
     torch.testing.assert_close(step(captured), step.want(WIDE))
 
 
+def test_a_workspace_that_a_graph_makes_serves_no_call_outside_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its zeros are written when the graph is replayed."""
+    device = torch.device("cpu")
+    monkeypatch.setattr(_flashinfer, "_workspaces", {})
+    with monkeypatch.context() as patch:
+        patch.setattr(_flashinfer, "capturing", lambda device: True)
+        captured = _flashinfer.workspace(device, "xqa")
+    kept = _flashinfer.workspace(device, "xqa")
+    assert kept is not captured and _flashinfer.workspace(device, "xqa") is kept
+    monkeypatch.setattr(_flashinfer, "capturing", lambda device: True)
+    assert _flashinfer.workspace(device, "xqa") is kept
+
+
 def test_a_graph_of_decodes_holds_no_encoder_and_no_more_pages_than_it_was_captured_for() -> None:
     builder = FlashInferMetadataBuilder(SPEC)
     captured = builder.build_for_cudagraph_capture(_decodes([5, 9], [[0], [1]]))
@@ -324,6 +337,16 @@ def test_mixed_batches_on_trtllms_kernels(
     check_conformance(FlashInferBackend, case)
     decode, prefill = _calls()
     assert decode == ["trtllm-gen"] * (query_lens[0] == 1) and prefill == ["trtllm-gen"]
+
+
+def test_decodes_in_groups_of_seven_are_rows_of_trtllms_prefill_where_a_log_sum_exp_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flashinfer, "arch_of", lambda device: "sm_100")
+    case = Case("mixed", (1, 1, 30), (40, 20, 130), dtype="bfloat16", num_heads=14, lse=True)
+    check_conformance(FlashInferBackend, case)
+    decode, prefill = _calls()
+    assert not decode and prefill == ["trtllm-gen"]
 
 
 @pytest.mark.parametrize(

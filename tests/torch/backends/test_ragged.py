@@ -39,6 +39,14 @@ def test_torch_sdpa_conforms(case: Case) -> None:
     check_conformance(TorchSDPABackend, case)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("rows", "keys"), [(1, 5), (3, 3), (2, 5)])
+def test_no_requests_over_keys_in_no_cache(backend: Any, rows: int, keys: int) -> None:
+    """torch's kernel for CPUs divides by the number of heads, which are those of all requests, and ends the process."""
+    impl = backend.get_impl_cls()(H, D, 0.2, K)
+    assert impl.attend_keys(torch.ones(0, rows, H, D), *torch.ones(2, 0, keys, K, D), True).shape == (0, rows, H, D)
+
+
 @pytest.mark.parametrize("case", conformance_cases(CPUAttentionBackend), ids=str)
 def test_cpu_attn_conforms(case: Case) -> None:
     check_conformance(CPUAttentionBackend, case)

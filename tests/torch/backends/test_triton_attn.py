@@ -381,6 +381,16 @@ def test_selector_branch_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.triton_kernels
 @quiet
 @torch.no_grad()
+def test_no_requests_over_keys_in_no_cache() -> None:
+    device = "cuda" if ON_GPU else "cpu"
+    layer = Attention(4, 32, num_kv_heads=2, dtype=torch.float32, backend="TRITON_ATTN").to(device)
+    query, key = torch.ones(0, 2, 4, 32, device=device), torch.ones(0, 5, 2, 32, device=device)
+    assert layer.impl.attend_keys(query, key, key, True).shape == query.shape
+
+
+@pytest.mark.triton_kernels
+@quiet
+@torch.no_grad()
 @pytest.mark.parametrize(("place", "rows", "options"), WHERE)
 def test_keys_in_no_cache_are_attended_where_they_are(place: str, rows: int, options: dict[str, Any]) -> None:
     """In a cache with unused slots, of NaN, as transformers' static one; in one run of them per request if `rows` is 1."""

@@ -31,6 +31,10 @@ VENDORS = [
 ]
 
 
+#: Backends with a log-sum-exp, and the stand-in that they need.
+EMPTY = [("TORCH_SDPA", ""), ("TRITON_ATTN", ""), ("FLASH_ATTN", "fa3"), ("FLASHINFER_ATTN", "flashinfer_pkg")]
+
+
 @pytest.fixture
 def standin(monkeypatch: pytest.MonkeyPatch, standins: Callable[..., None]) -> Callable[[str], None]:
     """One vendor's stand-in, and of FlashAttention's providers no other."""
@@ -70,6 +74,23 @@ def test_sage_attention_leaves_its_callers_keys_alone(standin: Callable[[str], N
     before = one.clone()
     SageAttention3Backend.get_impl_cls()(1, 64).forward(one, one, one)
     assert torch.equal(one, before)
+
+
+@pytest.mark.parametrize(("name", "root"), EMPTY)
+@pytest.mark.parametrize(("batch", "rows", "keys"), [(0, 3, 5), (0, 4, 4), (2, 0, 0), (2, 0, 3), (2, 3, 0)])
+@torch.no_grad()
+def test_calls_without_rows_or_keys_have_a_log_sum_exp(
+    name: str, root: str, batch: int, rows: int, keys: int, standin: Callable[[str], None]
+) -> None:
+    """A ring gives its members such parts; no kernel is asked."""
+    if root:
+        standin(root)
+    impl = DiffusionAttentionBackendEnum[name].get_class().get_impl_cls()(4, 64, None, False, 2)
+    query, key = torch.ones(batch, rows, 4, 64, dtype=torch.bfloat16), torch.ones(batch, keys, 2, 64, dtype=torch.bfloat16)
+    out, lse = impl.forward_lse(query, key, key)
+    assert out.shape == query.shape and not out.any() and out.dtype == query.dtype
+    assert lse.shape == (batch, 4, rows) and lse.isneginf().all()
+    assert impl.forward(query, key, key).shape == query.shape
 
 
 def test_nan_behind_a_mask_of_keys_reaches_nothing() -> None:

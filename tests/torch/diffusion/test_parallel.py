@@ -48,6 +48,10 @@ def _rank(rank: int, ranks: int, store: str, results: Any) -> None:
     limit = datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=limit)
     t, part = _tensors(ranks), slice(rank * ROWS, (rank + 1) * ROWS)
+    for strategy in ("ulysses", "ring"):
+        layer = SequenceParallelAttention(H, D, num_kv_heads=K, strategy=strategy, dtype=torch.float32)
+        with pytest.raises(UnsupportedError, match="key requires grad: .* no gradients"):  # they would be lost in silence
+            layer(t["q"][:, part], t["k"][:, part].clone().requires_grad_(), t["v"][:, part])
     with torch.no_grad():
         for strategy in ("ulysses", "ring"):
             layer = SequenceParallelAttention(H, D, num_kv_heads=K, strategy=strategy, dtype=torch.float32)

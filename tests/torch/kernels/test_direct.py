@@ -419,6 +419,33 @@ def test_a_launch_is_on_the_device_of_its_first_tensor(monkeypatch: pytest.Monke
     assert call(torch.zeros(1), 3) == (0, 3)
 
 
+def test_a_kernel_belongs_to_the_device_of_its_first_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be prepared while another device is the current one: repeated launches would go to a stream of that one."""
+    triton = pytest.importorskip("triton")
+    from attn.torch.kernels import direct
+
+    current = [0]
+    driver = SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: current[0]))
+    monkeypatch.setattr(triton.runtime, "driver", driver)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(triton.compiler, "CompiledKernel", SimpleNamespace)
+    monkeypatch.setattr(direct, "launcher", lambda compiled: None)
+    streams = list[int]()
+    monkeypatch.setattr(direct.Compiled, "__call__", lambda self, programs, columns, device, *of: streams.append(device))
+
+    class Kernel:
+        arg_names = ("x",)
+
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *arrays, **constants: SimpleNamespace()
+
+    kernel, x = direct.Prepared(Kernel()), torch.zeros(4)
+    current[0] = 1
+    for _ in range(2):
+        kernel(1, (x,))
+    assert streams == [1]
+
+
 @needs_compiler
 def test_a_direct_launch_passes_what_tritons_own_passes(tmp_path: Path) -> None:
     assert_equal(SCRIPT, tmp_path)

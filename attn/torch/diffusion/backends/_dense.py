@@ -82,6 +82,14 @@ def pack(call: DenseCall) -> tuple[torch.Tensor, torch.Tensor, Any]:
     return key.index_select(0, at), value.index_select(0, at), lens.astype(np.int32)
 
 
+def state_of_nothing(call: DenseCall) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return (0, -inf [B, H, S] float32) of a call without rows or without keys, of which kernels take no arrays; else None."""
+    batch, rows, heads, _ = call.query.shape
+    if batch and rows and call.key.shape[1]:
+        return None
+    return torch.zeros_like(call.query), call.query.new_full((batch, heads, rows), -torch.inf, dtype=torch.float32)
+
+
 def without_keys_zeroed(
     call: DenseCall, out: torch.Tensor, lse: torch.Tensor, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:

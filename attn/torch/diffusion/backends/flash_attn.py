@@ -12,7 +12,7 @@ from attn.dtypes import dtype_name
 from attn.torch.backends import _flash_providers as providers
 from attn.torch.backends._flash_providers import VarlenCall
 from attn.torch.backends._vendor import arch_of, int32
-from attn.torch.diffusion.backends._dense import DenseImpl, pack, without_keys_zeroed
+from attn.torch.diffusion.backends._dense import DenseImpl, pack, state_of_nothing, without_keys_zeroed
 
 
 class FlashAttentionBackend(DiffusionAttentionBackend):
@@ -37,6 +37,8 @@ class FlashAttentionImpl(DenseImpl, backend=FlashAttentionBackend):
         return self._attend_lse(call)[0]
 
     def _attend_lse(self, call: DenseCall) -> tuple[torch.Tensor, torch.Tensor]:
+        if (nothing := state_of_nothing(call)) is not None:
+            return nothing
         query, (batch, rows) = call.query, call.query.shape[:2]
         key, value, lens = pack(call)
         starts = torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=query.device)

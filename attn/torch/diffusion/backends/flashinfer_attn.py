@@ -14,7 +14,7 @@ from attn.errors import UnsupportedError
 from attn.torch import records
 from attn.torch.backends._flashinfer import workspace
 from attn.torch.backends._vendor import LN2, arch_of, int32
-from attn.torch.diffusion.backends._dense import DenseImpl, pack, without_keys_zeroed
+from attn.torch.diffusion.backends._dense import DenseImpl, pack, state_of_nothing, without_keys_zeroed
 
 
 class FlashInferAttentionBackend(DiffusionAttentionBackend):
@@ -37,6 +37,8 @@ class FlashInferAttentionImpl(DenseImpl, backend=FlashInferAttentionBackend):
         return self._run(call)
 
     def _run(self, call: DenseCall) -> tuple[torch.Tensor, torch.Tensor]:
+        if (nothing := state_of_nothing(call)) is not None:
+            return nothing
         query, (batch, rows) = call.query, call.query.shape[:2]
         key, value, lens = pack(call)
         shape = (self.num_heads, self.num_kv_heads, self.head_size)

@@ -17,6 +17,7 @@ from attn.kernels.hopper_prefill_launch import keys_below
 from attn.kernels.launch import UNBOUNDED
 from attn.torch import records
 from attn.torch.backends import _hopper
+from attn.torch.diffusion.backends._dense import state_of_nothing
 from attn.torch.diffusion.backends._triton import TritonBackend, TritonImpl, present_first
 
 _PAGE = 128  #: keys per page; the Hopper kernel copies a tile of 128 at once from pages of that size
@@ -74,6 +75,10 @@ class TritonAttentionImpl(TritonImpl, backend=TritonAttentionBackend):
 
             q, k, v = (x.transpose(1, 2) for x in (query, key, value))
             return row(q, k, v, self.scale, mask=call.present)
+        if (nothing := state_of_nothing(call)) is not None:
+            if lse is not None:
+                lse.copy_(nothing[1])
+            return nothing[0]
         lens: torch.Tensor | None = None
         pages: torch.Tensor | None = None
         if call.present is None and rows == length:
