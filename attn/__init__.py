@@ -47,6 +47,9 @@ _FACE = {
 __all__ = ["__version__", *_FACE]
 
 
+# Nothing is stored in the module's globals: a name is resolved anew at each use, so a test that replaces the attribute
+# in its own module is seen here too, and a failed import is tried again. `import_module` of a loaded module is one
+# look-up.
 def __getattr__(name: str) -> Any:
     if name in _FACE:
         return getattr(importlib.import_module(_FACE[name]), name)
@@ -54,4 +57,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    # `dir` decides what a notebook completes; without the names of _FACE it would list only the imports above.
     return sorted({*globals(), *_FACE})

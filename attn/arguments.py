@@ -18,6 +18,8 @@ Window = tuple[int | None, int | None]
 def as_int(value: Any) -> int | None:
     """Return `value` as an int, including NumPy's integers; None for anything else, including bools and floats."""
     try:
+        # True is an int in Python: num_heads=True would be a layer of one head. `operator.index` takes NumPy's integers
+        # and 0-d integer arrays, and rejects 8.0, which `int()` would accept.
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         return None
@@ -56,6 +58,7 @@ def natural_int(name: str, value: Any) -> int:
 
 def list_of_names(name: str, value: Collection[str]) -> tuple[str, ...]:
     """Return `value` as a tuple. Raises ValueError for a string, which would be split into letters."""
+    # A string is a collection too: features="lse" would be the features l, s and e.
     if isinstance(value, str):
         raise ValueError(f"{name}={str(value)!r} must be a list of names, such as [{str(value)!r}]")
     if not isinstance(value, Collection):
@@ -70,6 +73,7 @@ def rank_of_numbers(name: str, value: Any) -> int:
     """
     import numpy as np
 
+    # `np.asarray` of a tensor on a device would copy it to the host and wait for all earlier work.
     if hasattr(value, "dtype"):
         return int(value.ndim)
     try:
@@ -93,6 +97,8 @@ def check_per_head(name: str, values: Any) -> None:
     if values is None or not isinstance(values, list | tuple | np.ndarray):
         return
     numbers = np.asarray(values, dtype=np.float64)
+    # A sink of -inf is a head without a sink and one of +inf takes all weight (`attn.reference.apply_sinks`): both are
+    # defined. An infinite slope times the distance 0 of a row to its own key is NaN.
     bad = np.isnan(numbers) if name == "sinks" else ~np.isfinite(numbers)
     if bad.any():
         at = tuple(int(i) for i in np.argwhere(bad)[0])
@@ -103,6 +109,7 @@ def check_per_head(name: str, values: Any) -> None:
 def _number(name: str, value: Any) -> float:
     """Return `value` as a float; bools and strings are rejected."""
     try:
+        # `float` accepts both: scale="0.125" from a configuration file is a mistake of the reader, and True would be 1.0.
         if isinstance(value, bool | str):
             raise TypeError(f"{type(value).__name__} is not a number")
         return float(value)
@@ -133,6 +140,8 @@ def check_scale(scale: float | None, head_size: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_size)
     number = _number("scale", scale)
+    # A scale of 0 makes all scores equal, whatever the query, so it is taken for one that was never set; a negative one
+    # is defined (`fold_sign`).
     if not math.isfinite(number) or number == 0:
         raise ValueError(f"scale={scale!r} must be finite and not zero")
     return number
@@ -153,6 +162,8 @@ def check_soft_cap(logits_soft_cap: float | None) -> float | None:
     number = _number("logits_soft_cap", logits_soft_cap)
     if not math.isfinite(number) or number < 0:
         raise ValueError(f"logits_soft_cap={logits_soft_cap!r} must be finite and at least 0 (0 or None: off)")
+    # Libraries spell "off" as 0 (FlashAttention) or None (vLLM, FlashInfer); with one spelling, features and cache keys
+    # of equal layers are equal.
     return number or None
 
 
@@ -176,6 +187,7 @@ def window_pair(sliding_window: int | Window | None, attn_type: str, name: str =
             raise ValueError(f"{name}={width} must be at least 1 (a window of W keys), or None")
         return (width - 1, width - 1 if attn_type in ENCODER_TYPES else 0)
     try:
+        # A pair is unpacked before its elements are checked, so lists, tuples and arrays of two are all accepted.
         left, right = sliding_window  # type: ignore[misc]  # anything but a pair raises below
     except (TypeError, ValueError):
         raise ValueError(f"{name}={sliding_window!r} must be an int, a (left, right) pair, or None") from None
@@ -203,6 +215,7 @@ def layer_features(
         raise ValueError(f"kv_sharing_target_layer_name={kv_sharing_target_layer_name!r} must be the name of a layer, or None")
     asked = {
         Feature.SLIDING_WINDOW: window[0] is not None,
+        # None is unbounded and 0 is causality, which every decoder has; only a right bound above 0 needs a kernel for it.
         Feature.TWO_SIDED_WINDOW: bool(window[1]),
         Feature.SOFT_CAP: logits_soft_cap is not None,
         Feature.ALIBI: alibi_slopes is not None,
@@ -227,11 +240,15 @@ def check_reach(impl: Any, attn_metadata: Any) -> None:
     """Raise `UnsupportedError` unless an implementation supports a batch's spans, prefixes and mixed causality."""
     name, record = impl.backend.get_name(), impl.backend.capabilities
     mask = attn_metadata.mask
+    # Trees are left out because `check_masks` checks them with conditions of their own; sorted, so that the same batch
+    # always raises the same one of several errors.
     for feature in sorted(batch_features(mask) - {Feature.TREE_MASK}):
         if feature not in record.features:
             raise UnsupportedError(f"{name}: {record.not_supported(feature)}")
         if impl.attn_type != AttentionType.DECODER:
             raise UnsupportedError(f"{name}: {feature} not supported with {impl.attn_type} attention")
+    # Only a left bound can cut a span: a right bound of 0 is causality, which spans are there to lift
+    # (docs/semantics.md §18).
     if mask.spans is not None and impl.window[0] is not None and impl.mask.span_window is None:
         raise UnsupportedError(
             f"{name}: the batch has spans and the layer a window, and models differ in whether a window cuts a span: pass "
@@ -242,8 +259,11 @@ def check_reach(impl: Any, attn_metadata: Any) -> None:
 def request_of(impl: Any, features: Collection[str]) -> Request:
     """Return the request of an implementation's layer, except the dtype, which is known from the arrays of a call."""
     named = ("head_size", "kv_cache_dtype", "attn_type", "num_heads", "num_kv_heads")
+    # The group is a property of the process, not of the layer's arguments, so the feature is added here: a backend
+    # without it would return the attention over this rank's keys as if they were all.
     required = frozenset(features) | ({Feature.DCP} if impl.dcp_world_size > 1 else set())
     arguments: dict[str, Any] = {name: getattr(impl, name) for name in named}
+    # Any served dtype, so that the dtype is no reason here: each call checks its own arrays.
     return Request(dtype=impl.backend.capabilities.dtypes[0], features=required, **arguments)
 
 

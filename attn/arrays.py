@@ -18,8 +18,12 @@ def framework_of(array: Any) -> str:
 
     Subclasses, `nn.Parameter` and tracers are their framework's arrays. Raises TypeError for anything else.
     """
+    # Names instead of isinstance: the classes could be compared only after importing their framework. The base classes
+    # are searched because a Parameter's own module is torch.nn.parameter, and a subclass's is its author's.
     for cls in type(array).__mro__:
         root = cls.__module__.partition(".")[0]
+        # Arrays are of jaxlib and tracers of several modules of jax, so the package decides; torch's and NumPy's arrays
+        # have one base class each, whose name tells them from dtypes and devices.
         if root in ("jax", "jaxlib"):
             return "jax"
         if root == "torch" and cls.__name__ == "Tensor":
@@ -45,6 +49,8 @@ def to_framework(array: Any, framework: str, *, like: Any = None) -> Any:
     source = framework_of(array)
     if framework not in FRAMEWORKS:
         raise ValueError(f"framework={framework!r} (supports {', '.join(FRAMEWORKS)})")
+    # On its own device, whatever `like` is: the layer's check reports another device (`check_placed`), where a move
+    # would hide a transfer in every call.
     if source == framework:
         return array
     if framework == "numpy":

@@ -29,6 +29,8 @@ PAIR = "+"
 class _Generation:
     """Counts changes to any registry; part of every cache key. Safe for concurrent threads: no number repeats."""
 
+    # `next` of a count is one operation under the interpreter's lock, `value += 1` is three: two threads could advance
+    # to the same number, and a choice cached under it would outlive a registration.
     numbers = itertools.count(1)
     value = 0
 
@@ -41,12 +43,16 @@ def _changing(name: str) -> Callable[..., Any]:
     def method(self: dict[Any, str], *args: Any, **kwargs: Any) -> Any:
         try:
             return original(self, *args, **kwargs)
+        # Afterwards, and also after a failed change: a generation too many costs one look-up, while one advanced before
+        # the change could be cached with the old table, and would then hide the new one.
         finally:
             _Generation.value = next(_Generation.numbers)
 
     return method
 
 
+# Callers may write to the table itself, as to vLLM's, without `register`: so the dict notices changes, not the
+# functions of this module.
 class _Overrides(dict[Any, str]):
     """Member -> class path: a dict of which every change advances the generation."""
 
@@ -63,6 +69,8 @@ def generation() -> int:
 def load_candidate(name: str, path: str, backend: Any = None) -> Candidate:
     """Load the backend at `path` (or take `backend`) as a `Candidate`; if that fails, `problem` says why."""
     if backend is None:
+        # Asked before the import, so that a missing framework or module is a reason of one line and not the last of a
+        # chain of import errors.
         if problem := _not_here(path):
             return Candidate(name, path, problem=problem)
         try:
@@ -71,6 +79,7 @@ def load_candidate(name: str, path: str, backend: Any = None) -> Candidate:
             return Candidate(name, path, problem=str(error), error=error)
     if not isinstance(backend, type):
         return Candidate(name, path, problem=f"{path} is not a class but {backend!r}")
+    # A class written for vLLM's interface has no record, and so no packages that could be missing.
     packages = getattr(getattr(backend, "capabilities", None), "packages", ())
     return Candidate(name, path, backend, missing=tuple(p for p in packages if first_installed(p) is None))
 
@@ -78,6 +87,8 @@ def load_candidate(name: str, path: str, backend: Any = None) -> Candidate:
 def _not_here(path: str) -> str:
     """Return why a built-in module is missing: its framework is not installed, or it is not built yet."""
     parts = path.split(".")
+    # Other packages' modules are not searched for: `find_spec` of a submodule imports its parents, which may take
+    # seconds or raise anything. `resolve_obj_by_qualname` reports what their import raises.
     if parts[0] != "attn":
         return ""
     if parts[1] in FRAMEWORKS and not installed(parts[1]):
@@ -126,17 +137,23 @@ class BackendEnumMeta(enum.EnumMeta):
             return cls._find_pair(*name.split(PAIR, 1))
         names = cls.names()
         known = name if name in names else next((known for known in names if known.upper() == str(name).upper()), None)
+        # Members first: the mapping has real members only, and a custom name can never equal one (`_member`).
         return None if known is None else cls.__members__.get(known) or cls.customs[known]
 
     def _find_pair(cls, decodes: str, prompts: str) -> Any:
         """Return the pair of two backends, which is in no list of names; None if either is unknown, or both are one."""
+        # A third name ("A+B+C") is still within `prompts`: it is left out, and the pair is then rejected as one of
+        # fewer than two.
         parts = tuple(cls._find(name.strip()) for name in (decodes, prompts) if PAIR not in name)
         if None in parts or len(set(parts)) < 2:
             return None
         name = PAIR.join(part.name for part in parts)
         if name not in cls.joined:
             pair: Any = object.__new__(cls)  # type: ignore[arg-type]
+            # The value is a path as every member's is: the module of pairs makes the class when the attribute is read.
             pair._name_, pair._value_ = name, f"{cls.pairs}.{name.replace(PAIR, '__')}"
+            # `setdefault` keeps the first of two threads' objects, so that a pair is one object and compares by
+            # identity as members do.
             cls.joined.setdefault(name, pair)
         return cls.joined[name]
 
@@ -160,6 +177,7 @@ class BackendEnum(enum.Enum, metaclass=BackendEnumMeta):
     """
 
     def __init_subclass__(cls, *, label: str, unset: str, **kwargs: Any) -> None:
+        # `object.__init_subclass__` rejects every keyword, so these are taken out before `super()`.
         facts: dict[str, Any] = {"variables": (), "methods": (), "pairs": ""}
         facts |= {name: kwargs.pop(name) for name in list(kwargs) if name in facts} | {"label": label, "unset": unset}
         super().__init_subclass__(**kwargs)
@@ -187,6 +205,7 @@ class BackendEnum(enum.Enum, metaclass=BackendEnumMeta):
         """
         path = self.get_path()
         registered_class = self._object(path)
+        # A class of a notebook or a function cannot be imported by its path, so the object that was registered goes first.
         return resolve_obj_by_qualname(path) if registered_class is None else registered_class
 
     def is_overridden(self) -> bool:
@@ -205,6 +224,7 @@ class BackendEnum(enum.Enum, metaclass=BackendEnumMeta):
     def under(self, framework: str) -> Self:
         """Return the backend with this one's kernels for a framework: `NAME_JAX` under jax, if there is one, else this one."""
         member = type(self).__members__.get(f"{self.name}_{framework.upper()}")
+        # An overridden name means the user's class, whatever the framework.
         return self if member is None or self.is_overridden() else member  # type: ignore[return-value]
 
     def candidate(self) -> Candidate:
@@ -235,6 +255,8 @@ class BackendEnum(enum.Enum, metaclass=BackendEnumMeta):
     def _table(self, name: str) -> dict[Any, Any]:
         return getattr(type(self), name)
 
+    # By name, since Enum's pickling looks the value up among members: it fails for custom backends and pairs, and for a
+    # value that a later version changed. A copy is the object itself, because members compare by identity.
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _by_name, (type(self), self.name)
 
@@ -260,6 +282,8 @@ def _missing(backend: type, method: str) -> str:
     attribute = getattr(backend, method, None)
     if not callable(attribute):
         return f"{method}()"
+    # A method of the base class that returns an attribute is only as good as the attribute: `get_name` exists on every
+    # class, `name` may not.
     datum = getattr(attribute, "datum", None)
     return "" if datum is None or hasattr(backend, datum) else f"{datum} (or {method}())"
 
@@ -278,8 +302,11 @@ def ranked(registry: Any, names: Sequence[str]) -> list[Any]:
         if is_custom and member not in listed:
             candidate = member.candidate()
             capabilities = getattr(candidate.backend, "capabilities", None)
+            # A class without a record states no limits, so it would win every automatic choice: it is used by name
+            # only. One that cannot be loaded is listed, so that its reason is seen.
             if capabilities is not None or candidate.problem:
                 customs.append((getattr(capabilities, "priority", 0), member))
+    # By name within a priority: the order of registration depends on which import came first.
     customs.sort(key=lambda entry: (-entry[0], entry[1].name))
     return [m for p, m in customs if p > 0] + listed + [m for p, m in customs if p <= 0]
 
@@ -313,6 +340,8 @@ def _member(registry: type[BackendEnum], backend: Any, override: bool) -> Any:
     customs = registry.customs
     if backend not in customs:
         custom = object.__new__(registry)
+        # `object.__new__` bypasses Enum, whose members are closed once the class exists; the empty value makes
+        # `get_path` raise until a path is registered.
         custom._name_, custom._value_ = backend, ""
         customs[backend] = custom
     return customs[backend]
@@ -333,6 +362,8 @@ def register(
             raise TypeError(f"register {registry.__name__}: expected a class, got {cls!r}")
         with _lock():
             member = _member(registry, backend, override)
+            # The object is stored before the path: a reader that sees the new path must find the object, since the path
+            # may not be importable.
             registry.objects[member] = cls  # a class defined in a function or a notebook cannot be imported by name
             registry.overrides[member] = path_of(cls)
         return cls
@@ -356,6 +387,8 @@ def registered(registry: type[BackendEnum], backend: Any, target: str | type, *,
     with _lock():
         member = _member(registry, backend, override)
         tables: tuple[dict[Any, Any], ...] = (registry.objects, registry.overrides)
+        # Both tables are read and written under one lock, so that no other thread registers in between and is undone at
+        # the end.
         before = [(table, table.get(member)) for table in tables]
         register(registry, member, target)
     try:

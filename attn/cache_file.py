@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 def path(prefix: str, device: str) -> Path:
     """Return the path, in the cache directory, of the file `<prefix>-<device>.json` of measurements."""
+    # Devices' names have spaces, slashes and parentheses ("NVIDIA H100 80GB HBM3", "TPU v5 lite"); what is not a letter
+    # or a digit becomes a dash. Two names that become one file are told apart by the owner in it.
     return envs.cache_dir() / f"{prefix}-{re.sub(r'[^A-Za-z0-9]+', '-', device).strip('-')}.json"
 
 
@@ -29,10 +31,13 @@ def read(file: Path, owner: Mapping[str, Any], parse: Callable[[Any], T]) -> lis
     AttributeError for an invalid entry.
     """
     try:
+        # Everything that may be wrong with a file of another version, or one that was edited or cut off, is caught
+        # below: a cache may not stop a program.
         content = json.loads(file.read_text(encoding="utf-8"))
         differs = [
             f"{key} {content.get(key)!r}, expected {value!r}" for key, value in owner.items() if content.get(key) != value
         ]
+        # The owner is compared before an entry is parsed: entries of another version may have another form.
         if not differs:
             return [parse(entry) for entry in content["entries"]]
         reason = f"it belongs to another machine ({'; '.join(differs)})"
@@ -45,6 +50,8 @@ def read(file: Path, owner: Mapping[str, Any], parse: Callable[[Any], T]) -> lis
 def write(file: Path, owner: Mapping[str, Any], entries: Sequence[Any]) -> None:
     """Replace a file atomically, so that another process reads either the old one or the new one."""
     file.parent.mkdir(parents=True, exist_ok=True)
+    # The process id keeps processes apart; `replace` is atomic because the temporary file is in the same folder, and so
+    # on the same file system.
     temporary = file.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(json.dumps({**owner, "entries": entries}, indent=1) + "\n", encoding="utf-8")
     temporary.replace(file)

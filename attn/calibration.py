@@ -9,6 +9,8 @@ from attn.errors import DTypeError, ShapeError
 _SCALED = [
     name
     for name, element in KV_CACHE_DTYPES.items()
+    # Caches of 16 bits take no scale, those with a scale per token and head compute their own, and rows of fp8_ds_mla
+    # are bytes.
     if element in ("int8", "float8_e4m3fn", "float8_e5m2") and name not in PER_TOKEN_HEAD
 ]
 
@@ -41,8 +43,10 @@ def _scale(name: str, array: Any, largest: float, per_head: bool) -> Any:
         raise ShapeError(f"{name} has shape {list(shape)}: must be [..., K, D], with at least one token")
     if dtype_name(array.dtype) not in ("float64", "float32", "float16", "bfloat16"):
         raise DTypeError(f"{name} has dtype {dtype_name(array.dtype)}: must be floats, as they are before quantisation")
+    # [..., K, D] -> [tokens, K, D]. The maxima are computed where the array is, and only K numbers are copied to the host.
     tokens = abs(array.reshape(-1, *shape[-2:]))
     maxima = np.asarray((tokens.amax((0, 2)) if framework == "torch" else tokens.max((0, 2))).tolist(), np.float64)
+    # The maximum of numbers with a NaN is NaN, with an infinity infinite, so the K maxima say it of all numbers.
     if not np.isfinite(maxima).all():
         raise ValueError(f"{name} has numbers that are not finite, in kv head {int(np.argmin(np.isfinite(maxima)))}")
     maxima = maxima if per_head else maxima.max(keepdims=True)

@@ -139,8 +139,11 @@ def sizes_of_both(one: Iterable[int | MultipleOf], other: Iterable[int | Multipl
     shared: list[int | MultipleOf] = [size for size in exact if supports_size(size, one) and supports_size(size, other)]
     for a in (rule for rule in one if isinstance(rule, MultipleOf)):
         for b in (rule for rule in other if isinstance(rule, MultipleOf)):
+            # Common multiples of two bases are the multiples of their least common multiple; the lower end is rounded
+            # up to one, so that `least` itself is a size that both support.
             base, ends = math.lcm(a.base, b.base), [end for end in (a.maximum, b.maximum) if end is not None]
             least, most = -(-max(a.minimum, b.minimum) // base) * base, min(ends, default=None)
+            # An empty range is left out, since a rule that no size satisfies would be shown as a supported size.
             if most is None or least <= most:
                 shared.append(MultipleOf(base, least, most))
     return tuple(shared)
@@ -184,11 +187,15 @@ class Request:
             value = getattr(self, name)
             if value is None and name != "head_size":
                 continue
+            # NumPy's integers are rejected here, and converted by `make_request`: a request is a key of caches and is
+            # written to JSON, which does not take them.
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a positive int")
         check_known("dtype", self.dtype, DTYPES)
         check_known("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         check_known("attn_type", self.attn_type, ATTN_TYPES)
+        # The only way to set a field of a frozen class. Plain strings replace members of `Feature`, so that requests
+        # compare equal, and print the same, whichever the caller passed.
         object.__setattr__(self, "features", frozenset(feature_name(f) for f in self.features))
         if self.num_heads and self.num_kv_heads and self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
@@ -239,6 +246,8 @@ def arch_matches(arch: str, rule: str) -> bool:
     """Whether `arch` satisfies `rule`: `sm_90` matches exactly, `sm_80+` that number or above, `gfx9*` by pattern."""
     if rule.endswith("+"):
         prefix, _, number = rule[:-1].rpartition("_")
+        # "sm_90a" and "sm_100f" count as 90 and 100: the letter names a feature set of the same generation. Without an
+        # underscore ("gfx942") the prefixes differ, so "+" never applies to AMD's names, whose numbers are not ordered.
         head, _, version = arch.rpartition("_")
         digits = "".join(c for c in version if c.isdigit())
         return head == prefix and bool(digits) and int(digits) >= int(number)

@@ -28,6 +28,7 @@ from attn.tables import folded
 Run = Callable[[argparse.Namespace], int]
 
 #: Third-party module -> the extra of this package that installs it.
+# The command line is what turns a missing module into the command that installs it, so it maps modules back to the extras.
 EXTRAS = {requirement.partition(">")[0]: extra for extra, packages in imports.EXTRAS.items() for requirement in packages}
 EXTRAS |= {"hypothesis": "dev", "pytest": "dev"}
 #: Platform -> its framework; None: both have it.
@@ -84,6 +85,8 @@ def _explain(parser: argparse.ArgumentParser) -> Run:
     _json_argument(parser)
 
     def run(args: argparse.Namespace) -> int:
+        # An option of the other form would have no effect: it is an error, not a silent default. Compared with the
+        # parser's defaults, because argparse does not say which options were passed.
         of_other_form = _OF_LAYER if args.model else _OF_MODEL
         passed = [name for name in of_other_form if getattr(args, name) != parser.get_default(name)]
         if passed:
@@ -92,6 +95,8 @@ def _explain(parser: argparse.ArgumentParser) -> Run:
             parser.error(one_layer if args.model else f"{option} requires --model")
         if not args.model and args.head_size is None:
             parser.error("the following arguments are required: --head-size, or --model")
+        # `--assume ""` is an empty list, a machine with nothing but the framework; without the option the default of
+        # `explain` applies.
         assume = None if args.assume is None else [name.strip() for name in ",".join(args.assume).split(",") if name.strip()]
         common = {name: getattr(args, name) for name in ("backend", "framework", "disable")}
         common |= {"device": _described_device(parser, args), "assume": assume}
@@ -112,6 +117,8 @@ def _described_device(parser: argparse.ArgumentParser, args: argparse.Namespace)
         return machines.device_named(args.device, args.framework)
     if args.platform:
         framework = args.framework or PLATFORMS[args.platform] or default_framework()
+        # A misspelled architecture would satisfy no rule, and every backend would be rejected for a device that does
+        # not exist.
         arch = machines.check_arch(args.platform, args.arch) if args.arch else ""
         return Device(framework, args.platform, args.device_name, arch)
     if args.arch or args.device_name:
@@ -140,6 +147,7 @@ def _explain_layer(args: argparse.Namespace, common: dict[str, Any]) -> int:
     dtype = args.dtype or ("float32" if device.platform == "cpu" else "bfloat16")
     selection = explain(args.head_size, dtype, args.kv_cache_dtype, args.block_size, **layer, **heads, **common)
     _show(selection, args.json)
+    # Only then there was a list: a backend requested by name was judged alone.
     if selection.source == "priority" and not args.json:
         print(folded(f"candidates: the priority list of {selection.device.framework} on {selection.device.platform}"))
     return 0 if selection.winner else 1
@@ -175,6 +183,7 @@ def _tables(parser: argparse.ArgumentParser) -> Run:
         if not args.write:
             print(backend_tables(), end="")
             return 0
+        # Records are read from the classes, which import their framework: without one, its rows would be written as empty.
         missing = [framework for framework in FRAMEWORKS if not installed(framework)]
         if missing:
             raise ValueError(f"--write needs the records of every backend: {pip_install(*missing)}")
@@ -260,6 +269,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (without the program's name) and return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    # `print` to None does nothing, but argparse and `flush` below would raise AttributeError.
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:  # closed by the caller (`>&-`)
             setattr(sys, stream, io.StringIO())
@@ -268,6 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not argv:
                 parser(argv).print_help()
                 return 0
+            # Variables are checked after the arguments, so that a wrong command line is one line.
             args = parser(argv).parse_args(argv)
             envs.warn_of_unknown(lambda text: print(f"attn: {text}", file=sys.stderr))
             return args.run(args)
@@ -276,6 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `attn backends | head`
+        # 141 is what a shell reports for a program that SIGPIPE ended (128 + 13).
         _discard_output()
         return 141
     except Exception as error:
@@ -283,6 +295,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if message is None:
             raise
         try:
+            # What a full disk did not take at the flush above is still buffered, and would fail again at exit, in a traceback.
             sys.stdout.flush()
         except OSError:
             _discard_output()
@@ -293,11 +306,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _discard_output() -> None:
     """Discard what could not be written to stdout, which Python would report at exit."""
+    # The interpreter flushes stdout once more at exit; with the descriptor at the null device, that flush succeeds.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _no_room(error: Exception) -> str:
     """Return why a stream or an open file, which the error does not name, takes no more output; "" for another error."""
+    # An error of opening a file has the file's name; one of writing to an open stream has none.
     full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
     return str(error.strerror) if isinstance(error, OSError) and error.filename is None and error.errno in full else ""
 
@@ -313,6 +328,7 @@ def parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     """The parser, with arguments for the command that `argv` names only."""
     top = Parser("attn", description="Select, check and time attention backends for torch and jax.")
     top.add_argument("--version", action="version", version=f"attn {attn.__version__}")
+    # Only this command's arguments are added, because adding them imports its modules: `attn env` loads no benchmark.
     chosen = next((word for word in argv if not word.startswith("-")), None)
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
@@ -337,8 +353,10 @@ def user_message(error: Exception) -> str | None:
         package = (error.name or "").partition(".")[0]
         extra = EXTRAS[package]
         return f"{package} is not installed: {f'pip install {package}' if extra == 'dev' else pip_install(extra)}"
+    # The import system sets the name of an ImportError; this package's own, with its advice, have none.
     if isinstance(error, AttnError) or (isinstance(error, ImportError) and error.name is None):
         return str(error)
+    # A ValueError from a library below is a bug of ours: its message would mean nothing to the user.
     if isinstance(error, ValueError) and _raised_in(error).partition(".")[0] == "attn":
         return str(error)
     if isinstance(error, OSError) and error.filename is not None:

@@ -23,6 +23,7 @@ class DCPGroup:
     process_group: Any = None
 
     def __post_init__(self) -> None:
+        # Ranks and lengths are computed from these by division and modulus, which would give wrong keys, not an error.
         if self.world_size < 1 or not 0 <= self.rank_in_group < self.world_size or self.interleave < 1:
             raise ValueError(f"{self}: need world_size >= 1, 0 <= rank_in_group < world_size, interleave >= 1")
 

@@ -37,6 +37,8 @@ _INFOS = (
     DTypeInfo("bool", 1, "bool", 1),
 )
 DTYPES = {info.name: info for info in _INFOS}
+# Names that torch and users have for the same dtypes; NumPy's `half`, `single` and `double` reach `dtype_name` as dtype
+# objects, which have canonical names.
 _ALIASES = {
     "half": "float16",
     "float": "float32",
@@ -47,6 +49,7 @@ _ALIASES = {
 }
 
 #: `kv_cache_dtype` strings (vLLM's) and the element type each stores; "auto" is the model's dtype.
+# vLLM's "fp8" is e4m3; the fnuz format is a device's (AMD's MI300), not a name of a cache.
 KV_CACHE_DTYPES = {
     "auto": None,
     "float32": "float32",
@@ -66,6 +69,7 @@ PER_TOKEN_HEAD = frozenset({"int8_per_token_head", "fp8_per_token_head"})
 
 def needs_scales(kv_cache_dtype: str | None) -> bool:
     """Whether values that are cached with a scale of 1 lose most of their precision: int8 without scales of its own."""
+    # fp8 codes are floats: without a scale they saturate at their largest value, but keep their precision.
     return KV_CACHE_DTYPES.get(kv_cache_dtype or "auto") == "int8" and kv_cache_dtype not in PER_TOKEN_HEAD
 
 
@@ -73,13 +77,14 @@ def dtype_name(dtype: Any) -> str:
     """Return the canonical name of `dtype`, from any framework. Raises `DTypeError` for an unknown dtype."""
     if isinstance(dtype, str):
         name = dtype.removeprefix("torch.")
+        # Strings only: a Python `float` is no dtype here, since torch's default and NumPy's differ.
         name = _ALIASES.get(name, name)
     elif type(dtype).__module__ == "torch":
         name = str(dtype).removeprefix("torch.")
     else:
         inner = getattr(dtype, "dtype", None)  # jnp.float32 is a scalar type with a dtype attribute
         named = getattr(dtype, "name", None) or getattr(inner, "name", None) or getattr(dtype, "__name__", "")
-        name = str(named).rstrip("_")
+        name = str(named).rstrip("_")  # NumPy's np.bool_
     if name not in DTYPES:
         raise DTypeError(f"dtype {dtype!r} is unknown; known: {', '.join(DTYPES)}")
     return name
@@ -95,8 +100,11 @@ def framework_of_dtype(dtype: Any) -> str | None:
 def kv_cache_row(kv_cache_dtype: str | None, head_size: int) -> int:
     """Return the number of elements that one head of one token takes in a cache: `head_size`, plus four bytes if it has its
     own scale; 656 bytes for `fp8_ds_mla` of any size."""
+    # 512 codes, four float32 scales and 64 bfloat16 numbers (docs/semantics.md §9), whatever the sizes of the model:
+    # layers of other sizes are refused.
     if kv_cache_dtype == "fp8_ds_mla":
         return 656
+    # Elements are one byte wide in these formats, so a float32 scale takes four of them.
     return head_size + 4 * (kv_cache_dtype in PER_TOKEN_HEAD)
 
 

@@ -31,6 +31,7 @@ from pathlib import Path
 
 from attn.errors import closest
 
+# Once per variable: `warn_of_unknown` is called by every selection.
 _warned: set[str] = set()
 
 #: The variables that selection depends on, in the order of `selecting`.
@@ -56,6 +57,8 @@ VARIABLES = (
     "ATTN_CACHE_DIR",
     "VLLM_USE_V1",
 )
+# `os.environ._data` has bytes as keys on POSIX; on Windows its keys are strings in upper case, so the mapping itself is
+# read there.
 _ENCODED = {name: os.fsencode(name) for name in VARIABLES} if os.name == "posix" else {}
 
 
@@ -63,6 +66,8 @@ def read(name: str) -> str | None:
     """Return the current value of environment variable `name`, or None if unset."""
     table = getattr(os.environ, "_data", None)
     if table is not None and name in _ENCODED:
+        # The table is shared with `os.environ`, so changes by `os.environ[...]`, monkeypatch and other libraries are
+        # seen at once.
         raw = table.get(_ENCODED[name])
         return None if raw is None else os.fsdecode(raw)
     return os.environ.get(name)
@@ -76,6 +81,8 @@ def selecting() -> tuple[object, ...]:
     table = getattr(os.environ, "_data", None)
     if table is not None and _ENCODED:
         get = table.get
+        # Written out, since this runs in every cached selection: 0.25 us, where `map` over the names takes 0.4 and a
+        # comprehension 0.5 (CPython 3.11). Raw bytes are as good a key as strings.
         a, b, c, d, e, f, g, h, i, j = _SELECTING_ENCODED
         return get(a), get(b), get(c), get(d), get(e), get(f), get(g), get(h), get(i), get(j)
     return tuple(map(read, SELECTING))
@@ -97,7 +104,9 @@ def switch(name: str) -> bool:
     value = read(name)
     if value is None:
         return False
+    # An empty value is how shells and container files write "unset".
     value = (value or "0").strip()
+    # "true" or "yes" is an error: taking either for off would ignore the user's wish.
     if value not in ("0", "1"):
         raise ValueError(f"{name}={value!r} must be 0 or 1")
     return value == "1"
@@ -109,6 +118,7 @@ def share(name: str) -> float:
     try:
         number = float(value)
     except ValueError:
+        # Fails the test below, as NaN does, which no comparison holds for.
         number = -1.0
     if not 0 <= number <= 1:
         raise ValueError(f"{name}={value!r} must be a number between 0 and 1")
@@ -117,6 +127,7 @@ def share(name: str) -> float:
 
 def batch_invariant() -> bool:
     """Whether the environment requests `batch_invariant` for every layer. Raises ValueError for values other than 0 and 1."""
+    # ATTN_BATCH_INVARIANT=0 is set, so it wins over vLLM's 1.
     return switch("VLLM_BATCH_INVARIANT" if read("ATTN_BATCH_INVARIANT") is None else "ATTN_BATCH_INVARIANT")
 
 
@@ -137,6 +148,7 @@ def debug(check: str) -> bool:
     named = read_list("ATTN_DEBUG")
     if named is None:
         return False
+    # Every entry is checked, not only `check`: a misspelled one would leave the checks off that the user relies on.
     for name in named:
         if name not in DEBUG:
             raise ValueError(f"ATTN_DEBUG={name!r} is unknown; known: {', '.join(DEBUG)}")
@@ -145,6 +157,7 @@ def debug(check: str) -> bool:
 
 def unknown() -> dict[str, str]:
     """Return {environment variable that begins with ATTN_ but is unknown: the closest known one, or ""}."""
+    # A list, because another thread may set a variable during the iteration.
     return {name: closest(name, VARIABLES) for name in list(os.environ) if name.startswith("ATTN_") and name not in VARIABLES}
 
 

@@ -37,6 +37,8 @@ class MetadataError(AttnError):
         element = field if index is None else f"{field}[{where}]"
         super().__init__(f"{element} = {value}: must be {bound}")
 
+    # BaseException pickles its class with `args`, here the one message; the constructor needs all four. Errors are pickled
+    # where a worker process raises them.
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return type(self), (self.field, self.index, self.value, self.bound)
 
@@ -59,6 +61,8 @@ class BackendLoadError(AttnError, ImportError):
 def closest(name: str, known: Collection[str]) -> str:
     """Return the name in `known` closest to `name`, ignoring case, or "", for "Did you mean ...?" messages."""
     upper = {word.upper(): word for word in known}
+    # A beginning of a name ("flash", "FLASH_AT") is a closer match than similar letters elsewhere; with one or two
+    # letters it would match by chance.
     begun = [word for word in upper if len(name) > 2 and word.startswith(name.upper())]
     matches = begun or difflib.get_close_matches(name.upper(), upper, 1)
     return upper[matches[0]] if matches else ""

@@ -24,10 +24,13 @@ class Fields:
         return CheckpointError(f"{self.source}: {name} = {_shown(self.values[name])}: must be {allowed}")
 
     def has(self, name: str) -> bool:
+        # null counts as absent, since transformers writes unset fields as null
         return self.values.get(name) is not None
 
     def integer(self, name: str, minimum: int = 1) -> int:
         value = self.values.get(name)
+        # JSON's true is a Python int; "32" and 32.0 are rejected too, because a wrong size would be found much later,
+        # as a shape.
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self.wrong(name, f"an integer of at least {minimum}")
         return value
@@ -36,6 +39,7 @@ class Fields:
         value = self.values.get(name)
         if value is None and default is not None:
             return default
+        # Python's JSON reader accepts NaN and Infinity; both fail the comparison.
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
             raise self.wrong(name, "a positive number")
         return float(value)

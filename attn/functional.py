@@ -104,10 +104,14 @@ def attention(
         check_known("layout", layout, LAYOUTS)
     batched = _check_shapes(q, k, v, layout)
     if layout == "BHSD":
+        # Views in the layout of the formula; only the output is swapped back, since the log-sum-exp has heads first in
+        # both layouts.
         q, k, v = (x.swapaxes(-3, -2) for x in (q, k, v))
     rules = DenseParams(
         causal=causal,
         scale=check_scale(scale, q.shape[-1]),
+        # An int W means W keys to the left of a causal row, and W keys in each direction without causality
+        # (docs/semantics.md §4).
         window=window_pair(window, AttentionType.DECODER if causal else AttentionType.ENCODER_ONLY, "window"),
         cap=check_soft_cap(logits_soft_cap),
     )
@@ -120,9 +124,12 @@ def attention(
     if backend is not None:
         result = _through_backend(backend, framework, (q, k, v), rules, extras, reach, return_lse)
     elif framework == "numpy":
+        # `reach` is None where causality and the window say everything: no mask of [B, 1, n, m] is made then.
         result = _oracle(q, k, v, *_seen(rules, extras, reach and _mask(reach, q, k)))
     else:
         xp = arrays.ops_of(framework)
+        # Before the formula is compiled: a list would be a tree of Python floats to jax, and a NumPy array an argument
+        # on another device than q to torch.
         extras = OptionalArrays(*(x if x is None else xp.asarray(x, like=q) for x in extras))
         rules, extras = _seen(rules, extras, reach and xp.asarray(_mask(reach, q, k), like=q))
         result = xp.compiled(_dense)(xp, rules, q, k, v, extras)
@@ -142,15 +149,18 @@ def _reach(
 
     if span_window is not None:
         span_window = check_flag("span_window", span_window)
+    # span_window alone has nothing to cut, and is checked above all the same.
     if spans is None and prefix is None and chunk_size is None:
         return None
     batch, n, m = q.shape[0], q.shape[1], k.shape[1]
     if spans is not None:
+        # `np.asarray` cannot read a tensor on a GPU.
         array = arrays.to_framework(spans, "numpy") if hasattr(spans, "dtype") else np.asarray(spans)
         spans = array[None] if array.ndim == 2 else array
         if spans.shape != (batch, n, 2) or spans.dtype.kind not in "iu":
             raise ShapeError(f"spans has shape {list(array.shape)}, dtype {array.dtype}: must be integers [{batch}, {n}, 2]")
         first, last = spans[..., 0], spans[..., 1]
+        # As `CommonAttentionMetadata.validate`: a span beyond the keys would be cut silently, and (-1, 3) is no span at all.
         bad = ((first < 0) | (last < first) | (last >= m)) & ((first != -1) | (last != -1))
         if bad.any():
             at = tuple(int(i) for i in np.argwhere(bad)[0])
@@ -162,6 +172,7 @@ def _reach(
         raise ValueError(f"prefix={prefix!r} must be integers between 0 and {m}")
     size = None if chunk_size is None else positive_int("chunk_size", chunk_size)
     mask = LayerMask(rules.causal, rules.window, size, span_window)
+    # A prefix of 0 keys is no prefix, so that a backend without the feature serves it.
     return Visibility(mask, BatchMask(spans=spans, prefix=prefixes if prefixes.any() else None))
 
 
@@ -172,7 +183,9 @@ def _mask(seen: Visibility, q: Array, k: Array) -> Any:
     batch, n, m = q.shape[0], q.shape[1], k.shape[1]
     position, request = np.arange(m - n, m)[:, None], np.arange(batch)[:, None, None]
     if seen.batch.spans is not None:
+        # [B, n, 1, 2]: `allowed` takes spans[..., 0] and compares [B, n, 1] with the keys [m].
         seen = seen._replace(batch=seen.batch._replace(spans=seen.batch.spans[:, :, None]))
+    # position [n, 1], keys [m], requests [B, 1, 1] -> [B, n, m], or fewer dimensions if no array of the batch takes part.
     allowed = seen.allowed(position, np.arange(m), request, ...)
     return np.broadcast_to(allowed, (batch, n, m))[:, None].copy()  # torch warns of arrays that cannot be written
 
@@ -182,6 +195,7 @@ def _seen(rules: DenseParams, extras: OptionalArrays, seen: Any) -> tuple[DenseP
     if seen is None:
         return rules, extras
     mask = seen if extras.mask is None else seen & extras.mask
+    # The mask has causality and the window in it, since a span adds keys that ANDing with them again would take away.
     return replace(rules, causal=False, window=(None, None)), extras._replace(mask=mask)
 
 
@@ -202,6 +216,8 @@ def _check_shapes(q: Array, k: Array, v: Array, layout: str | None) -> bool:
     if ranks not in ({3}, {4}):
         order = "[B, heads, S, head_size]" if layout == "BHSD" else "[B, S, heads, head_size]"
         raise ShapeError(f"q, k, v have shapes {_words(shapes)}: must be {order}, or all without B")
+    # [B, heads, S, D] -> [B, S, heads, D], so that the comparisons below are written once; the message shows the
+    # caller's shapes.
     sq, sk, sv = ((*s[:-3], s[-2], s[-3], s[-1]) for s in shapes) if layout == "BHSD" else shapes
     if sq[:-3] != sk[:-3] or sk[:-1] != sv[:-1] or sq[-1] != sk[-1]:
         raise ShapeError(
@@ -223,12 +239,15 @@ def _check_layout(sq: tuple[int, ...], sk: tuple[int, ...], words: str) -> None:
     advice = 'pass layout="BHSD" for [B, heads, S, head_size]'
     if kv_heads and heads % kv_heads and m and n % m == 0:
         raise ValueError(f"num_heads={heads} is not a multiple of num_kv_heads={kv_heads} (shapes {words}: {advice})")
+    # Read as [B, S, heads, D], a tensor [B, H, S, D] has n = H rows of S heads: fewer rows than heads, and as many key
+    # heads as query heads in self attention.
     if not 1 < n < heads == kv_heads:
         return
     if (n > m > 0 and n % m == 0) or (n == m and heads > _MOST_HEADS):
         warnings.warn(
             f'q, k have shapes {words}, which look like [B, heads, S, head_size]: pass layout="BHSD" if they are, and '
             f'layout="BSHD" if these are {n} rows of {heads} heads',
+            # `attention` <- `_check_shapes` <- `_check_layout`: the line of the caller.
             stacklevel=4,
         )
 
@@ -246,6 +265,7 @@ def _oracle(q: Array, k: Array, v: Array, rules: DenseParams, extras: OptionalAr
     batch, n, num_heads, _ = q.shape
     mask = None if extras.mask is None else np.asarray(extras.mask)
     if mask is not None:
+        # The oracle takes one sequence at a time, so a mask without B, or with 1, has to have all B entries.
         mask = np.broadcast_to(mask, _mask_shape(mask.shape, q, k))
     out = np.zeros((batch, n, num_heads, v.shape[-1]))
     lse = np.zeros((batch, num_heads, n))
@@ -271,13 +291,17 @@ def _dense(xp: Any, rules: DenseParams, q: Array, k: Array, v: Array, extras: Op
     m = k.shape[1]
     query, extras = by_group(xp, q, k, extras)
     key, value, mask = xp.wide(k), xp.wide(v), extras.mask
+    # Under torch at most 2^25 scores exist at once (128 MiB of float32); under jax all rows, because a Python loop
+    # would be unrolled into the program.
     step = xp.rows_at_once(n, batch * num_heads * m)
     parts = []
+    # At least one pass, so that a call without rows still gives arrays of the right dtype and device to concatenate.
     for start in range(0, max(n, 1), step):
         rows = slice(start, min(start + step, n))
         position = xp.arange(rows.start, rows.stop, q) + (m - n)
         of_rows = extras._replace(mask=None if mask is None else mask[..., rows, :])
         parts.append(attend_rows(xp, rules, query[:, rows], key, value, position, of_rows))
+    # [B, n, K, G, Dv] -> [B, n, H, Dv]: head h is (h // G, h % G), as `by_group` split them.
     out = xp.concat([part[0] for part in parts], 1).reshape(batch, n, num_heads, v.shape[-1])
     lse = xp.concat([part[1] for part in parts], 3).reshape(batch, num_heads, n)
     return xp.cast(out, like=q), lse
@@ -292,6 +316,7 @@ def by_group(xp: Any, q: Array, k: Array, extras: OptionalArrays) -> tuple[Array
     grouped = (num_kv_heads, num_heads // num_kv_heads)
     mask = extras.mask
     if mask is not None:
+        # The one spelling that holds for torch.bool, jnp.bool_ and NumPy's.
         if "bool" not in str(mask.dtype):
             raise DTypeError(f"mask has dtype {mask.dtype}: must be bool, True = attend")
         mask = xp.broadcast_to(mask, _mask_shape(tuple(mask.shape), q, k)).reshape(batch, *grouped, n, m)
@@ -312,13 +337,18 @@ def attend_rows(
     others.
     """
     weights, factor, empty, lse, allowed = softmax(xp, rules, q, k, position, extras)
+    # [B or 1, K or 1, m] -> [B or 1, m, K or 1, 1]: whether any row of any head of the group sees a key.
     attended = xp.any(allowed, (2, 3)).swapaxes(1, 2)[..., None]
     v = xp.where(attended, v, 0.0)
     finite = xp.isfinite(v)
+    # A weight of 0 times an infinite or NaN value is NaN, in rows that do not see the value: the product has finite
+    # values only, and `_wild` adds the others to the rows that see them. `add_if` computes that product only if there
+    # are any: under jax by `lax.cond`, under torch by reading one bool.
     summed = xp.einsum("bkgrm,bmkd->brkgd", weights, xp.where(finite, v, 0.0))
     summed = xp.add_if(~finite.all(), summed, lambda: _wild(xp, xp.broadcast_to(allowed, weights.shape), v))
     per_row = [xp.where(empty, 0.0, factor), empty]  # [B, K, G, r] -> [B, r, K, G, 1]
     factor, none = (xp.moveaxis(x, 3, 1)[..., None] for x in per_row)
+    # `where`, not a product with 0: its gradient is 0 for an empty row, whatever the arguments hold.
     return xp.where(none, 0.0, summed * factor), xp.where(empty, -math.inf, lse)
 
 
@@ -331,21 +361,29 @@ def softmax(xp: Any, rules: DenseParams, q: Array, k: Array, position: Array, ex
     allowed = Visibility(LayerMask(rules.causal, rules.window)).allowed(row, key)
     if extras.mask is not None:
         allowed = allowed & extras.mask
+    # The gradient of `where` below multiplies a masked score's gradient, 0, by the key; an infinite or NaN key would
+    # make it NaN.
     k = xp.where(xp.any(allowed, (2, 3)).swapaxes(1, 2)[..., None], k, 0.0)
     scores = xp.einsum("brkgd,bmkd->bkgrm", q, k) * rules.scale
     if rules.cap is not None:
         scores = rules.cap * xp.tanh(scores / rules.cap)
     if extras.slopes is not None:
         ahead = key - row
+        # -slope * |p - j| (docs/semantics.md §8); under causality no visible key is ahead, so key - row is -|p - j|
+        # without `abs`.
         scores = scores + extras.slopes[:, :, None, None] * (ahead if rules.causal else -abs(ahead))
     scores = xp.where(allowed, scores, -math.inf)
+    # The maximum only keeps `exp` from overflowing and cancels out of the result, so it takes no part in the gradient.
+    # A row without keys has a maximum of -inf, and -inf - -inf would be NaN.
     top = xp.fixed_max(scores)
     top = xp.where(top == -math.inf, 0.0, top)
     weights = xp.exp(scores - top[..., None])
     total = weights.sum(-1)
     empty = total == 0
+    # Before the logarithm: the gradient of log(0) is infinite even where the result is not taken.
     total = xp.where(empty, 1.0, total)
     lse = top + xp.log(total)
+    # exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink), which does not overflow (docs/semantics.md §7).
     factor = 1.0 / total if extras.sinks is None else xp.sigmoid(lse - extras.sinks[:, :, None]) / total
     return weights, factor, empty, lse, allowed
 
@@ -353,6 +391,8 @@ def softmax(xp: Any, rules: DenseParams, q: Array, k: Array, position: Array, ex
 def _wild(xp: Any, allowed: Array, v: Array) -> Array:
     """Return the effect of infinite and NaN values on the rows that see them: inf, -inf or NaN, else 0; [B, r, K, G, Dv]."""
     total: Array = 0.0
+    # Counts of the special values that a row sees. In order, so that a row that sees both infinities adds inf and -inf
+    # to NaN, as the sum of its weighted values would be.
     for special, equal in ((math.inf, v == math.inf), (-math.inf, v == -math.inf), (math.nan, v != v)):
         hits = xp.einsum("bkgrm,bmkd->brkgd", xp.cast(allowed, like=v), xp.cast(equal, like=v)) > 0
         total = total + xp.where(hits, special, 0.0)
@@ -370,6 +410,8 @@ def _through_backend(
 ) -> tuple[Array, Array | None]:
     """Run the call as one batch over a new paged cache in the backend's layout and framework."""
     q, k, v = qkv
+    # Only to learn the backend's framework, layout and block sizes; the layer below makes the real request, with all
+    # features.
     selection = selector.select(selector.make_request(q.shape[-1], q.dtype), backend=backend)
     cls: Any = selection.require()
     for feature, used in ((Feature.MASK, extras.mask is not None), (Feature.HEAD_SIZE_V, v.shape[-1] != q.shape[-1])):
@@ -377,15 +419,20 @@ def _through_backend(
             raise UnsupportedError(f"{selection.name}: {feature.value} not supported over a paged cache, which backend= uses")
     target = cls.get_impl_cls().framework
     allowed = cls.get_supported_kernel_block_size()
+    # The smallest usual size wastes the least of a sequence's last page. 16 if none fits: the backend then says what it
+    # supports.
     block_size = next((size for size in (16, 32, 64, 128, 256) if supports_size(size, allowed)), 16)
     batch, n, num_heads, head_size = q.shape
     m, num_kv_heads = k.shape[1], k.shape[2]
     blocks_each = -(-m // block_size)
+    # Sequence b has blocks of its own, in order: its keys are contiguous in the new cache.
     table = [range(b * blocks_each, (b + 1) * blocks_each) for b in range(batch)]
     describe = CommonAttentionMetadata.from_lens
     seen = Visibility(LayerMask(rules.causal, rules.window)) if reach is None else reach
     spans, prefix = seen.batch.spans, seen.batch.prefix
     more = {"spans": None if spans is None else spans.reshape(-1, 2), "prefix": prefix}
+    # Two batches over one table: `context` says where the m keys are written, `queries` that the last n of them are
+    # rows. strict=False, because more rows than keys are defined here (docs/semantics.md §3).
     queries = describe([n] * batch, [m] * batch, table, block_size, causal=rules.causal, strict=False, **more)
     context = describe([m] * batch, [m] * batch, table, block_size)
     tokens = [
@@ -408,6 +455,7 @@ def _through_backend(
         chunk_size=seen.layer.chunk_size,
         span_window=seen.layer.span_window,
     )
+    # At least one block: a cache of none is an error, and a call without keys is not.
     result = ops.attend_once(layer, *tokens, context.slot_mapping, queries, max(1, batch * blocks_each))
     out, lse = result if return_lse else (result, None)
     out = arrays.to_framework(out, framework, like=q).reshape(q.shape)

@@ -19,6 +19,7 @@ from typing import Any
 
 from attn.errors import BackendLoadError
 
+# Stricter than Python's names (ASCII only in the first letter), so that "<locals>" and file paths are no class paths.
 _DOTTED = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)"  # a name and its next part, to be repeated
 _QUALNAME = re.compile(rf"{_DOTTED}*:{_DOTTED}*|{_DOTTED}+")
 _known: set[str] = set()
@@ -47,6 +48,7 @@ def resolve_obj_by_qualname(qualname: str) -> Any:
     check_qualname(qualname)
     module_name, _, attribute = qualname.partition(":") if ":" in qualname else qualname.rpartition(".")
     with loading(qualname):
+        # Attributes are read within `loading` too: a lazy package may import, and fail, at the attribute.
         target: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
             target = getattr(target, part)
@@ -69,6 +71,7 @@ def loading(name: str) -> Iterator[None]:
     """Convert any exception but KeyboardInterrupt raised by an import in the block to a `BackendLoadError` about `name`."""
     try:
         yield
+    # GeneratorExit comes when a generator that holds the block open is closed, which is no failure of an import.
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # a plugin or a vendor's package may raise anything at import, even SystemExit
@@ -81,15 +84,19 @@ def installed(module: str) -> bool:
     Only positive results are cached: a missing module may be installed while a notebook runs.
     """
     assumption = _assumption.get()
+    # An assumed machine without others (`beside` false) hides what is installed here: `attn explain --device H100` on a
+    # laptop says the same as on any other machine.
     if assumption is not None and module.partition(".")[0] not in _FRAMEWORKS and (assumed(module) or not assumption[1]):
         return assumed(module)
     if module in sys.modules:
+        # None in sys.modules is Python's own mark of a module that must not be imported; tests use it to hide a package.
         return sys.modules[module] is not None
     if module in _known:
         return True
     top, *submodules = module.split(".")
     try:
         spec = importlib.util.find_spec(top)
+    # `find_spec` raises ValueError for a loaded package whose `__spec__` is None.
     except (ImportError, ValueError):
         return False
     present, places = spec is not None, list(spec.submodule_search_locations or []) if spec is not None else []
@@ -107,6 +114,8 @@ def assuming(modules: Collection[str], *, beside: bool = False) -> Iterator[None
     """Within this context, `installed` reports `modules` and their submodules as present, in supported versions: in addition
     to what is installed on this machine (`beside`), or instead of it. It does not make them importable."""
     outer = _assumption.get()
+    # A hint asks "with this package too" within an outer assumption: the outer packages stay, and this machine's count
+    # only if they count outside.
     kept = outer[0] if beside and outer is not None else frozenset[str]()
     token = _assumption.set((kept.union(modules), beside and (outer is None or outer[1])))
     try:
@@ -118,6 +127,7 @@ def assuming(modules: Collection[str], *, beside: bool = False) -> Iterator[None
 def assumed(module: str) -> bool:
     """Whether a module counts as installed by assumption; then its version must not be checked, since it may be absent."""
     assumption = _assumption.get()
+    # With the dot, so that "flash_attn" does not stand for "flash_attn_interface", which is FlashAttention 3.
     return assumption is not None and any(module == name or module.startswith(f"{name}.") for name in assumption[0])
 
 

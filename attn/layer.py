@@ -55,6 +55,8 @@ class _Unset(float):
     """A number that was not passed."""
 
 
+# A float of 1, so that code below needs no case for it, and told from a caller's 1.0 by identity: only a scale that was
+# not passed warns.
 _UNSET = _Unset(1.0)
 
 
@@ -84,6 +86,8 @@ class BaseLayer:
 
         features: the caller's; required: those of the layer's other arguments; more: arguments of `selector.make_request`.
         """
+        # Under decode context parallelism each rank returns a part of the softmax, which the backend must support even
+        # if the layer itself returns no log-sum-exp.
         needed = {Feature.DCP: world_size() > 1, Feature.LSE: check_flag("return_lse", return_lse)}
         features = {*required, *list_of_names("features", features), *(feature for feature, asked in needed.items() if asked)}
         dtype = self._default_dtype() if dtype is None else dtype
@@ -97,6 +101,7 @@ class BaseLayer:
         impl_cls: Any = self.backend.get_impl_cls()
         named = ("num_heads", "head_size", "num_kv_heads", "kv_cache_dtype", "attn_type")
         self.impl = impl_cls(**{name: getattr(request, name) for name in named}, **arguments)
+        # Set, never unset: under decode context parallelism `AttentionImpl.__new__` has turned it on.
         if return_lse:
             self.impl.need_to_return_lse_for_decode = True
         self.impl.batch_invariant = Feature.BATCH_INVARIANT in request.features
@@ -115,6 +120,8 @@ class BaseLayer:
 
     def _keep_scales(self, num_kv_heads: int, k_scale: Any, v_scale: Any) -> None:
         check = resolve_obj_by_qualname(f"attn.{self.framework}.kv_cache.check_scale")
+        # vLLM's layer has these four; queries and probabilities are not quantised here, and kernels that read the
+        # scales get 1.
         for name, value in (("_q_scale", 1.0), ("_k_scale", k_scale), ("_v_scale", v_scale), ("_prob_scale", 1.0)):
             rank_of_numbers(name[1:], value)
             self._keep_scale(name, check(name, value, num_kv_heads))
@@ -135,7 +142,10 @@ class BaseLayer:
         (`build_for_cudagraph_capture`), and under jax `config={"bucket": False}` (the batch's exact extents).
         """
         device = self._device() if device is None else device
+        # By implementation, not by layer: casting a torch module makes a new implementation, whose batches may need
+        # another builder.
         kept = _builders.setdefault(self.impl, {})
+        # The specification has the number of blocks, so a larger cache gets a builder that checks ids against it.
         key = (self.kv_cache_spec, device, tuple(sorted(config.items())) if config else ())
         builder = kept.get(key)
         if builder is None:
@@ -162,13 +172,16 @@ class BaseLayer:
         spec = self.kv_cache_spec
         caches = f"attn.{self.framework}.kv_cache"
         num_blocks, block_size = resolve_obj_by_qualname(f"{caches}.extent")(self.backend, kv_cache)
+        # Ids are checked against this cache, which may have fewer blocks than the largest one of the layer.
         slots = page_slots(block_ids, num_blocks, block_size)
         parts = [arrays.to_framework(x, self.framework) for x in (keys, values)]
         checked = zip(("keys", "values"), parts, self._row_shapes(), strict=True)
         extent = (len(block_ids), block_size)
         codes = [check_pages(name, x, (*extent, *row), spec.kv_cache_dtype, spec.dtype) for name, x, row in checked]
+        # Codes are stored with the scale that they were made with, values with the layer's: one call does not mix the two.
         if codes[0] != codes[1]:
             raise DTypeError(f"keys have dtype {parts[0].dtype}, values {parts[1].dtype}: must both be values or both be codes")
+        # [n, P, ...] -> [n * P, ...], in the order of `slots`.
         rows = [x.reshape(-1, *x.shape[2:]) for x in parts]
         return resolve_obj_by_qualname(f"{caches}.load")(self, kv_cache, slots, *rows, codes[0])
 
@@ -185,9 +198,12 @@ class BaseLayer:
         """Create one array for the caches of `layers` layers, of `num_blocks` blocks each; None: a cache of one layer."""
         allocate = resolve_obj_by_qualname(f"attn.{self.framework}.kv_cache.allocate")
         device = self._device() if device is None else device
+        # Before the specification changes: if memory runs out, `build` goes on checking against the caches that exist.
         cache = allocate(self.backend, self.kv_cache_spec, num_blocks * (layers or 1), device)
         known = self.kv_cache_spec
         most_layers = max(known.num_layers or 0, layers or 0) or None
+        # The largest of all caches: a batch does not say which one it is for, so ids are checked against the widest
+        # range, and `check_num_blocks` rejects the batch for a smaller cache.
         spec = replace(known, num_blocks=max(known.num_blocks or 0, num_blocks), num_layers=most_layers)
         object.__setattr__(self, "kv_cache_spec", spec)  # nnx rejects assignment under `jax.eval_shape`
         return cache
@@ -248,11 +264,14 @@ class BaseAttention(BaseLayer):
     ) -> None:
         super().__init__()
         num_heads, num_kv_heads, head_size = check_heads(num_heads, num_kv_heads, head_size)
+        # Normalised here for the request's features; the implementation gets the caller's values and checks them again,
+        # because it may be made without a layer.
         window, soft_cap = window_pair(sliding_window, check_attn_type(attn_type)), check_soft_cap(logits_soft_cap)
         required = layer_features(window, soft_cap, alibi_slopes, sinks, kv_sharing_target_layer_name, chunk_size)
         for name, values in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
             if values is not None:
                 rank_of_numbers(name, values)
+        # Rank 1 is a scale of each head; the values are not read, since they may be parameters that are loaded later.
         if rank_of_numbers("k_scale", k_scale) or rank_of_numbers("v_scale", v_scale):
             required |= {Feature.PER_HEAD_SCALES}
         heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "attn_type": attn_type}
@@ -269,6 +288,8 @@ class BaseAttention(BaseLayer):
             sliding_window=sliding_window,
             logits_soft_cap=logits_soft_cap,
             kv_sharing_target_layer_name=kv_sharing_target_layer_name,
+            # Left out if None: such a backend's constructor has no such keyword, and serves the layer if it asks for
+            # none of them.
             **{name: value for name, value in further.items() if value is not None},
         )
         self.kv_cache_spec = KVCacheSpec(
@@ -287,6 +308,7 @@ class BaseAttention(BaseLayer):
     def _warn_unscaled(self, missing: list[str]) -> None:
         """Warn that scales of an int8 cache were not passed."""
         spec = self.kv_cache_spec
+        # An encoder's layer has no cache whose codes could be rounded.
         if missing and spec.attn_type not in ENCODER_TYPES and needs_scales(spec.kv_cache_dtype):
             names = " and ".join(missing)
             warnings.warn(
@@ -344,12 +366,15 @@ class BaseMLAAttention(BaseLayer):
         required = {Feature.MLA if indexer is None else Feature.SPARSE_MLA}
         heads = {"num_heads": num_heads, "num_kv_heads": 1}
         cache = {"kv_cache_dtype": kv_cache_dtype, "block_size": block_size}
+        # A cached row is latent and rotary key together, read by all heads: to the selector one kv head of L + Dr.
         request = self._request(rank + rope, dtype, features, required, return_lse, **heads, **cache)
         self._choose(
             request,
             backend,
             return_lse,
+            # The scale of the head before absorption (docs/semantics.md §9), not of the cached row.
             scale=check_scale(scale, nope + rope),
+            # Required arguments of vLLM's `MLAAttentionImpl`, which this layer does not offer.
             **dict.fromkeys(("alibi_slopes", "sliding_window", "logits_soft_cap", "kv_sharing_target_layer_name")),
             q_lora_rank=q_lora_rank,
             kv_lora_rank=rank,
@@ -360,6 +385,7 @@ class BaseMLAAttention(BaseLayer):
             kv_b_proj=kv_b_proj,
             indexer=indexer,
         )
+        # The implementation chooses it when it has its weights, because the choice depends on their device.
         self.impl.prefill_backend = prefill_backend
         self.impl.prefill_features = request.features & {Feature.NAN_SAFE}
         self.kv_cache_spec = KVCacheSpec(

@@ -29,9 +29,12 @@ def check_states(outputs: Sequence[Any], lses: Sequence[Any]) -> None:
 def merged(xp: Any, outputs: Sequence[Any], lses: Sequence[Any], nan_is_empty: bool) -> tuple[Any, Any]:
     """Return (output, lse) of all states by the operations `xp`; arguments and result are those of `merge_attn_states`."""
     logs = xp.wide(xp.stack(list(lses)))  # [states, H, T]
+    # An infinite log-sum-exp of either sign is an empty part: FlashAttention 2 returns +inf for a row without keys,
+    # FlashAttention 3 -inf (vLLM's merge_attn_states treats both alike).
     empty = xp.isinf(logs) | (xp.isnan(logs) & nan_is_empty)
     logs = xp.where(empty, -math.inf, logs)
     top = xp.amax(logs, 0)
+    # All parts empty: -inf - -inf would be NaN; with 0 every weight is exp(-inf) = 0, and log(0) at the end is -inf again.
     top = xp.where(top == -math.inf, 0, top)
     weights = xp.exp(logs - top)
     norm = weights.sum(0)
@@ -40,6 +43,8 @@ def merged(xp: Any, outputs: Sequence[Any], lses: Sequence[Any], nan_is_empty: b
         xp.where(nothing.T[..., None], 0, xp.cast(output, like=logs)) * weight.T[..., None]
         for output, weight, nothing in zip(outputs, weights, empty, strict=True)
     )
+    # In place under torch: the first product is new memory that nothing else refers to. A generator, so that one
+    # product exists beside the sum, not all of them.
     total = functools.reduce(operator.iadd, weighted)
     total = xp.where(norm.T[..., None] == 0, 0, total / norm.T[..., None])
     return xp.cast(total, like=outputs[0]), top + xp.log(norm)

@@ -109,6 +109,7 @@ class Bar(Display):
 
 def coloured(text: str, good: bool, stream: TextIO) -> str:
     """Return `text` in bold green or red for a terminal; unchanged for a file, and if NO_COLOR is set (no-color.org)."""
+    # no-color.org: any value but an empty one turns colour off.
     if not stream.isatty() or os.environ.get("NO_COLOR"):
         return text
     return f"\x1b[1;{32 if good else 31}m{text}\x1b[0m"
@@ -121,6 +122,7 @@ def display(plain: Display, *streams: TextIO, transient: bool = True) -> Iterato
     if terminal is None or not installed("rich"):
         yield plain
         return
+    # Only a bar on stdout can print lines above itself; one on stderr leaves stdout to a pipe or a file.
     bar = Bar(terminal, transient, terminal is sys.stdout)
     with bar.bars:
         yield bar

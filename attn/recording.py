@@ -84,6 +84,7 @@ def _take_request() -> bool:
     global _requested
     with _lock():
         taken = _requested > 0
+        # A bool counts as 0 or 1.
         _requested -= taken
     return taken
 
@@ -110,19 +111,25 @@ class Recorder:
 
     def call(self, layer: Any, run: Callable[[], Any], arguments: Arguments) -> Any:
         """Return run(), and record the call if it raises, if its output is not finite, or on request."""
+        # Before a request is taken: `record_next` then still holds for the next call that has values.
         if why := valueless(layer, arguments):
             warn_valueless(why)
             return run()
+        # Drawn before the call, so that a sampled call that fails is recorded once, with the failure as its reason.
         reason = "requested" if _take_request() else "sampled" if _chance.random() < self.sample else ""
         try:
             result = run()
+        # A refusal of the arguments is the caller's mistake, anything else the backend's: the file's name says which.
         except Exception as error:
             self._record(layer, arguments, "refused" if isinstance(error, AttnError | TypeError) else "raised", error)
             raise
+        # jax's call returns the new cache, and the old one may have been donated to it: its memory is gone.
         out, kv_cache = result if layer.framework == "jax" else (result, arguments.kv_cache)
         arguments = arguments._replace(kv_cache=kv_cache)
         meta = arguments.attn_metadata
         if meta is not None:
+            # Padding rows are left as they were, so they may hold anything. `bool` below waits for the device: a
+            # recorder is for finding a fault, not for serving.
             rows = (out[0] if isinstance(out, tuple) else out)[: int(meta.num_actual_tokens)]
             if not bool(ops_of(layer.framework).isfinite(rows).all()):
                 reason = "non-finite"
@@ -144,11 +151,13 @@ class Recorder:
         """Return the path of the new file, or None if the folder is full."""
         folder = Path(self.folder)
         folder.mkdir(parents=True, exist_ok=True)
+        # The folder is read anew at each recording, because other processes (ranks, workers) write to it too.
         sizes = [path.stat().st_size for path in folder.glob(f"*{SUFFIX}")]
         if len(sizes) >= MAX_FILES:
             logger.warning_once("ATTN_RECORD: %s is full (%s files): later calls are not recorded", folder, str(MAX_FILES))
             return None
         copied = snapshot(layer, arguments)
+        # Compared before the file is written: a disk that a recorder filled would stop the server.
         if sum(sizes) + sum(array.nbytes for array in copied.arrays.values()) > MAX_BYTES:
             logger.warning_once("ATTN_RECORD: a call does not fit in %s (%s bytes in all)", folder, str(MAX_BYTES))
             return None
@@ -163,6 +172,7 @@ def write(path: Path, recorded: Snapshot, about: dict[str, str]) -> None:
     """Write a recording, replacing the file atomically. Raises OSError."""
     save = resolve_obj_by_qualname("safetensors.numpy.save_file")
     described = {name: json.dumps(value) for name, value in (("case", recorded.case), ("dtypes", recorded.dtypes))}
+    # Not *.safetensors until it is whole, so that a replay that lists the folder never reads half a file.
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     save(recorded.arrays, temporary, {**about, **described, MARK[0]: MARK[1]})
     temporary.replace(path)
@@ -181,11 +191,13 @@ def valueless(layer: Any, arguments: Arguments) -> str:
 def rows_of(x: Any, total: int, shape: tuple[int, ...]) -> Any:
     """Return the first `total` rows as [total, *shape]; rows of another size unchanged."""
     x = x[:total]
+    # Hosts pass heads apart [T, H, D] or together [T, H * D].
     return x.reshape(-1, *shape) if math.prod(x.shape[1:]) == math.prod(shape) else x
 
 
 def check_readable(layer: Any, meta: Any, user: str) -> None:
     """Raise `UnsupportedError` for a batch of decode context parallelism and for metadata of another library."""
+    # A backend written for vLLM's interface may have metadata of its own, of which no field is known.
     missing = [name for name in ("query_start_loc", "seq_lens", "block_table", "slot_mapping") if not hasattr(meta, name)]
     if layer.impl.dcp_world_size > 1 or missing:
         batch = f"{type(meta).__name__} without {', '.join(missing)}" if missing else "decode context parallelism"
@@ -195,6 +207,7 @@ def check_readable(layer: Any, meta: Any, user: str) -> None:
 def bounds(layer: Any, meta: Any) -> "tuple[npt.NDArray[Any], npt.NDArray[Any]]":
     """Return (query_start_loc [R + 1], seq_lens [R]) of a batch on the host, int32, without padding."""
     count, ops = int(meta.num_reqs), ops_of(layer.framework)
+    # Arrays of a captured graph or a bucket are longer than the batch; the rest holds lengths of 0 or of an earlier batch.
     start, lens = (ops.bits(x)[0].astype("int32") for x in (meta.query_start_loc[: count + 1], meta.seq_lens[:count]))
     return start, lens
 
@@ -230,10 +243,13 @@ def snapshot(layer: Any, arguments: Arguments) -> Snapshot:
     cross, encoder = impl.attn_type == AttentionType.ENCODER_DECODER, impl.attn_type in ENCODER_TYPES
     # in cross attention the new rows are the encoder's: they are recorded as cached, which they are after the call
     writes = not cross and impl.kv_sharing_target_layer_name is None and arguments.key is not None
+    # A replay writes what the recording has new rows for; -1 writes nothing.
     slots = slots[:total] if writes and not encoder else np.full(total, -1, np.int64)
     heads = (impl.num_heads, impl.qk_head_dim) if latent else (impl.num_heads, impl.head_size)
     keep("query", rows_of(arguments.query, total, heads))
     if writes and latent:
+        # Latent and rotary key become one row [T, 1, L + Dr], as the cache stores them; a model without rotary
+        # dimensions passes k_pe as None, of size 0.
         sizes = zip(arguments[1:3], (impl.kv_lora_rank, impl.qk_rope_head_dim), strict=True)
         new = [rows_of(x, total, (size,)) for x, size in sizes if size]
         keep("key", ops.concat(new, -1)[:, None])
@@ -246,9 +262,11 @@ def snapshot(layer: Any, arguments: Arguments) -> Snapshot:
         pages = UsedPages(table, seq_lens, slots, page, extent(layer.backend, arguments.kv_cache)[0])
         table, slots = pages.table, pages.slots
         caches = ops.pages(layer, arguments.kv_cache, pages.ids)
+        # A latent row is key and value: `logical_kv_cache` returns it twice, and it is stored once.
         for name, stored in zip(("key_cache", "value_cache")[: 1 if latent else 2], caches, strict=False):
             arrays[name] = np.ascontiguousarray(stored)
     tree = meta.mask.tree
+    # Without the padding of the batch's requests and rows, as everything else in the file.
     for name, array in meta.mask.select(slice(count), slice(total))._asdict().items():
         keep("tree_mask" if name == "tree" else name, array)
     keep("alibi_slopes", getattr(impl, "alibi_slopes", None))
@@ -258,6 +276,8 @@ def snapshot(layer: Any, arguments: Arguments) -> Snapshot:
     keep("indices", None if indexer is None else indexer[:total])
     arrays |= {"query_start_loc": start, "seq_lens": seq_lens, "block_table": table, "slot_mapping": slots}
     scales = {f"{x}_scale": np.asarray(ops.bits(getattr(layer, f"_{x}_scale"))[0]).tolist() for x in "kv"}
+    # A dict in two-column groups: the fields of `attn.testing.Case`, which a replay makes from it. The case is one of
+    # real data: names and draws (`poison`, `name`) are constants.
     case = {
         **{"name": "recorded", "query_lens": np.diff(start).tolist(), "seq_lens": seq_lens.tolist()},
         **{"num_heads": impl.num_heads, "num_kv_heads": impl.num_kv_heads, "head_size": impl.head_size, "block_size": page},
@@ -285,13 +305,18 @@ class UsedPages:
     def __init__(self, table: Any, seq_lens: Any, slots: Any, page: int, num_blocks: int) -> None:
         import numpy as np
 
+        # Entries past a request's blocks may be any number, also a block of another request, and must not count as used.
         live = np.arange(table.shape[1]) < -(-seq_lens // page)[:, None]
+        # Slots too: the batch may write to a page that none of its requests reads.
         used = np.concatenate([table[live], slots[slots >= 0] // page])
         inside = used[(used >= 0) & (used < num_blocks)].astype(np.int64)
+        # Sorted, which `searchsorted` below needs; at least one page if there is any, because a cache without pages has
+        # no shape to replay.
         self.ids = np.unique(inside) if len(inside) else np.arange(min(1, num_blocks))
 
         def compact(x: Any) -> Any:
             index = np.searchsorted(self.ids, x)
+            # `searchsorted` returns len(ids) for a number above all, where -2 stands, which no id is.
             known = np.append(self.ids, -2)[index] == x
             return np.where(known, index, np.where(x < 0, -1, len(self.ids)))
 

@@ -34,6 +34,7 @@ logger = init_logger(__name__)
 _PerKind = tuple[tuple[str, AttentionBackendEnum], ...]
 
 _forced = contextvars.ContextVar[AttentionBackendEnum | None]("forced_attn_backend", default=None)
+# A tuple of pairs, because it is part of the cache's key, which has to be hashable.
 _per_kind = contextvars.ContextVar[_PerKind]("attn_backend_per_kind", default=())
 
 
@@ -63,6 +64,7 @@ class _Key(NamedTuple):
         return self._replace(generation=generation(), environment=environment, measured=measured)
 
 
+# Its raw value decides whether the file of times is looked at: unset costs nothing.
 _PREFERENCES = envs.SELECTING.index("ATTN_PREFERENCES")
 _cache: dict[_Key, type[AttentionBackend]] = {}
 _CACHE_LIMIT = 4096  # more than any model needs; bounds memory when a caller sweeps shapes
@@ -195,6 +197,8 @@ def asked_for_kind(layer_kind: str) -> Asked:
     Raises ValueError for a malformed variable, and for an unknown kind or backend in it.
     """
     for source, backends in (("backend_per_kind", _per_kind.get), (PER_KIND_ENV_VAR, _per_kind_in_environment)):
+        # The environment is parsed only if the context has no backend for the kind, so a malformed variable is an error
+        # only where it counts.
         if (member := dict(backends()).get(layer_kind)) is not None:
             return Asked(member, f"{source}[{layer_kind!r}]")
     return Asked(None, "priority")
@@ -204,6 +208,7 @@ def _per_kind_in_environment() -> _PerKind:
     pairs = list[tuple[str, str]]()
     for part in envs.read_list(PER_KIND_ENV_VAR) or ():
         kind, equals, name = (word.strip() for word in part.partition("="))
+        # A kind named twice has no answer that is not a guess.
         if not (kind and equals and name) or kind in dict(pairs):
             raise ValueError(f"{PER_KIND_ENV_VAR}={part!r}: must be kind=BACKEND, comma-separated, each kind once")
         pairs.append((kind, name))
@@ -248,6 +253,7 @@ def get_attn_backend(
         UnsupportedError (a ValueError) with every candidate's reasons; ValueError for malformed arguments or an unknown
         name in ATTN_BACKEND; BackendLoadError when an explicit choice cannot be imported.
     """
+    # Not cached: vLLM's signature has none of them, and `features` may be any container.
     if wants:
         request = make_request(head_size, dtype, kv_cache_dtype, block_size, use_mla=use_mla, **wants)
         return _backend_for(request, dtype, is_attention_free, is_blocksparse)
@@ -268,7 +274,10 @@ def _cached_get_attn_backend(
 ) -> type[AttentionBackend]:
     """Cached implementation of `get_attn_backend`, keyed by everything it depends on. `use_v1` is accepted and unused."""
     # Types are in the key because True == 1 == 1.0; the loaded frameworks matter only for a dtype given as a string.
+    # A string has no framework of its own; which one it gets depends on what the process has imported so far
+    # (`default_framework`).
     loaded = ("torch" in sys.modules, "jax" in sys.modules) if type(dtype) is str else None
+    # Read once: the flag of ATTN_PREFERENCES and the rest of the key must be of the same moment.
     environment = envs.selecting()
     sizes = head_size, type(head_size), dtype, kv_cache_dtype, block_size, type(block_size)
     state = loaded, _forced.get(), _per_kind.get(), generation(), environment, environment[_PREFERENCES] and _measuring(dtype)
@@ -278,14 +287,19 @@ def _cached_get_attn_backend(
         return _cache[plain]  # type: ignore[index]
     except (KeyError, TypeError):  # TypeError: an unhashable argument; make_request reports it
         pass
+    # Outside the try, since a TypeError or KeyError of its own must reach the caller.
     request = make_request(head_size, dtype, kv_cache_dtype, block_size, use_mla=use_mla)
     plugins.load()  # outside the lock, since a plugin may call the selector while loading
     with _cold():
+        # Plugins may have registered backends, and other threads may have changed the environment, since the key was made.
         key = _Key(*plain).now()
+        # Another thread may have made the choice while this one waited for the lock.
         if key in _cache:
             return _cache[key]
         backend = _backend_for(request, dtype, is_attention_free, is_blocksparse)
         if key == key.now():  # unchanged since the start
+            # All at once: keeping an order of use would cost each look-up, and a caller that comes here sweeps shapes
+            # that it does not use again.
             if len(_cache) >= _CACHE_LIMIT:
                 _cache.clear()
             _cache[key] = backend
@@ -295,6 +309,7 @@ def _cached_get_attn_backend(
 def _measuring(dtype: Any) -> object:
     """State of the file that `attn.selection.preferences` reads, if ATTN_PREFERENCES is set: a few microseconds per call."""
     platform = platform_for(_framework(dtype))
+    # `deterministic` is a setting of the framework that may change between calls, and turns measured times off.
     return preferences.on() and (platform.deterministic(), preferences.state(platform.device()))
 
 
@@ -311,6 +326,8 @@ def _backend_for(request: Request, dtype: Any, is_attention_free: bool, is_block
     if is_blocksparse:
         logger.info_once("Using BlocksparseFlashAttention backend.")
         framework = _framework(dtype)
+        # A block-sparse backend serves only requests for it (`capabilities.KINDS`), and is judged alone: the caller
+        # asked for this family.
         sparse = replace(request, features=request.features | {Feature.BLOCK_SPARSE})
         candidate = blocksparse_candidate(framework)
         return choose([candidate], sparse, platform_for(framework).device(), "is_blocksparse").require()
@@ -336,6 +353,7 @@ def make_request(
     `features` is a list (or set) of names, not one string; ATTN_BATCH_INVARIANT=1 adds `batch_invariant`. Raises ValueError
     with the argument, its value and the allowed values.
     """
+    # The class keeps strings only (`Request.__post_init__`), so a member of `Feature` and its name make equal requests.
     required = {*list_of_names("features", features), *({Feature.MLA} if use_mla else ())}
     if envs.batch_invariant():
         required.add(Feature.BATCH_INVARIANT)
@@ -384,6 +402,8 @@ def _asked(backend: AttentionBackendEnum | str | None, request: Request | None) 
     environment."""
 
     def wishes() -> Iterator[tuple[Any, str]]:
+        # A generator: the kind's backend is looked up, and its variable parsed, only if neither a force nor an argument
+        # decides.
         yield _forced.get(), "context"
         yield backend, "argument"
         if request is not None:

@@ -45,6 +45,7 @@ def cells(figures: Mapping[str, Any], columns: Sequence[Column]) -> list[str]:
 def line(cells: Sequence[str], columns: Sequence[Column], wide: bool = False, gap: str = " ") -> str:
     """Format a row in the columns' widths; the cells of the last columns may be missing."""
     kept = [(cell, column) for cell, column in zip(cells, columns, strict=False) if wide or not column.wide]
+    # Without trailing spaces, which copies of a terminal and diffs of recorded outputs would show.
     return gap.join(cell.ljust(c.width) if c.text else cell.rjust(c.width) for cell, c in kept).rstrip()
 
 
@@ -62,6 +63,8 @@ def block(rows: Sequence[Sequence[str]], indent: str = "", numbers: Collection[i
 
 def wrapped(text: str, indent: str = "", more: str = "") -> list[str]:
     """Break a line at spaces, into none if it is empty; the continuations are indented by `more` too."""
+    # Words longer than a line (paths, names of cases) are broken only where COLUMNS asks for a width: a broken path
+    # cannot be copied.
     asked = asked_width()
     width = asked or WIDTH
     more = (indent + more)[: width // 2]
@@ -73,6 +76,7 @@ def wrapped(text: str, indent: str = "", more: str = "") -> list[str]:
 def asked_width() -> int:
     """Return the characters of a line that COLUMNS asks for; 0 if it asks for none."""
     asked = os.environ.get("COLUMNS", "")
+    # Below 20 the indents alone fill a line. `isdecimal`, since COLUMNS is any string that the environment holds.
     return max(20, int(asked)) if asked.isdecimal() and int(asked) else 0
 
 
@@ -83,6 +87,7 @@ def folded(text: object) -> str:
         return str(text)
     indents = [" " * min(len(line) - len(line.lstrip()) + 4, width // 2) for line in lines]
     broken = [
+        # `wrap` returns no line for an empty one, which separates paragraphs.
         textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False) or [""]
         for line, indent in zip(lines, indents, strict=True)
     ]
@@ -96,6 +101,7 @@ def counted(count: int, noun: str) -> str:
 
 def markdown(cells: Iterable[str]) -> str:
     """Format a row of a Markdown table."""
+    # Renderers of Markdown differ on a backslash before a bar within code spans.
     return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
 
 

@@ -45,6 +45,7 @@ class LayerMask(NamedTuple):
     def __and__(self, other: "LayerMask") -> "LayerMask":
         """Return the mask of the keys that both masks allow. Raises ValueError where no one mask is that."""
         sides = zip(self.window, other.window, strict=True)
+        # The narrower bound on each side; unbounded only where both are.
         left, right = (min((x for x in side if x is not None), default=None) for side in sides)
         for name in ("chunk_size", "span_window"):
             one, two = getattr(self, name), getattr(other, name)
@@ -52,6 +53,7 @@ class LayerMask(NamedTuple):
                 raise ValueError(f"{name}={one} and {name}={two} have no common mask")
         chunk = self.chunk_size if other.chunk_size is None else other.chunk_size
         cuts = self.span_window if other.span_window is None else other.span_window
+        # Exact for keys by position only: whether a window cuts a span has to be the same for both, and so has the chunk.
         return LayerMask(self.causal or other.causal, (left, right), chunk, cuts)
 
     def __str__(self) -> str:
@@ -85,6 +87,7 @@ class BatchMask(NamedTuple):
 
     def select(self, requests: slice, rows: slice) -> "BatchMask":
         """Return the mask of some requests, and of their rows."""
+        # Spans are the one array with an entry per row; the others have one per request.
         return BatchMask(*(x if x is None else x[rows if name == "spans" else requests] for name, x in self._asdict().items()))
 
     @property
@@ -122,13 +125,16 @@ class Visibility(NamedTuple):
     def window(self) -> Window:
         """The window, with a right bound of 0 if rows see no later key."""
         left, right = self.layer.window
+        # A causal layer with a right bound above 0 sees no later key either: kernels then compare one bound.
         return left, 0 if self.layer.causal else right
 
     def select(self, request: int, rows: slice) -> "Visibility":
         """Return the mask of one request, whose rows are `rows`. `is_causal` must be on the host."""
         layer, batch = self.layer, self.batch.select(slice(request, request + 1), rows)
+        # A request longer than its tree mask is causal (`CommonAttentionMetadata.tree_mask`).
         if batch.tree is not None and rows.stop - rows.start > batch.tree.shape[1]:
             batch = batch._replace(tree=None)
+        # One request has one causality, so its own replaces the layer's.
         if batch.is_causal is not None:
             layer, batch = layer._replace(causal=bool(batch.is_causal[0])), batch._replace(is_causal=None)
         return Visibility(layer, batch)
@@ -143,6 +149,7 @@ class Visibility(NamedTuple):
         """
         (left, right), (tree, spans, prefix, is_causal) = self.layer.window, self.batch
         past = key <= position
+        # `past | True` has the shape and the framework of the arrays, which the constant True has not.
         seen = past if self.layer.causal else past | True
         if is_causal is not None:
             seen = past | ~is_causal[request]
@@ -150,19 +157,25 @@ class Visibility(NamedTuple):
             width = tree.shape[-1]
             node, row_node = key - context, position - context
             inside = (node >= 0) & (node < width) & (row_node >= 0) & (row_node < width)
+            # Multiplied by the bool, indices outside the tree become 0, a valid one: NumPy and torch raise for others.
+            # `inside` then leaves the value out.
             edge = tree[request, row_node * inside, node * inside]
+            # Within a tree a row sees all context (node < 0) and its edges; a request of more new tokens than the tree
+            # has is causal.
             seen = ((new <= width) & ((node < 0) | (inside & edge))) | ((new > width) & past)
         if left is not None:
             seen = seen & (key >= position - left)
         if right is not None:
             seen = seen & (key <= position + right)
         if spans is not None:
+            # (-1, -1), no span, holds for no key: none is at -1.
             among = (key >= spans[row, 0]) & (key <= spans[row, 1])
             if self.layer.span_window and left is not None:
                 among = among & (key >= position - left)
             if self.layer.span_window and right is not None:  # a right bound of 0 is causality, which does not cut spans
                 among = among & ((key <= position + right) | (right == 0))
             seen = seen | among
+        # After the window, which does not cut a prefix, and before the chunk, which does (docs/semantics.md §18).
         if prefix is not None:
             seen = seen | (key < prefix[request])
         if self.layer.chunk_size is not None:
@@ -179,18 +192,23 @@ class Visibility(NamedTuple):
         layer's `causal` (rows of trees are not ordered).
         """
         left, right = self.layer.window
+        # 0 * first is a zero of the arguments' shape and framework.
         low = 0 * first if left is None else xp.maximum(first - left, 0 * first)
         high = end if right is None else xp.minimum(end, last + right + 1)
+        # `ordered` may be an array: in a batch of mixed causality, or with trees, rows of one launch differ.
         high = xp.where(self.layer.causal if ordered is None else ordered, xp.minimum(high, last + 1), high)
+        # The range may only be too wide, never too narrow, so `span_window`, which cuts spans, is left out.
         if spans is not None:
             has_span = spans[0] <= spans[1]
             low = xp.where(has_span, xp.minimum(low, spans[0]), low)
             high = xp.where(has_span, xp.maximum(high, spans[1] + 1), high)
         if prefix is not None:
+            # One range covers both: the keys between a prefix and a window are read too, and masked.
             low, high = xp.where(prefix > 0, 0 * low, low), xp.maximum(high, prefix)
         if self.layer.chunk_size is not None:
             low = xp.maximum(low, first // self.layer.chunk_size * self.layer.chunk_size)
         high = xp.minimum(high, end)
+        # So that high - low is a number of keys, also where no key is seen.
         return low, xp.maximum(low, high)
 
     def common(self, first: Any, last: Any, end: Any, ordered: Any = None, xp: Any = _Ints) -> tuple[Any, Any]:
@@ -199,6 +217,8 @@ class Visibility(NamedTuple):
         Arguments as of `bounds`. Spans, prefixes and trees are not counted.
         """
         left, right = self.layer.window
+        # The last row's window begins last, and the first row's causality ends first: between them every row sees every
+        # key. `low` may be negative, and above `high` if there is no such key.
         low = 0 * last if left is None else last - left
         high = end if right is None else xp.minimum(end, first + right + 1)
         high = xp.where(self.layer.causal if ordered is None else ordered, xp.minimum(high, first + 1), high)

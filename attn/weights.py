@@ -18,6 +18,7 @@ from attn.visibility import Visibility
 
 logger = init_logger(__name__)
 
+# A call of a long prompt by mistake would exhaust memory: 32 heads of 32k rows and keys are 128 GiB.
 MAX_ELEMENTS = 1 << 26  #: 256 MiB of float32
 
 
@@ -58,7 +59,9 @@ def of_call(layer: Any, arguments: recording.Arguments) -> list[Any]:
     impl, xp = layer.impl, arrays.ops_of(layer.framework)
     starts, lens = recording.bounds(layer, arguments.attn_metadata)
     q_lens, total = starts[1:] - starts[:-1], int(starts[-1])
+    # Before the first weight is computed; in int64, since 65,536 rows over as many keys overflow int32.
     check_elements(impl.num_heads * int((q_lens.astype(int) * lens).sum()))
+    # An MLA layer's query has Dn + Dr columns, its cached row L + Dr.
     query = recording.rows_of(arguments.query, total, (impl.num_heads, getattr(impl, "qk_head_dim", impl.head_size)))
     weights = []
     for r, (n, m) in enumerate(zip(q_lens.tolist(), lens.tolist(), strict=True)):
@@ -66,6 +69,7 @@ def of_call(layer: Any, arguments: recording.Arguments) -> list[Any]:
         if impl.attn_type in ENCODER_TYPES:
             key = recording.rows_of(arguments.key, total, (impl.num_kv_heads, impl.head_size))[rows]
         else:
+            # Only the request's own pages: entries past them may be any number.
             blocks = arguments.attn_metadata.block_table[r, : -(-m // layer.kv_cache_spec.block_size)]
             key = _keys(xp, layer, arguments.kv_cache, blocks)[:m]
         rules, mask = _seen(layer, arguments, r, rows, m)
@@ -82,6 +86,8 @@ def _keys(xp: Any, layer: Any, kv_cache: Any, blocks: Any) -> Any:
     if rank is None:
         return rows
     latent, rotary = rows[:, :rank], rows[:, None, rank : rank + impl.qk_rope_head_dim]
+    # W_UK, the first Dn columns of each head: k = [c W_UK | k_pe], the unabsorbed form (docs/semantics.md §9), whose
+    # query is the layer's argument.
     nope = xp.cast(xp.up_projection(layer)[..., : impl.qk_nope_head_dim], like=rows)
     rotary = xp.broadcast_to(rotary, (len(rows), impl.num_heads, impl.qk_rope_head_dim))
     return xp.concat([xp.einsum("ml,lhd->mhd", latent, nope), rotary], -1)
@@ -95,9 +101,11 @@ def _seen(layer: Any, arguments: recording.Arguments, r: int, rows: slice, m: in
     n, scale, cap = rows.stop - rows.start, impl.signed_scale, getattr(impl, "logits_soft_cap", None)
     if (chosen := recording.indices_of(layer, arguments)) is not None:
         seen, keys = np.zeros((n, m + 1), bool), bits(chosen[rows])[0]
+        # Column m collects the entries that name no key (-1, or past the request), and is cut off.
         np.put_along_axis(seen, np.where((keys < 0) | (keys >= m), m, keys), True, 1)  # noqa: FBT003
         return DenseParams(False, scale, (None, None), cap), seen[:, :m]
     layer, batch = impl.visible(meta)
+    # On the host: `as_array` indexes with NumPy, and one request's mask is small beside its weights.
     mask = Visibility(layer, batch.map(lambda array: bits(array)[0])).select(r, rows)
     if mask.batch.is_plain and mask.layer.chunk_size is None:
         return DenseParams(mask.layer.causal, scale, mask.layer.window, cap), None

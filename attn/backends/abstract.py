@@ -52,6 +52,7 @@ class KVCacheSpec:
     head_size: int
     dtype: str
     kv_cache_dtype: str = "auto"
+    # Not part of a layer's arguments: known once a cache exists, for the check of block ids.
     num_blocks: int | None = None
     sliding_window: int | tuple[int | None, int | None] | None = None
     attn_type: str = AttentionType.DECODER
@@ -105,6 +106,8 @@ class AttentionBackend(LayerBackend):
     @classmethod
     def get_supported_kernel_block_size(cls) -> list[int | MultipleOf]:
         """`block_sizes`, unless the implementation says otherwise: vLLM's interface has this method on both classes."""
+        # The marked method of the base class returns the backend's data, which this would ask again; only an override
+        # has another answer.
         sizes = cls.get_impl_cls().get_supported_kernel_block_size
         return list(cls.block_sizes) if getattr(sizes, "datum", None) == "block_sizes" else sizes()
 
@@ -120,6 +123,8 @@ class AttentionBackend(LayerBackend):
         raise NotImplementedError
 
     @staticmethod
+    # The order of the shape's dimensions in memory, outermost first: an engine that allocates the cache permutes by it
+    # (vLLM's interface). Not abstract, because vLLM takes an exception for the identity.
     def get_kv_cache_stride_order() -> tuple[int, ...]:
         raise NotImplementedError
 
@@ -139,9 +144,12 @@ class AttentionBackend(LayerBackend):
 
         A backend whose limits depend on each other overrides this, calls super, and adds the reasons for those combinations.
         """
+        # No limits are known of a class written for vLLM's interface alone: it is accepted, and its constructor has the
+        # last word.
         if cls.capabilities is None:
             return []
         why = cls.capabilities.reasons(request, device, cls.served_features())
+        # An encoder's layer reads the keys of the call: it has no blocks whose size could matter.
         if request.block_size is not None and request.attn_type not in ENCODER_TYPES:
             allowed = cls.get_supported_kernel_block_size()
             if not supports_size(request.block_size, allowed):
@@ -214,6 +222,8 @@ class AttentionImpl(Implementation, ABC, Generic[T]):
 
     def visible(self, attn_metadata: Any) -> Visibility:
         """Return the visibility of a batch: the mask of the layer and that of the batch."""
+        # A cross-attention layer is not causal whatever the batch says, and a batch of a decoder may turn causality off
+        # (`causal=False`). Where nothing changes, a call makes no record.
         causal = self.mask.causal and bool(attn_metadata.causal)
         return Visibility(self.mask if causal == self.mask.causal else self.mask._replace(causal=causal), attn_metadata.mask)
 
@@ -221,12 +231,14 @@ class AttentionImpl(Implementation, ABC, Generic[T]):
         # use __new__ so that all subclasses will call this
         self = super().__new__(cls)
         try:
+            # Read once, at construction, as in vLLM: a group set later does not change layers that exist.
             self.dcp_world_size = get_dcp_group().world_size
             self.dcp_rank = get_dcp_group().rank_in_group
         except AssertionError:
             # DCP might not be initialized in testing
             self.dcp_world_size = 1
             self.dcp_rank = 0
+        # Ranks merge their parts by it (docs/semantics.md §15).
         self.need_to_return_lse_for_decode = self.dcp_world_size > 1 and self.can_return_lse_for_decode
         return self
 
@@ -297,11 +309,13 @@ class AttentionImpl(Implementation, ABC, Generic[T]):
         if output is not None:
             raise ValueError("output= is written in place and cannot be converted: call forward(), or omit it")
 
+        # Scales may be Python numbers, which belong to no framework.
         def native(x: Any) -> Any:
             return x if x is None or isinstance(x, int | float) else arrays.to_framework(x, self.framework)
 
         came_as = arrays.framework_of(query)
         scales = {"output_scale": output_scale, "output_block_scale": output_block_scale}
+        # Left out if None: an implementation without output quantisation need not have the arguments.
         passed = {name: native(scale) for name, scale in scales.items() if scale is not None}
         result = self.forward(layer, native(query), native(key), native(value), kv_cache, attn_metadata, **passed)
         if isinstance(result, tuple):

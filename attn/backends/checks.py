@@ -37,6 +37,7 @@ def check_array(backend: type[AttentionBackend], name: str, array: Any, framewor
         actual = framework_of(array)
     except TypeError:
         raise TypeError(f"{backend.get_name()}: {name} is a {type(array).__name__}: must be an array of {framework}") from None
+    # jax's own functions accept NumPy arrays, and tests and notebooks pass them; torch's do not.
     if actual != framework and (actual, framework) != ("numpy", "jax"):
         raise TypeError(
             f"{backend.get_name()}: {name} is an array of {actual}: must be of {framework}, the layer's framework "
@@ -48,6 +49,7 @@ def cache_dtype_error(impl: Any, query: Any, kv_cache: Any, needed: Any) -> DTyp
     """Return the error for a cache whose elements are not `needed`. It names the wrong dtype, the cache's or the query's."""
     name, layer_dtype = impl.backend.get_name(), impl.layer_dtype
     query_dtype, cached = dtype_name(query.dtype), dtype_name(kv_cache.dtype)
+    # The cache is as the layer was built; then it is the query that is wrong, although the comparison failed at the cache.
     if layer_dtype is not None and impl.kv_cache_dtype == "auto" and cached == layer_dtype != query_dtype:
         advice = f"cast the query, or build the layer with dtype={query_dtype!r}"
         return DTypeError(f"{name}: query has dtype {query_dtype}, the layer {layer_dtype}: {advice}")
@@ -56,6 +58,8 @@ def cache_dtype_error(impl: Any, query: Any, kv_cache: Any, needed: Any) -> DTyp
 
 def check_block_size(name: str, block_size: int, expected: int | None) -> None:
     """Raise `ShapeError` if a cache's block size differs from the one that the batch was built for."""
+    # The batch's slots and table were computed for its block size: with another, tokens would be written and read at
+    # wrong places, inside the cache.
     if expected is not None and block_size != expected:
         raise ShapeError(f"{name}: kv_cache has blocks of {block_size} tokens, the batch was built for blocks of {expected}")
 
@@ -80,6 +84,7 @@ def check_like(impl: Any, name: str, array: Any, query: Any, of: str = "query") 
     """Raise unless an array has the query's dtype and, under torch, its device. `of`: the message's name for the query."""
     if array.dtype != query.dtype:
         raise DTypeError(f"{impl.backend.get_name()}: {name} has dtype {array.dtype}, {of} {query.dtype}: must be equal")
+    # jax places arrays itself, and under jit they have no device.
     if impl.framework == "torch":
         check_placed(impl, name, array, query)
 
@@ -99,6 +104,7 @@ def check_rows(impl: Any, name: str, array: Any, least: int) -> None:
 
 def check_pair(impl: Any, **pair: Any) -> None:
     """Raise `ShapeError` if one of two new arrays is None and the other not, or an encoder's call has none."""
+    # MLA passes kv_c and k_pe, other layers key and value: the names in the message are the caller's.
     if len({array is None for array in pair.values()}) > 1:
         advice = "pass both, or neither (nothing is written then)"
         raise ShapeError(f"{impl.backend.get_name()}: one of {' and '.join(pair)} is None: {advice}")
@@ -119,6 +125,8 @@ def check_no_gradient(impl: Any, **tensors: Any) -> None:
 def check_masks(impl: Any, attn_metadata: Any) -> None:
     """Raise unless the backend serves what the batch's rows see, alone and beside what the layer's rows see."""
     check_reach(impl, attn_metadata)
+    # A layer is chosen without knowing its batches: whether they are causal is a matter of each call. The record is
+    # then asked again, since a backend may serve non-causal layers and windows, but not both together.
     if not attn_metadata.causal and impl.attn_type == AttentionType.DECODER and not impl.serves_non_causal:
         require(impl, Feature.NON_CAUSAL)
         layer = impl.request()

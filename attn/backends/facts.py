@@ -88,4 +88,5 @@ class Implementation:
     def __init_subclass__(cls, backend: Any = None, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         if backend is not None:
+            # Both directions at once: neither class can name the other in its own body, because one of them is defined first.
             cls.backend, backend.impl_cls = backend, cls

@@ -9,4 +9,5 @@ class NoAttentionBackend(PlaceholderAttentionBackend):
 
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
+        # Without a record every request would be accepted, and an automatic choice could end here.
         return ["serves attention-free models only (is_attention_free=True)"]

@@ -82,6 +82,8 @@ class PagedBackend(AttentionBackend):
         why = super().why_not(request, device)
         if request.kv_cache_dtype in PER_TOKEN_HEAD and request.block_size and request.num_kv_heads:
             codes = request.block_size * request.num_kv_heads * request.head_size
+            # Per page and kind the layout is [codes of all tokens and heads | float32 scales], so codes' bytes have to
+            # be whole words.
             if codes % 4:  # the float32 scales that follow the codes would be misaligned
                 sizes = f"block_size={request.block_size} num_kv_heads={request.num_kv_heads} head_size={request.head_size}"
                 why.append(f"{sizes} (kv_cache_dtype={request.kv_cache_dtype} supports multiples of 4 as their product)")
@@ -95,6 +97,7 @@ class PagedBackend(AttentionBackend):
 
         With a scale per token and head, D + 4 bytes: a block holds the codes of all its tokens, then their scales.
         """
+        # Keys and values in one array, outermost: `kv_cache[0]` is all keys, contiguous, as kernels take them.
         return (2, num_blocks, block_size, num_kv_heads, kv_cache_row(cache_dtype_str, head_size))
 
     @staticmethod
@@ -143,6 +146,7 @@ class PagedImpl(AttentionImpl[T]):
         self.alibi_slopes = self._per_head("alibi_slopes", alibi_slopes)
         self.sinks = self._per_head("sinks", sinks)
         self.mask = LayerMask(
+            # Only decoders are causal; encoders and cross attention see all keys, within the window.
             attn_type == AttentionType.DECODER,
             window_pair(sliding_window, attn_type),
             None if chunk_size is None else positive_int("chunk_size", chunk_size),

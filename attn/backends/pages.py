@@ -22,12 +22,14 @@ def page_slots(block_ids: Any, num_blocks: int, block_size: int) -> "IntArray":
     """Return the [n * P] slots of the pages `block_ids` [n]. Raises `MetadataError` unless they are n distinct blocks."""
     import numpy as np
 
+    # One by one, so that the message has the entry: a float or a bool is a mistake, and -1 would be the last page.
     ids = [as_int(entry) for entry in block_ids]
     for i, number in enumerate(ids):
         if number is None or not 0 <= number < num_blocks:
             raise MetadataError("block_ids", i, block_ids[i], f"between 0 and {num_blocks - 1}")
         if number in ids[:i]:
             raise MetadataError("block_ids", i, number, "listed once")
+    # int64, as every slot mapping: the slots of a large cache of few heads may exceed int32.
     return (np.array(ids, np.int64)[:, None] * block_size + np.arange(block_size)).ravel()
 
 
@@ -40,6 +42,7 @@ def check_pages(name: str, pages: Any, want: tuple[int, ...], kv_cache_dtype: st
     if tuple(pages.shape) != want:
         raise ShapeError(f"{name} has shape {list(pages.shape)}: must be {list(want)}, [blocks, block_size, ...]")
     page_dtype, element = dtype_name(pages.dtype), kv_cache_element(kv_cache_dtype, dtype)
+    # Floats are values even for a float cache: the cache's write casts them as it casts new tokens.
     if page_dtype in _NUMBERS:
         return False
     if kv_cache_dtype in _OWN_SCALES:

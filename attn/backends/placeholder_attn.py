@@ -41,6 +41,7 @@ class PlaceholderAttentionBackend(AttentionBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
+        # An engine that allocates by shape allocates nothing.
         return (0,)
 
 

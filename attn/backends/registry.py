@@ -144,6 +144,8 @@ class _BackendMeta(type):
     def __getattribute__(cls, name: str) -> Any:
         if name not in _ABOUT_THE_CLASS:
             _warn_renamed()
+            # As vLLM's deprecated name: every attribute warns and is the enum's, except those that Python and its tools
+            # read of any class.
             return getattr(AttentionBackendEnum, name)
         return super().__getattribute__(name)
 

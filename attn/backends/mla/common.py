@@ -54,8 +54,13 @@ def dcp_row_limits(batch: CommonAttentionMetadata) -> "tuple[IntArray, IntArray]
     if starts is None or lens is None:
         raise MetadataError("seq_lens_cpu", None, None, "a NumPy mirror, as query_start_loc_cpu: DCP needs both")
     q_lens = starts[1:] - starts[:-1]
+    # [T]: each row's request, so that the arithmetic below is per row without a loop.
     owner = np.repeat(np.arange(len(q_lens)), q_lens)
+    # Keys that row i sees over all ranks: context plus the rows up to its own; below 0 where a request has more rows
+    # than keys.
     seen = np.maximum(np.arange(int(starts[-1])) - starts[owner] + (lens - q_lens)[owner] + 1, 0)
+    # Whole rounds over the ranks give each rank `interleave` keys; of the last, partial round rank r has what is left
+    # after r full turns (as `attn.reference.dcp_local_lens`).
     base = seen // group.interleave // group.world_size * group.interleave
     limit = base + np.clip(seen - base * group.world_size - group.rank_in_group * group.interleave, 0, group.interleave)
     return owner, limit.astype(np.int32)
@@ -76,6 +81,7 @@ class MLABackend(AttentionBackend):
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
         why = super().why_not(request, device)
+        # A request may leave the number of heads open; the implementation's constructor, which has it, asks again.
         if cls.most_heads is not None and (request.num_heads or 0) > cls.most_heads:
             why.append(f"num_heads={request.num_heads} (supports up to {cls.most_heads})")
         return why
@@ -94,6 +100,7 @@ class MLABackend(AttentionBackend):
     @staticmethod
     def logical_kv_cache(kv_cache: Array) -> tuple[Array, Array]:
         """Return the rows twice, [N, P, 1, width]: a row is the key, and its first L columns are the value."""
+        # [N, P, width] -> [N, P, 1, width]: one head that all query heads read.
         rows = kv_cache[:, :, None]
         return rows, rows
 
@@ -160,6 +167,7 @@ class MLAImpl(MLAAttentionImpl[T]):
         self.qk_head_dim = self.qk_nope_head_dim + self.qk_rope_head_dim
         self.v_head_dim = positive_int("v_head_dim", v_head_dim)
         self.kv_cache_dtype = kv_cache_dtype
+        # Before the backend is asked: sizes that contradict each other would give reasons about a layer that cannot exist.
         self._check_dimensions(self.qk_head_dim if qk_head_dim is None else qk_head_dim)
         self.signed_scale = check_scale(scale, self.qk_head_dim)
         self.scale = abs(self.signed_scale)  # kernels receive the magnitude; the template negates the query (`fold_sign`)
@@ -191,6 +199,8 @@ class MLAImpl(MLAAttentionImpl[T]):
         """Return this layer's request, except the dtype (known from the arrays of a call)."""
         capabilities = self.backend.capabilities
         assert capabilities is not None
+        # A backend of MLA serves requests for it only (`capabilities.KINDS`), and this layer is one, whichever of the
+        # family's kinds it is.
         families = {family for family in KINDS if family in capabilities.features}
         features = layer_features(self.window, self.logits_soft_cap, self.alibi_slopes, None, self.kv_sharing_target_layer_name)
         return request_of(self, features | families)
@@ -201,6 +211,8 @@ class MLAImpl(MLAAttentionImpl[T]):
         """
         source = self.kv_b_proj if kv_b_proj is None else kv_b_proj
         if hasattr(source, "kernel"):
+            # flax stores [in, out] under `kernel`, torch [out, in] under `weight`. `[...]` reads the array of an nnx
+            # variable; of a tensor it is a view.
             weight = source.kernel[...]
         elif hasattr(source, "weight"):
             weight = source.weight[...].T
@@ -211,4 +223,5 @@ class MLAImpl(MLAAttentionImpl[T]):
         if weight is None or tuple(weight.shape) not in (want, flat):
             got = "None" if weight is None else list(weight.shape)
             raise ShapeError(f"kv_b_proj's weights have shape {got}: must be [L, H, Dn + Dv] = {list(want)}, or {list(flat)}")
+        # The columns of a head are adjacent, W_UK's before W_UV's, so [L, H * (Dn + Dv)] is a view of [L, H, Dn + Dv].
         return weight.reshape(want)

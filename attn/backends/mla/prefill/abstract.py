@@ -77,6 +77,8 @@ class PrefillCall(NamedTuple):
 
     @property
     def causal(self) -> bool:
+        # Every cached token is before every new one, so the context needs no mask; among themselves, new tokens are
+        # causal. (Both parts together are the causal attention over all keys, merged by log-sum-exp.)
         return self.chunk_idx is None
 
     @property

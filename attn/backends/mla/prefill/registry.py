@@ -34,6 +34,7 @@ class MLAPrefillBackendEnum(
     XLA = "attn.jax.backends.mla.prefill.xla.XLAPrefillBackend"
     PALLAS = "attn.jax.backends.mla.prefill.pallas.PallasPrefillBackend"
     # Placeholder for third-party/custom backends - must be registered before use
+    # None and not "": an Enum makes members of equal values aliases of one member.
     CUSTOM = None
 
 

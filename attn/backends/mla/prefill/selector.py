@@ -28,6 +28,7 @@ def make_mla_prefill_request(
         dtype=dtype_name(dtype),
         features=frozenset({Feature.MLA.value, *list_of_names("features", features)}),
         num_heads=None if num_heads is None else positive_int("num_heads", num_heads),
+        # Expanded, every query head has a key and a value of its own.
         num_kv_heads=None if num_heads is None else positive_int("num_heads", num_heads),
         v_head_dim=positive_int("v_head_dim", v_head_dim),
     )
@@ -71,5 +72,6 @@ def get_mla_prefill_backend(
     `BackendLoadError` if an explicit choice cannot be imported.
     """
     request = make_mla_prefill_request(qk_head_dim, v_head_dim, dtype, num_heads=num_heads, features=features)
+    # A process with a GPU may still have a layer's weights on the host: the list is then the CPU's.
     platform = platform_for(framework, "cpu" if on_host else None)
     return select_mla_prefill(request, framework=framework, backend=backend, platform=platform).require()
