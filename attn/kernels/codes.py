@@ -18,7 +18,10 @@ def fp8_code(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr): 
     size = tl.minimum(tl.abs(x), MAX)
     magnitude = size.to(tl.uint32, bitcast=True)
     shift: tl.constexpr = 23 - MANTISSA
+    # Half a unit of the last kept bit less one, and one more if that bit is odd: ties go to even. A carry into the exponent is
+    # the next power of two, as it should be.
     rounded = (magnitude + ((1 << (shift - 1)) - 1) + ((magnitude >> shift) & 1)) >> shift
+    # the exponent's bias of float32, 127, becomes the format's
     normal = rounded - ((127 - BIAS) << MANTISSA)
     # below the smallest normal number the code counts steps of 2^(1 - BIAS - MANTISSA)
     least: tl.constexpr = 2.0 ** (1 - BIAS)

@@ -82,6 +82,7 @@ def specialise(kernel: Any, arguments: Mapping[str, Any]) -> Specialised:
     passed: list[Parameter] = []
     for at, parameter in enumerate(kernel.params):
         name, value = parameter.name, arguments[parameter.name]
+        # Triton makes an integer 1 a constant, which is no parameter of the program.
         special = not parameter.do_not_specialize
         if parameter.is_constexpr or value is None or (special and type(value) is int and value == 1):
             made.signature[name], made.constants[at,] = "constexpr", value
@@ -90,6 +91,7 @@ def specialise(kernel: Any, arguments: Mapping[str, Any]) -> Specialised:
             made.signature[name] = "*" + TYPES[value.dtype]
             passed.append(name)
         elif isinstance(value, Boxes):
+            # here, as Gluon is not in every Triton, and no other kernel needs it
             from attn.kernels.gluon import layout_of
 
             made.signature[name] = f"tensordesc<{TYPES[value.dtype]}{[*value.box]},{layout_of(value.box)!r}>"
@@ -111,6 +113,7 @@ def compile_kernel(kernel: Any, arch: str, arguments: Mapping[str, Any], options
 
     Compiled once per process and arguments. Raises what Triton's compiler raises.
     """
+    # as tuples, which `lru_cache` can hash
     specialised = specialise(kernel, arguments)
     constants, attributes = tuple(specialised.constants.items()), tuple(specialised.attributes)
     made = _compiled(kernel, arch, tuple(specialised.signature.items()), constants, attributes, tuple(options.items()))
@@ -133,12 +136,14 @@ def _compiled(
     if arch.startswith("sm_"):
         target, form = GPUTarget("cuda", int(arch[3:]), 32), "cubin"
     else:
+        # RDNA's waves have 32 lanes, CDNA's 64
         target, form = GPUTarget("hip", arch, 32 if arch.startswith("gfx1") else 64), "hsaco"
     if kernel.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
     source = ASTSource(kernel, dict(signature), dict(constants), dict.fromkeys(aligned, _ALIGNED))
     made = triton.compile(source, target=target, options=dict(options))
     about = made.metadata
+    # A launcher without Triton's runtime, as XLA's, would have to allocate that memory.
     if size := getattr(about, "global_scratch_size", 0):  # AMD's kernels have none
         raise NotImplementedError(f"{about.name} needs {size} bytes of memory per program")
     return Program(about.name, made.asm[form], about.num_warps, about.num_ctas, about.shared, ())

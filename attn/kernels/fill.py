@@ -28,6 +28,7 @@ def _whole_or_cut(  # type: ignore[no-untyped-def]
 ):
     """Whether the plan of the batch (`plan.item_of`) would cut no decode, a request of up to `most` rows, for the sake of the
     others. left: keys that rows see to the left."""
+    # one program reads all lengths and writes both lists
     if tl.program_id(0) == 0:
         i = tl.arange(0, BLOCK_R)
         end = tl.load(query_start_loc + 1 + i, mask=i < num_reqs, other=0)
@@ -35,7 +36,10 @@ def _whole_or_cut(  # type: ignore[no-untyped-def]
         keys = tl.minimum(tl.load(seq_lens + i, mask=i < num_reqs, other=0), left + rows)
         tiles = tl.where((rows > 0) & (rows <= most), (keys + keys_per_tile - 1) // keys_per_tile, 0)
         live = tl.sum((tiles > 0).to(tl.int32), 0)
+        # the condition of `plan.item_of`, where requests stay whole
         even = (live >= whole_from) & (4 * tl.max(tiles, 0) * live <= 5 * tl.sum(tiles, 0))
+        # A launch whose list is zeros finds no rows and ends at once. The host cannot choose instead: it does not know the
+        # lengths.
         tl.store(whole, 0)
         tl.store(cut, 0)
         tl.store(whole + 1 + i, tl.where(even, end, 0), mask=i < num_reqs)
@@ -64,6 +68,7 @@ def fill_rows(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Write those of ROWS rows from `first` on, a 64-bit number, that are of no request."""
     h, column = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK)
+    # the last entry of `query_start_loc` is the number of tokens that have a request
     for row in range(tl.maximum(tl.load(query_start_loc + num_reqs), first), tl.minimum(first + ROWS, tokens)):
         for c in range(0, COLUMNS, BLOCK):
             at = row * COLUMNS + c + column

@@ -91,6 +91,7 @@ def lacking() -> str:
             return f"gluon.language.{name}"
     needed: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
         ("warp_specialize", gl.warp_specialize, ("functions_and_args", "worker_num_warps", "worker_num_regs")),
+        # parameters that the kernels pass by name
         ("mbarrier.init", mbarrier.init, ("count",)),
         ("mbarrier.arrive", mbarrier.arrive, ("count",)),
         ("mbarrier.expect", mbarrier.expect, ()),

@@ -30,6 +30,7 @@ def _lacking() -> str:
         return "triton is not installed"
     import triton
 
+    # AttributeError comes from `gluon._newest`, ImportError from a module or name that is missing
     try:
         from attn.kernels import gluon
     except (ImportError, AttributeError) as error:
@@ -62,6 +63,7 @@ def turn_off(kernel: str, error: Exception) -> None:
 
     if not isinstance(error, TritonError) and "PassManager" not in str(error):  # MLIR's passes fail as RuntimeError
         return
+    # Triton wraps the compiler's message in errors of its own; the innermost one names what failed.
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__

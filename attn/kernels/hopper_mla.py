@@ -68,6 +68,8 @@ def _part(  # type: ignore[no-untyped-def]
     query_start_loc, seq_lens, limits, items = batch
     group = gl.program_id(0) // row_tiles
     tile = gl.program_id(0) % row_tiles
+    # With a plan, group g of `row_tiles` programs has the items of its share, each for one tile of 64 rows of the item's block.
+    # Its numbers are loaded by every partition itself: they are few, and handing them over would need barriers of its own.
     entry = items
     if PLANNED:
         entry = items + gl.num_programs(0) // row_tiles * 2 + item * 8  # launch.FIELDS
@@ -83,10 +85,12 @@ def _part(  # type: ignore[no-untyped-def]
         seq_len = gl.load(seq_lens + r)
         first_row = tile * 64
     first = first_row // H
+    # a row sees the keys up to its token, so the tile's first and last token bound what its rows see
     last = gl.minimum((first_row + 63) // H, q_len - 1)
     low = seq_len - q_len + first + 1
     high = seq_len - q_len + last + 1
     if HAS_LIMITS:
+        # limits need not ascend with the token, so all of the tile's are read
         low = seq_len
         high = seq_len * 0
         for i in range(first, last + 1):
@@ -99,11 +103,14 @@ def _part(  # type: ignore[no-untyped-def]
     if PLANNED:
         begins = gl.load(entry + 5)
         stop = gl.load(entry + 6)
+        # A group has at most two parts of blocks: one that begins its block (place 1) and one that does not (place 0), see
+        # `attn.torch.kernels.plan.shares`.
         slot = (2 * group + gl.where(begins == 0, 1, 0)) * row_tiles + tile
         state = gl.where(gl.load(entry + 7) > 1, slot, -1)
     else:
         begins = gl.program_id(1) * split
         stop = begins + split
+        # Programs beyond the rows' last split do nothing, but the first one always writes: rows without keys are 0.
         count = (high + split - 1) // split
         state = gl.where(count > 1, gl.program_id(1), -1)
         q_len = gl.where(gl.program_id(1) < gl.maximum(count, 1), q_len, 0)
@@ -136,6 +143,7 @@ def _gather(  # type: ignore[no-untyped-def]
     c_block, c_slot, table_r, indices_t = strides
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    # 256 columns of 16 bits are four swizzled blocks of 64, each 64 rows of 128 bytes: 4 pieces of 4 blocks.
     parts = reinterpret(k_ring, k_ring.dtype, [16, 64, 64], swizzled)
     first, last = _items_of(batch, row_tiles, PLANNED)
     used_0, used_1 = 0, 0  # how often each stage of the rings was used by earlier items
@@ -150,16 +158,21 @@ def _gather(  # type: ignore[no-untyped-def]
             j = begins + i * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
             position = gl.load(chosen + j, mask=j < topk, other=-1)
             real = (position >= 0) & (position < seq_len)
+            # an unused entry may be any number, so it looks nothing up; the copy's mask then writes zeros
             page = gl.load(table + position // P, mask=real, other=0)
             rows = (cache + page.to(gl.int64) * c_block + (position % P) * c_slot)[:, None] + column[None, :]
             stage = i % 2
+            # Barriers live longer than an item: their parity counts the uses by all items of the program. Tiles of an item
+            # begin at stage 0 again, so the two stages are counted apart.
             phase = gl.where(stage == 0, used_0, used_1) + i // 2 & 1
             mbarrier.wait(r_empty.index(stage), phase ^ 1)
             copy_rows(r_ring.index(stage), rows + 512, mask=real[:, None])
+            # each of the 128 threads arrives once its own copies are done (FILLERS)
             async_copy.mbarrier_arrive(r_full.index(stage), increment_count=False)
             for h in gl.static_range(2):
                 piece = stage * 2 + h
                 mbarrier.wait(k_empty.index(piece), phase ^ 1)
+                # each half has a barrier of its own, so that products with the first start before the second is there
                 for c in gl.static_range(4):
                     copy_rows(parts.index(piece * 4 + c), rows + (h * 256 + c * 64), mask=real[:, None])
                 async_copy.mbarrier_arrive(k_full.index(piece), increment_count=False)
@@ -175,6 +188,7 @@ def _produce(  # type: ignore[no-untyped-def]
     """Producer of one warp: copy the tiles of keys in order, piece by piece, each as soon as its buffer is free."""
     k_ring, r_ring, k_full, k_empty, r_full, r_empty = rings
     BOXES: gl.constexpr = 64 // BOX
+    # A box is some rows of one block of 64 columns, contiguous there, and begins at a multiple of the swizzle's 8 rows.
     k_boxes = reinterpret(k_ring, k_ring.dtype, [16 * BOXES, 1, BOX, 64], desc.layout)
     r_boxes = reinterpret(r_ring, k_ring.dtype, [2 * BOXES, 1, BOX, 64], desc.layout)
     first, last = _items_of(batch, row_tiles, PLANNED)
@@ -196,6 +210,7 @@ def _produce(  # type: ignore[no-untyped-def]
             stage = i % 2
             phase = gl.where(stage == 0, used_0, used_1) + i // 2 & 1
             mbarrier.wait(r_empty.index(stage), phase ^ 1)
+            # bytes of all boxes, of zeros too
             mbarrier.expect(r_full.index(stage), 64 * 64 * 2)
             for b in gl.static_range(BOXES):
                 load_box(desc, [pages[b], places[b], 512], r_full.index(stage), r_boxes.index(stage * BOXES + b))
@@ -218,6 +233,8 @@ def _scores(  # type: ignore[no-untyped-def]
     """Start the products of this consumer's tile, each piece as it arrives; they are still running on return."""
     # always 0, but unknown to the compiler, which would otherwise keep the addresses of all operands in scarce registers
     far = gl.inline_asm_elementwise("shr.u32 $0, $1, 31;", "=r,r", [k], gl.int32, is_pure=True, pack=1)
+    # This consumer's tiles are always in its own stage of the ring, so its number of tiles is the phase. The rotary part comes
+    # first: it was copied first, and its product can start while the latents arrive.
     mbarrier.wait(r_full.index(CONSUMER), k & 1)
     if SPARSE:  # makes rows that threads copied visible to the tensor cores
         fence_async_shared()
@@ -235,13 +252,18 @@ def _scores(  # type: ignore[no-untyped-def]
 def _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, phase, CONSUMER: gl.constexpr):  # type: ignore[no-untyped-def]
     """Add the other consumer's tile. Returns (acc with its values, maximum, norm rescaled to that maximum)."""
     OTHER: gl.constexpr = 1 - CONSUMER
+    # Both consumers keep one common maximum: this one takes over the other's, which is at least its own, since the other has
+    # joined all tiles before. So weights of both need no factor when they are added up.
     mbarrier.wait(t_full.index(OTHER), phase)
     above = tops.index(OTHER).load(top.type.layout)
     shrink = gl.exp2(top - gl.where(above == float("-inf"), 0.0, above))
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
+    # also says that the other has replaced what is not finite in its tile (`_clean`)
     mbarrier.wait(p_full.index(OTHER), phase)
     acc = warpgroup_mma(p_ring.index(OTHER), k_ring.index(OTHER * 2 + CONSUMER), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
+    # All four warps' products have read the piece. Nobody else reads it: the other consumer's scores of it came before its
+    # weights. So one arrival frees it.
     barrier()
     mbarrier.arrive(k_empty.index(OTHER * 2 + CONSUMER), count=1)
     return acc, above, norm * shrink
@@ -251,6 +273,7 @@ def _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, phase, 
 def _clean(k_ring, least, CONSUMER: gl.constexpr):  # type: ignore[no-untyped-def]
     """Replace non-finite latents of this consumer's tile by 0 from row `least` on, after its scores were computed."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    # Stage s has blocks 8 s to 8 s + 7 of 64 columns, each four groups of 16 rows: few values a thread at a time.
     parts = reinterpret(k_ring, k_ring.dtype, [64, 16, 64], gl.NVMMASharedLayout(128, 16, rank=2))
     for column in range(8):
         for i in range(gl.maximum(least, 0) // 16, 4):
@@ -274,10 +297,12 @@ def _step(  # type: ignore[no-untyped-def]
     S_LAYOUT: gl.constexpr = q_rope.type.layout.parent
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     j = start + gl.arange(0, 64, layout=gl.SliceLayout(0, S_LAYOUT))
+    # loaded before the wait for the tile, so that the two waits overlap
     if SPARSE:
         position = gl.load(chosen + j, mask=j < low, other=-1)
     s = _scores(q, q_rope, k_ring, r_ring, k_full, r_full, k, SPARSE, S_LAYOUT, CONSUMER)
     s = warpgroup_mma_wait(0, deps=[s])
+    # every warp's scores have read the rotary part
     barrier()
     mbarrier.arrive(r_empty.index(CONSUMER), count=1)
     if SPARSE:
@@ -285,6 +310,9 @@ def _step(  # type: ignore[no-untyped-def]
     elif MASKED:
         s = gl.where(j[None, :] < seen[:, None], s, float("-inf"))
     above = gl.maximum(top, gl.max(s, 1) * factor)
+    # The other has read the last maximum and weights of this consumer: this tile's latents could only be copied after it had
+    # multiplied those weights and freed their stage. The barrier is for this consumer's warps, whose stores must precede the
+    # arrival.
     tops.index(CONSUMER).store(above)
     barrier()
     # the other consumer rescales its sums to this maximum while this one computes exponentials
@@ -295,9 +323,11 @@ def _step(  # type: ignore[no-untyped-def]
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
     norm = norm * shrink + gl.sum(weights, 1)
     p = weights.to(k_ring.dtype)
+    # for the other consumer's product; this one uses its registers
     p_ring.index(CONSUMER).store(p)
     if MASKED:
         _clean(k_ring, low - start, CONSUMER)
+    # the weights, and zeros of `_clean`, before products of either consumer read them through the other proxy
     fence_async_shared()
     barrier()
     mbarrier.arrive(p_full.index(CONSUMER), count=1)
@@ -336,6 +366,8 @@ def _consume(  # type: ignore[no-untyped-def]
             rope_at = query + (at * q_t + head * q_h + 512)
         else:
             rope_at = rope + (at * ROPE_T + head * ROPE_H + ROPE_AT)
+        # The rotary part passes through the place of the weights, which nobody reads between items, into registers, where it
+        # stays for the whole item: shared memory has no room for it.
         e = gl.arange(0, 64, layout=gl.SliceLayout(0, ROPE_COPY))
         p_ring.index(CONSUMER).store(gl.load(rope_at[:, None] + e[None, :], mask=live[:, None], other=0.0))
         copy_token, copy_at, copy_head, copy_live = _rows(begin, q_len, first_row, H, gl.SliceLayout(1, COPY))
@@ -344,6 +376,7 @@ def _consume(  # type: ignore[no-untyped-def]
         q_tile.index(CONSUMER).store(gl.load(query + q_offset, mask=copy_live[:, None], other=0.0))
         fence_async_shared()
         barrier()
+        # Each consumer loads half of the queries' latents, and both need all of them: the barrier counts two arrivals.
         mbarrier.arrive(q_full.index(0), count=1)
         q_rope = p_ring.index(CONSUMER).load(gl.DotOperandLayout(0, S_LAYOUT, 2))
 
@@ -360,12 +393,14 @@ def _consume(  # type: ignore[no-untyped-def]
         acc = gl.zeros([64, 256], gl.float32, O_LAYOUT)
         norm = gl.zeros([64], gl.float32, ROW)
         top = gl.full([64], float("-inf"), gl.float32, ROW)
+        # tiles 0, 2, ... are consumer 0's, and 1, 3, ... consumer 1's
         mine = (tiles + 1 - CONSUMER) // 2
         # every row sees the keys below `low`, so whole tiles below it need no mask
         plain = mine
         if not SPARSE:
             plain = (gl.minimum(gl.maximum(low - begins, 0) // 64, tiles) + 1 - CONSUMER) // 2
         mbarrier.wait(q_full.index(0), item_phase)
+        # The order is tile 0, 1, 2, ... for both: consumer 1 begins by joining tile 0, and each then alternates.
         if CONSUMER == 1 and tiles > 0:
             acc, top, norm = _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, other & 1, CONSUMER)
         for k in range(0, plain):
@@ -387,6 +422,8 @@ def _consume(  # type: ignore[no-untyped-def]
                     acc, top, norm = _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, phase, CONSUMER)
 
         # both have the same maximum at the end; each has the sum of its own tiles' weights
+        # `end` also says that the other has read this consumer's last weights and all of its queries, which the next lines and
+        # the next item overwrite; the next item's `q_full` says that it has read these sums.
         norms.index(CONSUMER).store(norm)
         barrier()
         mbarrier.arrive(end.index(CONSUMER), count=1)
@@ -396,6 +433,7 @@ def _consume(  # type: ignore[no-untyped-def]
         share = v_factor / gl.where(sum_ == 0, 1.0, sum_)
         acc = gl.where((sum_ == 0)[:, None], 0.0, acc * share[:, None])
         log = gl.where(norm == 0, float("-inf"), top + gl.log2(norm))
+        # the state of a part is already divided by its sum, in float32: `merge` weighs it by its log-sum-exp alone
         if state >= 0:
             column = CONSUMER * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, O_LAYOUT))
             o_token, o_at, o_head, o_live = _rows(begin, q_len, first_row, H, gl.SliceLayout(1, O_LAYOUT))
@@ -456,6 +494,8 @@ def attend(  # type: ignore[no-untyped-def]
     dtype: gl.constexpr = query.dtype.element_ty
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     lines: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    # 64 KiB of queries, 128 of latents (two tiles of two halves), 16 of rotary parts and 16 of weights: 224 of the 227 that a
+    # program may have.
     q_tile = gl.allocate_shared_memory(dtype, [2, 64, 256], swizzled)
     k_ring = gl.allocate_shared_memory(dtype, [4, 64, 256], swizzled)
     r_ring = gl.allocate_shared_memory(dtype, [2, 64, 64], swizzled)
@@ -470,6 +510,8 @@ def attend(  # type: ignore[no-untyped-def]
     p_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     end = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    # Arrivals that fill a stage: of each gathering thread, or of the one that expects the engine's bytes. A stage of latents is
+    # freed by the consumer that multiplies its half, one of rotary parts by the one that computes its scores.
     FILLERS: gl.constexpr = 128 if SPARSE else 1
     for i in gl.static_range(4):
         mbarrier.init(k_full.index(i), count=FILLERS)

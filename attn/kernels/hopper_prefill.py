@@ -63,6 +63,8 @@ def column_blocks(size: int, most: int) -> tuple[tuple[int, int], ...]:
     Dimensions of Gluon's tensors are powers of two, and products have a depth of 16. A head has two blocks, or one where that
     is as many columns: three blocks of 112 were slower than one of 128.
     """
+    # 112 columns as 64 + 32 + 16 ran at 443 TFLOP/s where 128 ran at 481, but 192 as 128 + 64 at 585 instead of 557 (H100,
+    # benchmarks/notes/triton.md): two blocks at most, and only where they are fewer columns.
     half = max(8, 1 << (size - 1).bit_length() - 1)
     tail = max(16, 1 << (size - half - 1).bit_length())
     widths = (half, tail) if tail < half else (2 * half,)
@@ -93,6 +95,7 @@ def _seek(tile, request, before, query_start_loc, min_query, num_reqs, BLOCK_Q: 
     The search starts at `request`, before which there are `before` tiles. Requests of at most `min_query` tokens have no tiles.
     If there is no tile of that number, the returned request is at least `num_reqs`.
     """
+    # 32 requests at a time, one a lane: all at once would be more values than a producer's 24 registers hold.
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     passed = 32
     while (passed == 32) & (request < num_reqs):
@@ -103,6 +106,8 @@ def _seek(tile, request, before, query_start_loc, min_query, num_reqs, BLOCK_Q: 
         ends = before + gl.associative_scan(gl.where(q_len > min_query, (q_len + BLOCK_Q - 1) // BLOCK_Q, 0), 0, _add)
         earlier = ends <= tile
         passed = gl.sum(earlier.to(gl.int32), 0)
+        # Of requests that end before the tile, the last one's end. Those without tiles have the same end and are passed over
+        # too.
         before = gl.max(gl.where(earlier, ends, before), 0)
         request += passed
     return request, before
@@ -140,6 +145,7 @@ def _extent(  # type: ignore[no-untyped-def]
     mask, r, begin, q_len, seq_len, first, context, BLOCK_Q: gl.constexpr, CHUNK: gl.constexpr, SPAN_RIGHT: gl.constexpr
 ):
     """First key that some row of a tile sees, and the last one + 1."""
+    # This may include keys that no row sees (between a span and a window), but omits none that one sees.
     spans, prefix, is_causal, left, right = mask
     end = gl.minimum(first + BLOCK_Q, q_len)
     until = context + end - 1 + _right(right, is_causal, r)
@@ -150,6 +156,7 @@ def _extent(  # type: ignore[no-untyped-def]
         for token in range(first, end, 32):
             valid = token + lane < end
             low, high = _span(spans, begin + token + lane, valid, context + token + lane, left, CHUNK, SPAN_RIGHT)
+            # (-1, -1) is no span, and a window or chunk may have cut one to nothing
             valid = valid & (high >= gl.maximum(low, 0))
             lowest = gl.minimum(lowest, gl.where(valid, low, _FAR))
             highest = gl.maximum(highest, gl.where(valid, high, -1))
@@ -173,12 +180,15 @@ def _describe(  # type: ignore[no-untyped-def]
     of tokens; the tile's first token; keys before the request's first token; first key if keys have no pages; first key of a
     tile of keys, last key + 1."""
     query_start_loc, seq_lens = starts
+    # past the last request the last one's lengths are read, which exist; the number -1 says that there is no unit
     r = gl.minimum(request, num_reqs - 1)
     begin = gl.load(query_start_loc + r)
     q_len = gl.load(query_start_loc + r + 1) - begin
     # an array that is not there is not read
     k_begin = gl.load(seq_lens + r) if PAGED or RAGGED else begin
     seq_len = k_begin if PAGED else (gl.load(seq_lens + r + 1) - k_begin if RAGGED else q_len)
+    # A request's units: for each kv head its longest rows, heads one after the other, so that programs share a head's keys;
+    # then the shorter rows of all heads.
     of_request = unit - before * K
     tiles = gl.maximum((q_len + BLOCK_Q - 1) // BLOCK_Q, 1)
     # two units for each program, of the shorter half of rows, are left for the end
@@ -191,6 +201,7 @@ def _describe(  # type: ignore[no-untyped-def]
     first = gl.maximum(tiles - 1 - from_last, 0) * BLOCK_Q
     context = seq_len - q_len
     since, high = _extent(mask, r, begin, q_len, seq_len, first, context, BLOCK_Q, CHUNK, SPAN_RIGHT)
+    # Rounded down to a multiple of BLOCK_N, so that no box of a tile lies in two pages. Without keys low is high: no tiles.
     low = gl.minimum(since // BLOCK_N * BLOCK_N, high)
     return gl.where(request < num_reqs, r, -1), kv_head, begin, q_len, first, context, k_begin, low, high
 
@@ -205,9 +216,11 @@ def _bars(STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
 @gluon.jit
 def _publish(units_ring, u_full, wave, unit):  # type: ignore[no-untyped-def]
     """Hand a unit over to the consumers."""
+    # Two places in turn (`wave % 2`): the next unit is written while consumers still work on this one.
     for i in gl.static_range(_FIELDS):
         value = gl.full([1], unit[i], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
         units_ring.index(wave % 2 * _FIELDS + i).store(value)
+    # every lane's number is stored before one lane says so
     barrier()
     mbarrier.arrive(u_full.index(wave % 2), count=1)
 
@@ -226,8 +239,11 @@ def _read(units_ring, wave, WARPS: gl.constexpr):  # type: ignore[no-untyped-def
 def _take(units_ring, u_bars, wave, WARPS: gl.constexpr):  # type: ignore[no-untyped-def]
     """Wait for that wave's unit, and read it."""
     u_full, u_empty = u_bars
+    # A barrier's phase is the parity of its uses: the wave's number in this place, modulo 2. Producers wait for the opposite
+    # parity of `empty`, which a barrier that was never used counts as passed, so that the first turn needs no case of its own.
     mbarrier.wait(u_full.index(wave % 2), wave // 2 & 1)
     unit = _read(units_ring, wave, WARPS)
+    # `arrive` first synchronises the partition's warps, so all of them have read the unit
     mbarrier.arrive(u_empty.index(wave % 2), count=1)
     return unit
 
@@ -251,10 +267,12 @@ def _copy_queries(  # type: ignore[no-untyped-def]
     TILES: gl.constexpr = PIECES if q_ring.shape[2] == COLUMNS else 1
     ROOM: gl.constexpr = q_ring.shape[2] // COLUMNS * TILES
     Q_STAGES: gl.constexpr = q_ring.shape[0] // CONSUMERS // TILES
+    # The engine swizzles rows of 128 bytes, so a box has 64 columns, and a tile of more lies in memory as that many boxes.
     boxes = reinterpret(q_ring, q_ring.dtype, [q_ring.shape[0] // TILES * ROOM, 1, 64 // G, G, COLUMNS], q_desc.layout)
     for consumer in gl.static_range(CONSUMERS):
         at = wave % Q_STAGES * CONSUMERS + consumer
         mbarrier.wait(q_empty.index(at), wave // Q_STAGES & 1 ^ 1)
+        # counts as the producer's arrival, and the phase ends once the engine has written that many bytes
         mbarrier.expect(q_full.index(at), 64 * PIECES * COLUMNS * 2)
         for h in gl.static_range(PIECES):
             load_box(q_desc, [0, token + consumer * (64 // G), head, h * COLUMNS], q_full.index(at), boxes.index(at * ROOM + h))
@@ -272,12 +290,17 @@ def _copy_boxes(  # type: ignore[no-untyped-def]
     WIDTH: gl.constexpr = ring.shape[0] // STAGES * ring.shape[2]
     PIECES: gl.constexpr = WIDTH // COLUMNS
     BOXES: gl.constexpr = BLOCK_N // BOX
+    # A tile is PIECES blocks of 64 columns, each BLOCK_N rows of 128 bytes. BOX is a multiple of 16, so a box begins at a
+    # multiple of the 8 rows after which the swizzle repeats, and is the same in memory as these rows of the tile.
     boxes = reinterpret(ring, ring.dtype, [STAGES * PIECES * BOXES, 1, BOX, 1, COLUMNS], desc.layout)
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    # the whole tile: boxes outside the tensor are zeros, which count as bytes too
     mbarrier.expect(bar, BLOCK_N * WIDTH * 2)
     for b in gl.static_range(BOXES):
         if PAGED:
+            # from one lane to all: a copy's coordinates are the warp's, not a lane's
             page = gl.max(gl.where(lane == b, pages, 0), 0)
+            # where pages divide a tile, a box is a whole page
             slot = 0 if BLOCK_N % P == 0 else (start + b * BOX) % P
         else:
             page = 0
@@ -303,11 +326,13 @@ def _copy_keys(  # type: ignore[no-untyped-def]
     for _i in range(tiles):
         now = pages
         if PAGED:
+            # the next tile's, whose loads then pass while this tile waits for its place
             pages = _pages_of(table, start - BLOCK_N, seq_len, num_pages, P, BOX, BLOCK_N)
         stage = count % STAGES
         for i in gl.static_range(BARS):
             at = stage * BARS + i
             column = i * k_ring.shape[2]
+            # until every consumer's products have read the tile that was here STAGES tiles ago
             mbarrier.wait(k_empty.index(at), count // STAGES & 1 ^ 1)
             _copy_boxes(k_desc, k_ring, at, k_full.index(at), now, (start, kv_head, column), BARS * STAGES, P, BOX, PAGED)
         count += 1
@@ -346,6 +371,8 @@ def _produce(  # type: ignore[no-untyped-def]
         of_keys = r, kv_head, context + q_len, k_begin
         tiles = (high - low + BLOCK_N - 1) // BLOCK_N
         start = low + (tiles - 1) * BLOCK_N
+        # Queries are copied first where there are two places for them. With one place the consumers must first end the unit
+        # before: waiting for that would hold up the keys, so as many tiles go first as the ring has stages.
         early = 0
         if COPIED and Q_STAGES == 2:
             _copy_queries(q_desc, q_ring, q_bars, wave, begin + first, kv_head * G, G, PIECES, CONSUMERS)
@@ -356,14 +383,18 @@ def _produce(  # type: ignore[no-untyped-def]
         start -= early * BLOCK_N
         count = _copy_keys(ring, tables, count, tiles - early, start, of_keys, P, BOX, PAGED, STAGES)
         wave += 1
+        # The first units are the programs' own numbers. The counter orders nothing else, so it may be relaxed.
         number = gl.num_programs(0) + gl.atomic_add(counters, 1, sem="relaxed")
         request, before = _seek(number // K, request, before, starts[0], min_query, num_reqs, BLOCK_Q)
+        # consumers and the producer of values have read the unit two before, which was in this place
         mbarrier.wait(u_empty.index(wave % 2), wave // 2 & 1 ^ 1)
         unit = _describe(
             number, request, before, starts, mask, num_reqs, K, BLOCK_Q, BLOCK_N, PAGED, RAGGED, HAS_RIGHT, CHUNK, SPAN_RIGHT
         )
         _publish(units_ring, u_full, wave, unit)
         unit = _read(units_ring, wave, 1)
+    # A program adds 1 here after it has taken its last number, so whoever counts the last one knows that nobody reads the
+    # counters any more, and leaves them 0 for the next launch on the stream.
     if gl.atomic_add(counters + 1, 1, sem="relaxed") == gl.num_programs(0) - 1:  # every program has taken its last unit
         gl.store(counters, 0)
         gl.store(counters + 1, 0)
@@ -381,6 +412,7 @@ def _produce_values(  # type: ignore[no-untyped-def]
     HALVES: gl.constexpr = BLOCK_V // 64
     dtype: gl.constexpr = v_ring.dtype
     rows_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    # 16 rows of 64 columns at a time: 32 values of 16 bits a lane, for a warp of 24 registers a thread
     v_rows = reinterpret(v_ring, dtype, [STAGES * HALVES * (BLOCK_N // 16), 16, 64], rows_layout)
     clear_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     row = gl.arange(0, 16, layout=gl.SliceLayout(1, clear_layout))
@@ -392,6 +424,7 @@ def _produce_values(  # type: ignore[no-untyped-def]
         kv_head, column = _head(unit, PASSES)
         r, head, begin, q_len, first, context, k_begin, low, high = unit
         seq_len = context + q_len
+        # computed again: a unit's `low` is rounded down to a tile, and keys between the two must be cleared
         seen, _ = _extent(mask, r, begin, q_len, seq_len, first, context, BLOCK_Q, CHUNK, SPAN_RIGHT)
         tiles = (high - low + BLOCK_N - 1) // BLOCK_N
         start = low + (tiles - 1) * BLOCK_N
@@ -407,6 +440,9 @@ def _produce_values(  # type: ignore[no-untyped-def]
             stage = count % STAGES
             origin = start, kv_head, column
             mbarrier.wait(v_empty.index(stage), count // STAGES & 1 ^ 1)
+            # Scores of such keys are selected away, but their values would be multiplied by a weight of 0, and 0 times a NaN in
+            # unused memory is NaN. So the engine reports to a barrier of this warp alone, which overwrites them before it tells
+            # the consumers.
             if (start + BLOCK_N > seq_len) | (start < seen):
                 _copy_boxes(v_desc, v_ring, stage, v_raw, now, origin, STAGES, P, BOX, PAGED)
                 mbarrier.wait(v_raw, raw_phase)
@@ -419,6 +455,7 @@ def _produce_values(  # type: ignore[no-untyped-def]
                             part = v_rows.index((stage * HALVES + h) * (BLOCK_N // 16) + c)
                             nothing = gl.zeros([16, 64], dtype, clear_layout)
                             part.store(gl.where(kept[:, None], part.load(clear_layout), nothing))
+                # stores of threads, before the consumers' products, which read shared memory through another proxy
                 fence_async_shared()
                 barrier()
                 mbarrier.arrive(v_full.index(stage), count=1)
@@ -441,6 +478,8 @@ def _tanh(x):  # type: ignore[no-untyped-def]
 @gluon.jit
 def _by_eights(x):  # type: ignore[no-untyped-def]
     """[64, N] as [64, N / 8, 8]: of every eight columns each thread has the same two."""
+    # A product's accumulator has, in each 8 columns, columns 2 t and 2 t + 1 in lane t of four (PTX, wgmma's layout of D), so
+    # sums over the middle dimension stay within a thread.
     return gl.reshape(x, [64, x.shape[1] // 8, 8])
 
 
@@ -453,6 +492,7 @@ def _sums(weights):  # type: ignore[no-untyped-def]
 @gluon.constexpr_function
 def _masking(two: bool, left: bool) -> tuple[str, str]:
     """PTX that replaces a score $1 by -inf unless the row sees key $2, and its operands: `_masked`."""
+    # $3 and $4: the last and the first key of the row; $5 and $6: the first and the last of its other range
     lines = ["{ .reg .pred own, other;", "setp.le.s32 own, $2, $3;"]
     if left:
         lines += ["setp.ge.and.s32 own, $2, $4, own;"]
@@ -497,6 +537,7 @@ def _weigh(  # type: ignore[no-untyped-def]
     guard = gl.where(above == float("-inf"), 0.0, above)
     p = gl.exp2((s * factor if cap is None else s) - guard[:, None])
     shrink = gl.exp2(top - guard)
+    # each thread's own keys: lanes are added up once a unit, not once a tile
     norm = norm * _of_rows(shrink, norm) + _sums(p)
     return p, above, norm, shrink
 
@@ -504,16 +545,22 @@ def _weigh(  # type: ignore[no-untyped-def]
 @gluon.constexpr_function
 def _renewing() -> tuple[str, str]:
     """PTX of `_renewed` for a thread's four sums, of which two are of one row, and its operands."""
+    # Outputs $0-3: factors, $4-7: sums, $8-11: what is subtracted; inputs $12-15: sums, $16-19: what is subtracted.
     rows, bound = ((0, 1), (2, 3)), "0f4F800000"  # 2**32
     lines = ["{ .reg .pred some, any, large; .reg .f32 most, other, by; .reg .b32 bits;"]
     lines += [f"mov.f32 ${i}, 0f3F800000; mov.f32 ${4 + i}, ${12 + i}; mov.f32 ${8 + i}, ${16 + i};" for i in range(4)]
     lines += [f"setp.gt.f32 some, $12, {bound};"]
     lines += [f"setp.gt.or.f32 some, ${12 + i}, {bound}, some;" for i in range(1, 4)]
+    # the whole warp jumps or stays, as the shuffles below need all its lanes
     lines += ["vote.sync.any.pred any, some, 0xffffffff;", "@!any bra DONE;"]
     for a, b in rows:
         lines += [f"max.f32 most, ${12 + a}, ${12 + b};"]
+        # four neighbouring lanes have a row, so two exchanges find the largest of their sums
         for lane in (1, 2):
             lines += [f"shfl.sync.bfly.b32 other, most, {lane}, 31, 0xffffffff;", "max.f32 most, most, other;"]
+        # The exponent e of the largest sum, from its bits: the factor is 2**-e, by its bits again, and e is added to what is
+        # subtracted. 253 bounds e by 126, so that 2**-e is a normal number; an infinite sum stays infinite and is found at the
+        # end.
         lines += [f"setp.gt.f32 large, most, {bound};", "mov.b32 bits, most;", "shr.u32 bits, bits, 23;"]
         lines += ["min.u32 bits, bits, 253;", "selp.b32 bits, bits, 127, large;"]
         lines += ["sub.u32 bits, bits, 127;", "cvt.rn.f32.u32 by, bits;", "sub.u32 bits, 127, bits;"]
@@ -548,6 +595,7 @@ def _weigh_all(s, top, norm, scaling):  # type: ignore[no-untyped-def]
     if cap is not None:
         s = cap * _tanh(s * factor)
     shrink, norm, top = _renewed(norm, top)
+    # [64, N / 8, 8]: a thread's two columns of eight meet its two columns of `top`, without a reduction over lanes
     s8 = _by_eights(s)
     guard = gl.convert_layout(top, gl.SliceLayout(1, s8.type.layout))[:, None, :]
     p = gl.exp2((s8 * factor if cap is None else s8) - guard)
@@ -569,6 +617,7 @@ def _scores(q_ring, q_at, keys, count, D: gl.constexpr, STAGES: gl.constexpr):  
     stage = _stage(count, STAGES)
     s = _zeros(k_ring.shape[1])
     for i in gl.static_range(len(BLOCKS)):
+        # blocks of columns that were copied by one barrier arrive together, so only the first of them waits
         if i < BARS:
             mbarrier.wait(k_full.index(stage * BARS + i), count // STAGES & 1)
         q = queries.index(q_at * ROOM + BLOCKS[i][0] // WIDTH).slice(BLOCKS[i][0] % WIDTH, BLOCKS[i][1], 1)
@@ -584,6 +633,7 @@ def _await_scores(s, keys, count, LATER: gl.constexpr, STAGES: gl.constexpr):  #
     BARS: gl.constexpr = k_full.shape[0] // STAGES
     stage = _stage(count, STAGES)
     for i in gl.static_range(BARS):
+        # Products end in the order in which they started: with so many left, those that read block i have ended.
         s = warpgroup_mma_wait(LATER + BARS - 1 - i, deps=[s])
         _release(k_empty, stage * BARS + i)
     return s
@@ -611,6 +661,7 @@ def _add_values(weights, v_ring, stage, acc, DV: gl.constexpr):  # type: ignore[
     BLOCKS: gl.constexpr = column_blocks(DV, v_ring.shape[2])
     started = ()
     for i in gl.static_range(len(BLOCKS)):
+        # no data moves: a thread has the same elements of an accumulator and of a left operand (PTX, fragments of wgmma)
         p = gl.convert_layout(weights, gl.DotOperandLayout(0, acc[i].type.layout, 2))
         v = v_ring.index(stage).slice(BLOCKS[i][0], BLOCKS[i][1], 1)
         started = started + (warpgroup_mma(p, v, acc[i], is_async=True),)  # type: ignore[assignment]
@@ -634,6 +685,7 @@ def _scaling(count: int) -> tuple[str, str]:
     """PTX that multiplies `count` numbers of a thread by as many factors unless those of all the warp's rows are 1, and its
     operands. A thread has two rows, of which the first four numbers are two each."""
     lines = ["{ .reg .pred own, some;", *(f"mov.f32 ${i}, ${count + i};" for i in range(count))]
+    # 0f3F800000 is 1. A vote of the warp's 16 rows: if they differed in whether they jump, it would run both ways.
     lines += [f"setp.neu.f32 own, ${2 * count}, 0f3F800000;", f"setp.neu.or.f32 own, ${2 * count + 2}, 0f3F800000, own;"]
     lines += ["vote.sync.any.pred some, own, 0xffffffff;", "@!some bra DONE;"]
     lines += [f"mul.rn.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count)]
@@ -750,6 +802,8 @@ def _step(  # type: ignore[no-untyped-def]
     This waits for the tile's own values before it awaits the products, since the compiler moves no exponential behind a wait in
     a loop, but would await products before all of them. With heads in one block that is slower if tiles need a maximum.
     """
+    # The order is what overlaps: this tile's scores and the last tile's values are both on the tensor cores while the
+    # exponentials are computed, which need the scores alone.
     weights, acc, shrink, top, norm = sums
     q_ring, q_at, keys, values = inputs
     k_ring, k_full, k_empty = keys
@@ -766,6 +820,7 @@ def _step(  # type: ignore[no-untyped-def]
     if LATE:
         acc = _times(acc, shrink)
     acc = _add_values(weights, v_ring, old, acc, DV)
+    # the products of values, started later, go on
     s = _await_scores(s, keys, count, len(acc), STAGES)
     if len(top.shape) == 2:
         weights, top, norm, shrink = _weigh_all(s, top, norm, scaling)
@@ -774,6 +829,7 @@ def _step(  # type: ignore[no-untyped-def]
     if AHEAD:
         mbarrier.wait(v_full.index(stage), count // STAGES & 1)
     acc = _await(acc)
+    # after the wait: the products before read the old weights from the registers that the new ones get
     weights = _narrow(weights, v_ring.dtype, DV)
     _release(v_empty, old)
     if not LATE:
@@ -838,6 +894,8 @@ def _consume(  # type: ignore[no-untyped-def]
         last = context + gl.minimum(first + BLOCK_Q, q_len) - 1
         q_at = wave % Q_STAGES * CONSUMERS + CONSUMER
         inputs = q_ring, q_at, keys, values
+        # A request's last unit may have no row for this consumer. Barriers count all consumers, so it must still pass every
+        # tile.
         if first + ROWS // G < q_len:
             if COPIED:
                 mbarrier.wait(q_full.index(q_at), wave // Q_STAGES & 1)
@@ -854,6 +912,8 @@ def _consume(  # type: ignore[no-untyped-def]
                 fence_async_shared()
                 barrier()
 
+            # Keys that each row sees, and the tiles of `tiles` (counted from the last key) where masks end and begin again: the
+            # first loop runs to `right_of`, the one without a mask to `left_from`, the last one to the unit's first key.
             position = context + first + row // G
             reach = _right(right, is_causal, r)
             upper = gl.minimum(position + reach, high - 1)
@@ -889,6 +949,7 @@ def _consume(  # type: ignore[no-untyped-def]
             if TWO:  # the last loop's mask has both ranges
                 right_of = gl.where(disjoint, 1, right_of)
                 left_from = gl.where(disjoint, 1, left_from)
+            # the last tile of keys is weighed before the loops, always with a mask
             right_of = gl.maximum(right_of, 1)
             left_from = gl.maximum(left_from, right_of)
 
@@ -897,6 +958,7 @@ def _consume(  # type: ignore[no-untyped-def]
             norm = _sums(_zeros(BLOCK_N))
             top = gl.full([64], float("-inf"), gl.float32, ROW)
             if tiles > 0:
+                # the first tile has no values of another to overlap with
                 s = _await_scores(_scores(q_ring, q_at, keys, count, D, STAGES), keys, count, 0, STAGES)
                 start = low + (tiles - 1) * BLOCK_N
                 weights, top, norm, shrink = _weigh(s, top, norm, start, seen, scaling, 2 if TWO else 1, HAS_LEFT)
@@ -908,6 +970,8 @@ def _consume(  # type: ignore[no-untyped-def]
                     start -= BLOCK_N
                     sums = _step(sums, count, inputs, start, seen, scaling, 1, HAS_LEFT, D, WIDTH)
                     count += 1
+                # The loop without maxima keeps what it subtracts beside each thread's sums, [64, 8]; -inf, of rows without a
+                # key, would make its scores infinite.
                 if ALL:
                     weights, acc, shrink, top, norm = sums
                     top = _in_eights(gl.where(top == float("-inf"), 0.0, top), norm)
@@ -916,6 +980,7 @@ def _consume(  # type: ignore[no-untyped-def]
                     start -= BLOCK_N
                     sums = _step(sums, count, inputs, start, seen, scaling, 0, HAS_LEFT, D, WIDTH)
                     count += 1
+                # back to one number a row, which is the same in all eight columns
                 if ALL:
                     weights, acc, shrink, top, norm = sums
                     top, shrink = gl.convert_layout(gl.max(top, 1), ROW), gl.convert_layout(gl.max(shrink, 1), ROW)
@@ -930,6 +995,7 @@ def _consume(  # type: ignore[no-untyped-def]
                         sums = _step(sums, count, inputs, start, seen, scaling, MASKED, HAS_LEFT, D, WIDTH)
                         count += 1
                 weights, acc, shrink, top, norm = sums
+                # the last scores are computed: the next unit's queries may come
                 if COPIED:
                     _release(q_empty, q_at)
                 old = _stage(count - 1, STAGES)
@@ -942,6 +1008,7 @@ def _consume(  # type: ignore[no-untyped-def]
             elif COPIED:
                 _release(q_empty, q_at)
 
+            # over the four lanes of a row, for the first time
             norm = gl.convert_layout(gl.sum(norm, 1), ROW)
             valid = (row < BLOCK_Q * G) & (first + row // G < q_len)  # other rows' queries may be anything
             head_sinks = sinks + kv_head * G + row % G if HAS_SINKS else None
@@ -1002,6 +1069,8 @@ def _rounded(acc, scale, dtype: gl.constexpr):  # type: ignore[no-untyped-def]
 @gluon.constexpr_function
 def _by_row(width: int, columns: int) -> Any:
     """A layout of [64, width] in which a thread has some columns of a row, and a warp the rows that accumulators give it."""
+    # An accumulator's warp has 16 rows and a thread two columns of eight; here `columns` adjacent ones, so that a store is 8 or
+    # 16 bytes. Rows stay within their warp, so the conversion needs no barrier of warps.
     inner, wide = columns.bit_length() - 1, width >= 4 * columns
     beside = [[0, 1 << i] for i in range(inner + 2, width.bit_length() - 1)]
     registers = [*([0, 1 << i] for i in range(inner)), *([[8, 0]] if wide else []), *beside]
@@ -1083,6 +1152,7 @@ def _nan_safe(  # type: ignore[no-untyped-def]
         until = gl.convert_layout(seen[3], ROW)
     top = gl.full([64], float("-inf"), gl.float32, ROW)
     norm = gl.zeros([64], gl.float32, ROW)
+    # Rare, so simple: it reads the cache again by plain loads, whatever the ring holds by now.
     for j in range(low, high):
         if PAGED:
             page = gl.load(block_table + r.to(gl.int64) * table_r + j // P).to(gl.int64)

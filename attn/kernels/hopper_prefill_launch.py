@@ -84,6 +84,7 @@ def keys_below(keys: float, rows: float, left: int, right: int) -> int:
     """The least of some bounds above the number of keys that rows see on average, if their requests have `keys` keys and
     `rows` rows. left, right: `PrefillParams`'."""
     causal = right < UNBOUNDED
+    # A request's first causal row sees rows - 1 keys less than its last one.
     seen = min(keys - rows / 2 if causal else keys, left)
     return next(bound for bound in _BOUNDS if seen < bound)
 
@@ -91,6 +92,8 @@ def keys_below(keys: float, rows: float, left: int, right: int) -> int:
 def fits(size: int, width: int, copied: bool, group: int, page: int) -> bool:
     """Whether the kernel supports these sizes of keys and of values, query heads of a kv head, and pages. copied: see `copies`;
     heads above 256 leave no memory in which consumers could store queries."""
+    # The engine's strides are multiples of 16 bytes, which are 8 elements. Sizes need be no multiple of a tile's columns: the
+    # engine fills in zeros.
     if (size | width) % 8 or not 0 < size <= 512 or not 0 < _padded(width) <= _padded(size):
         return False
     return group <= ROWS and page % 16 == 0 and (size <= 256 or copied)
@@ -108,6 +111,7 @@ def copies(group: int, strides: Sequence[int], negate: bool, aligned: bool) -> b
 
     strides: the query's, of its last dimension too; aligned: whether it begins at a multiple of 16 bytes.
     """
+    # A consumer has 64 rows, which are whole tokens if groups divide them. The engine cannot negate, so consumers do.
     return 64 % group == 0 and not negate and all(stride % 8 == 0 for stride in strides[:-1]) and aligned
 
 
@@ -115,6 +119,7 @@ def plan_of(arrays: Arrays, num_reqs: int, page: int, paged: bool, params: Prefi
     """paged: whether there is a block table; aligned: whether the query begins at a multiple of 16 bytes."""
     (tokens, heads, size), k_shape, v_shape = arrays.query, arrays.key, arrays.value
     (o_t, o_h, _), (q_t, q_h, _), k_strides, v_strides = arrays.of_output, arrays.of_query, arrays.of_key, arrays.of_value
+    # a call's own keys are one page, whose stride is never used but must be a multiple of 16 bytes too
     if not paged:
         k_strides, v_strides = (k_shape[0] * k_strides[0], *k_strides), (v_shape[0] * v_strides[0], *v_strides)
         k_shape, v_shape = (1, *k_shape), (1, *v_shape)
@@ -122,8 +127,10 @@ def plan_of(arrays: Arrays, num_reqs: int, page: int, paged: bool, params: Prefi
     group = heads // kv_heads
     copied = copies(group, arrays.of_query, params.negate, aligned)
     box = 1, _box(page, _keys(size, width, params, copied)), 1, 64
+    # four dimensions, as keys have, so that one layout of boxes serves all: a box is 64 / group tokens of one group's heads
     q_map = ((1, tokens, heads, size), (tokens * q_t, q_t, q_h, 1), (1, 64 // group, group, 64)) if copied else None
     strides = o_t, o_h, q_t, q_h, *k_strides[:3], *v_strides[:3]
+    # a bound on units by extents alone: each request may end in a tile that is not full
     tiles = (tokens // (_rows(size, params) // group) + num_reqs) * kv_heads * passes(width)
     return PrefillPlan(
         (q_map, (k_shape, k_strides, box), (v_shape, v_strides, box)), strides, (heads, group, size, width, page), tiles
@@ -168,6 +175,7 @@ def _keys(size: int, width: int, params: PrefillParams, copied: bool) -> int:
         few = size <= 64 and causal
     else:
         few = params.keys_below <= (2000 if size <= 64 else 1000 if causal else 400)
+    # 128 keys of 192 columns and of 128 columns of values, two stages each, and queries of 192 take 208 KiB of 227.
     return 64 if size > (192 if copied else 128) or width > 128 or few else 128
 
 
@@ -187,6 +195,7 @@ def _rows(size: int, params: PrefillParams) -> int:
 
 def _stages(size: int) -> int:
     """Tiles of keys, and of values, in the ring buffer."""
+    # 64 keys of 512 columns and 256 columns of values fill the memory with one stage: 64 + 32 KiB beside 128 of queries.
     return 4 if size <= 64 else 2 if size <= 256 else 1
 
 

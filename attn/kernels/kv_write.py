@@ -28,6 +28,7 @@ def code_in(x, FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Convert float32 x, already divided by its scale, to a code of this format, which is not ""."""
     if FORMAT == "int8":
         clipped = tl.minimum(tl.maximum(x, -127.0), 127.0)
+        # int8 has no NaN: a number that is none becomes 0. -127 to 127, so that no code is without its opposite.
         return nearest(tl.where(x != x, 0.0, clipped)).to(tl.int32).to(tl.uint8)
     elif FORMAT == "e4m3":
         return fp8_code(x, 3, 7, 448.0)
@@ -42,9 +43,11 @@ def _scaled_by_itself(x, live, FORMAT: tl.constexpr):  # type: ignore[no-untyped
     """(codes, scales) of float32 x [heads, D]."""
     most: tl.constexpr = 127.0 if FORMAT == "int8" else 448.0
     x = tl.where(live, x, 0.0)
+    # NaN as the scale makes the whole token NaN when it is read, whatever its codes are
     nonfinite = tl.max(((x - x) != 0.0).to(tl.int32), 1) > 0
     largest = tl.max(tl.where((x - x) != 0.0, 0.0, tl.abs(x)), 1)
     scale = tl.where(nonfinite, float("nan"), tl.math.div_rn(largest, tl.zeros_like(largest) + most))
+    # a token of zeros: 0 / 0 would be NaN
     by = tl.where(scale == 0.0, 1.0, scale)
     return code_in(tl.math.div_rn(x, tl.zeros_like(x) + by[:, None]), FORMAT), scale
 
@@ -59,6 +62,7 @@ def write(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     if value_cache is None:
         value_cache = key_cache + values_at  # one array holds the keys, and the values behind them
+    # 64 bits throughout: slots of a large cache and rows of a large batch exceed 2**31 elements
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     if slot >= 0:
@@ -76,6 +80,7 @@ def write(  # type: ignore[no-untyped-def]
         elif FORMAT == "bf16":
             k, v = code_in(k.to(tl.float32), FORMAT), code_in(v.to(tl.float32), FORMAT)
         elif FORMAT != "":
+            # one scale has a stride of 0
             k_by = tl.load(k_scale + h * kscale_h, mask=h < HEADS, other=1.0)
             v_by = tl.load(v_scale + h * vscale_h, mask=h < HEADS, other=1.0)
             k = code_in(tl.math.div_rn(k.to(tl.float32), tl.broadcast_to(k_by, (BLOCK_H, BLOCK_D))), FORMAT)
@@ -93,6 +98,7 @@ Scales = tuple[tuple[int, ...], ...]
 def constants(heads: int, size: int, page: int, code: str, scales: Scales, per_token: bool) -> dict[str, Any]:
     """The constants and options of `write`. code: `format_of`. per_token: whether each token and head gets its own scale."""
     (k_scales, v_scales), block_h, block_d = scales, power_of_two(heads), power_of_two(size)
+    # both arrays of scales have the same strides, with heads adjacent (`attn.torch.kernels.kv_write`)
     scale_block, scale_slot = k_scales[:2] if per_token else (0, 0)
     return {
         "kscale_h": 1 if k_scales else 0,

@@ -44,8 +44,10 @@ def write(  # type: ignore[no-untyped-def]
     NOPE: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
+    # the grid has as many programs as the longer of the two lists of tokens
     if query is not None and token < copied:
         e = tl.arange(0, BLOCK_R)
+        # some heads at a time: 2,048 elements, whatever the number of heads (`constants`)
         for first in tl.range(0, H, BLOCK_H):
             h = (first + tl.arange(0, BLOCK_H))[:, None]
             live = (h < H) & (e < DR)[None, :]
@@ -66,18 +68,22 @@ def write_row(  # type: ignore[no-untyped-def]
     slot = tl.load(slots + token).to(tl.int64)
     e = tl.arange(0, BLOCK_R)
     if slot >= 0:
+        # in 64 bits: `slot` is
         row = cache + slot // P * c_block + slot % P * c_slot
         rope = tl.load(k_pe + token * k_pe_t + e, mask=e < DR)
         if FORMAT == "packed":
             part = tl.arange(0, 4)
             at = part[:, None] * 128 + tl.arange(0, 128)[None, :]
             x = tl.load(kv_c + token * kv_c_t + at).to(tl.float32)
+            # NaN as a scale makes the whole quarter NaN when it is read; so does an infinite one, times codes of 0 and NaN.
             nonfinite = tl.max((x != x).to(tl.int32), 1) > 0
             largest = tl.max(tl.where(x != x, 0.0, tl.abs(x)), 1)
+            # 2**-126: a smaller scale would be subnormal, which GPUs may flush to 0, and zeros would be divided by 0
             scale = tl.maximum(tl.math.div_rn(largest, tl.zeros_like(largest) + 448.0), 1.1754943508222875e-38)
             scale = tl.where(nonfinite, float("nan"), scale)
             codes = fp8_code(tl.math.div_rn(x, tl.zeros_like(x) + scale[:, None]), 3, 7, 448.0)
             tl.store(row + at, codes)
+            # behind 512 bytes of codes: element 128 of four bytes, then element 264 of two
             tl.store(row.to(tl.pointer_type(tl.float32)) + 128 + part, scale)
             if rope.dtype == tl.bfloat16:
                 tl.store(row.to(tl.pointer_type(tl.bfloat16)) + 264 + e, rope)
@@ -87,6 +93,7 @@ def write_row(  # type: ignore[no-untyped-def]
             d = tl.arange(0, BLOCK_L)
             latent = _code(tl.load(kv_c + token * kv_c_t + d, mask=d < L), k_scale, factor, FORMAT)
             rope = _code(rope, k_scale, factor, FORMAT)
+            # the bits of a bfloat16 are stored as integers, so that no conversion rounds them again
             if FORMAT == "bf16":
                 row = row.to(tl.pointer_type(tl.uint16))
             tl.store(row + d, latent.to(row.dtype.element_ty), mask=d < L)

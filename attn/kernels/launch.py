@@ -71,6 +71,8 @@ def can_launch_early(arch: str) -> bool:
 
 def _fitting(choices: list[Launch], arch: str, block_d: int, itemsize: int, stored: int) -> Launch:
     """The first of `choices` whose tiles fit: queries once, keys and values per stage, one stage of them converted."""
+    # Elements of queries and weights have the product's size, those of keys and values the cache's: a cache of bytes holds
+    # twice the stages in the same memory.
     limit = SHARED_MEMORY.get(arch, UNKNOWN)
     for launch in choices:
         stages = max(1, launch.num_stages - 1)  # the last stage computes from what the others hold
@@ -80,6 +82,7 @@ def _fitting(choices: list[Launch], arch: str, block_d: int, itemsize: int, stor
             need += tile * itemsize
         if need <= limit:
             return launch
+    # Smaller tiles do not exist. Layers whose rows fit in none are refused before a launch (`memory.group_reason`).
     return choices[-1]
 
 
@@ -95,6 +98,7 @@ def decode_launch(
 
     split_kv: whether requests are cut into parts of equal size (`SplitKV`). beside: whether a prefill runs at the same time.
     """
+    # Products have at least 16 rows (`tl.dot`), and vectors of Triton a power of two of elements.
     block_m, block_d = max(16, power_of_two(group)), power_of_two(head_size)
     if arch == "interpreter":
         return Launch(block_m, 32, 4, 1)
@@ -122,6 +126,7 @@ def decode_launch(
             many = block_m == 64 and (block_d, stored) == (128, 2)
             choices.insert(0, Launch(block_m, 64, 2, 5) if few else Launch(block_m, *((32, 4, 6) if many else (64, 4, 4))))
     if itemsize == 4:
+        # Registers hold no larger tile of float32 (`packs_rows`), on any architecture.
         choices = [Launch(block_m, 16, 4, s) for s in (3, 1)]
     return _fitting(choices, arch, block_d, itemsize, stored)
 
@@ -131,6 +136,7 @@ def rows_of_speculation(arch: str, group: int, max_query_len: int, itemsize: int
 
     A few tokens read as many bytes as one, so their keys are split as a decode's are.
     """
+    # Where all rows fit in the tile of one token's heads, which has 16 at least, the rule for one token already holds them.
     rows = group * max_query_len
     few = 1 < max_query_len <= 16 and max(16, group) < rows <= 64
     return rows if few and packs_rows(arch, itemsize) else 0
@@ -165,6 +171,7 @@ def run_together(q_lens: Any, keys: Any, blocks: Any, kv_heads: int, multiproces
 @functools.lru_cache(maxsize=1024)
 def prefill_launch(arch: str, group: int, head_size: int, itemsize: int, stored: int) -> Launch:
     """The launch for many query rows: compute-bound, so tiles as large as registers and shared memory allow."""
+    # A tile holds whole tokens, so it has at least the rows of one: the query heads of a kv head.
     least, block_d = power_of_two(group), power_of_two(head_size)
     if arch == "interpreter":
         return Launch(max(32, least), 32, 4, 1)
@@ -260,15 +267,18 @@ def split_kv_for(num_reqs: int, kv_heads: int, tiles: int, fixed: int, multiproc
         return SplitKV(fixed, 0, 0, num_reqs * max(1, -(-tiles // fixed)), block_of(num_reqs))
     if tiles <= LEAST:
         return None
+    # An item is one program for each kv head, so this many fill the device with two programs on each multiprocessor.
     wave = max(1, 2 * multiprocessors // kv_heads)
     many = 2 * num_reqs > wave - (rows >= 64)
     max_splits = (3 * wave // 2 if rows >= 64 else wave) if many else wave - num_reqs
+    # From four fifths of a wave on, requests of equal length keep the device busy without being cut (`plan.item_of`).
     return SplitKV(LEAST, max_splits, -(-4 * wave // 5), max_splits + num_reqs, block_of(num_reqs))
 
 
 def _shares(tiles: Any, split_kv: SplitKV) -> tuple[int, int, int]:
     """(the fewest and the most tiles per part that the device may choose, the most of a request), as `split_tiles_of`."""
     total, longest = int(tiles.sum()), int(tiles.max())
+    # Parts of `high` tiles always fit: each request has at most one part that is not full. Smaller parts than `low` never fit.
     low = max(split_kv.split_tiles, -(-total // (split_kv.max_splits + len(tiles))))
     high = max(low, -(-total // split_kv.max_splits))
     if len(tiles) >= split_kv.whole_from and 4 * longest * len(tiles) <= 5 * total:
@@ -283,6 +293,7 @@ def split_tiles_of(tiles: Any, split_kv: SplitKV, least: int = 0) -> int:
     """
     low, high, _ = _shares(tiles, split_kv)
     room = split_kv.max_splits + int(np.count_nonzero(tiles))  # a request without keys has one item
+    # As many halvings as on the device, which may leave several candidates: the host's answer must be the device's.
     for _ in range(4):
         if high < least:
             break
@@ -314,6 +325,7 @@ MOST_SPLITS = 64  #: of a single row's keys
 def row_launch(arch: str, group: int, size: int, itemsize: int, processors: int) -> tuple[Launch, int]:
     """Return the launch of single rows over keys in no cache, and how many programs run at once."""
     rule = decode_launch(arch, group, size, itemsize, itemsize)
+    # Other devices and larger tiles have not been measured: they keep a decode's launch, one program per multiprocessor.
     if arch != "sm_90" or itemsize != 2 or rule.block_m > 32:
         return rule, processors
     # Measured (H200, 48 batches each of 64-, 128- and 256-wide heads): 32 KB of keys and values on their way in each of four
@@ -331,6 +343,7 @@ def row_splits(programs: int, tiles: int, slots: int, width: int) -> int:
 
     def time(splits: int) -> float:
         merge = 1.5 * max(1, width / 512) + splits * width / 5120 if splits > 1 else 0
+        # Waves of programs times the tiles of each, then the merge, all in units of the time of a tile.
         return -(-programs * splits // slots) * -(-tiles // splits) + merge
 
     splits = min(range(1, max(1, min(tiles, MOST_SPLITS)) + 1), key=time)
@@ -351,12 +364,15 @@ def prefill_programs(flops: float, nbytes: float, multiprocessors: int) -> int:
     predicted to take a tenth less time than running in sequence, where the decode begins as the prefill's last programs
     end.
     """
+    # Seconds of either alone. 4 prompts of 4,096 ran at 479 to 509 TFLOP/s on four H200s (benchmarks/notes/triton.md), and
+    # these copy 4.3 TB/s.
     whole, decode = flops / 480e12, nbytes / 4e12
     if decode == 0:
         return multiprocessors
 
     def time(programs: int) -> float:
         prefill = whole * multiprocessors / programs
+        # in the time of the decode alone: what of it the other multiprocessors do meanwhile
         done = prefill * min(1.0, (multiprocessors - programs) / (3 / 7 * multiprocessors))
         return prefill + max(0.0, decode - done)
 
@@ -364,5 +380,7 @@ def prefill_programs(flops: float, nbytes: float, multiprocessors: int) -> int:
     # prefill where it takes what was left to it, at its full rate (`programs` <= 4/7 of all) or below it.
     even = whole / decode if 4 * decode > 7 * whole else 1 / (1 + 3 / 7 * decode / whole)
     near = int(even * multiprocessors)
+    # Both neighbours of the solution are tried, because multiprocessors are whole numbers; the decode keeps at least one.
     best = min((min(max(n, multiprocessors // 8, 1), multiprocessors - 1) for n in (near, near + 1)), key=time)
+    # In sequence, about 0.3 of the decode runs while the prefill's last programs end.
     return best if time(best) < 0.9 * (whole + 0.7 * decode) else multiprocessors

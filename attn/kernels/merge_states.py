@@ -16,12 +16,14 @@ import triton.language as tl
 def _joined(acc, norm, top, rows, logs, live, lanes, NAN_IS_EMPTY: tl.constexpr):  # type: ignore[no-untyped-def]
     """Add one more state: acc [heads, D] and norm [heads] are sums relative to exp(top)."""
     log = tl.load(logs, mask=live, other=float("-inf"))
+    # FlashAttention's libraries mark a state without keys by +inf or -inf, other kernels by NaN.
     empty = (log == float("inf")) | (log == float("-inf"))
     if NAN_IS_EMPTY:
         empty = empty | (log != log)
     log = tl.where(empty, float("-inf"), log)
     values = tl.load(rows, mask=lanes & (log != float("-inf"))[:, None], other=0.0).to(tl.float32)
     above = tl.maximum(top, log)
+    # -inf - -inf would be NaN while no state has keys
     guard = tl.where(above == float("-inf"), 0.0, above)
     shrink, weight = tl.exp(top - guard), tl.exp(log - guard)
     return acc * shrink[:, None] + values * weight[:, None], norm * shrink + weight, above
@@ -34,6 +36,7 @@ def merge(  # type: ignore[no-untyped-def]
     D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, STACKED: tl.constexpr, NAN_IS_EMPTY: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
+    # 64 bits: a head's row of log-sum-exps has as many elements as there are tokens
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
     d = tl.arange(0, BLOCK_D)[None, :]
     live = head < heads

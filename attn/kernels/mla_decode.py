@@ -43,6 +43,7 @@ def _places(  # type: ignore[no-untyped-def]
     """(key indices j, whether a list's entry is valid, page, slot in it) of a tile; past the last key a valid one is read."""
     j = start + tl.arange(0, BLOCK_N)
     at = tl.minimum(j, last) if MASKED else j
+    # `last` is the list's last entry where keys are selected (`chosen`), else the last key that a row of the tile sees
     real = j <= last
     if chosen is not None:
         position = tl.load(chosen + at)
@@ -50,6 +51,7 @@ def _places(  # type: ignore[no-untyped-def]
         # missing keys read an existing address, the sequence's first key, and are masked
         at = tl.where(real, position, 0)
     if P % BLOCK_N == 0 and chosen is None:  # noqa: SIM108  (one is known when compiling)
+        # one page for the tile, whose first key is below `last`; a listed key may be in any page
         page = tl.load(table + start // P)
     else:
         page = tl.load(table + at // P)
@@ -62,6 +64,7 @@ def _places(  # type: ignore[no-untyped-def]
 def _softmax(s, norm, top, factor):  # type: ignore[no-untyped-def]
     """(weights, factor for earlier sums, norm, maximum) after a tile of scores."""
     above = tl.maximum(top, tl.max(s, 1) * factor)
+    # while a row has seen no key, its maximum is -inf, and -inf - -inf would be NaN
     guard = tl.where(above == float("-inf"), 0.0, above)
     p = tl.exp2(s * factor - guard[:, None])
     shrink = tl.exp2(top - guard)
@@ -91,6 +94,7 @@ def _step(  # type: ignore[no-untyped-def]
         k = tl.load(rows + d[None, :]) if L == BLOCK_L else tl.load(rows + d[None, :], mask=(d < L)[None, :], other=0.0)
         k_rope = tl.load(rope_at) if DR == BLOCK_R else tl.load(rope_at, mask=(e < DR)[None, :], other=0.0)
     k, k_rope = number_in(k, q.dtype), number_in(k_rope, q.dtype)
+    # two products, since 576 is no power of two: one of 1,024 columns would nearly double the work
     s = tl.dot(q_rope, tl.trans(k_rope), input_precision=PRECISION)
     s = tl.dot(q, tl.trans(k), s, input_precision=PRECISION)
     if chosen is not None:
@@ -100,6 +104,7 @@ def _step(  # type: ignore[no-untyped-def]
     p, shrink, norm, top = _softmax(s, norm, top, factor)
     acc = acc * shrink[:, None]
     if NAN_SAFE:
+        # after the scores: a row that sees the key has NaN as its score, and thus as its result, either way
         wide = k.to(tl.float32)
         k = tl.where((wide - wide) != 0.0, 0.0, wide).to(q.dtype)
     acc = tl.dot(p.to(q.dtype), k, acc, input_precision=PRECISION)
@@ -124,13 +129,16 @@ def _packed_step(  # type: ignore[no-untyped-def]
     A quarter's scale multiplies its scores and its weights, so that codes stay codes, which are exact in every dtype of a
     query.
     """
+    # Always masked: rows of 656 bytes are loaded without a mask, so keys past the last one must be clamped.
     j, real, page, slot = _places(start, last, table, chosen, seq_len, True, P, BLOCK_N, WIDE)
     rows = cache + page * c_block + slot * c_slot
+    # docs/semantics.md §9: bytes 0 to 511 are codes, 512 to 527 four float32 scales, 528 to 655 64 bfloat16 numbers.
     codes = rows if BYTES else rows.to(tl.pointer_type(tl.float8e4nv))
     scales = rows.to(tl.pointer_type(tl.float32)) + 128
     rope_at = (rows.to(tl.pointer_type(tl.bfloat16)) + 264)[:, None] + tl.arange(0, BLOCK_R)[None, :]
     dtype = q0.dtype
     s = tl.dot(q_rope, tl.trans(tl.load(rope_at).to(dtype)), input_precision=PRECISION)
+    # Written out four times: Triton cannot index accumulators by a loop variable.
     k0, w0 = _quarter(codes, scales, 0)
     k1, w1 = _quarter(codes, scales, 128)
     k2, w2 = _quarter(codes, scales, 256)
@@ -186,6 +194,7 @@ def _rows(  # type: ignore[no-untyped-def]
     """
     row = tl.arange(0, BLOCK_M)
     if indices is not None:  # a tile is BLOCK_M heads of one token
+        # each token has keys of its own, so a tile never spans tokens; its last rows may have no head
         heads: tl.constexpr = (H + BLOCK_M - 1) // BLOCK_M
         token = tile // heads + tl.zeros((BLOCK_M,), tl.int32)
         head = tile % heads * BLOCK_M + row
@@ -205,6 +214,7 @@ def _rows(  # type: ignore[no-untyped-def]
         seen = seq_len - q_len + token + 1
         if limits is not None:
             seen = tl.load(limits + at, mask=live, other=0)
+        # 0 for rows past the tile's end: they extend no range, and all of their keys are masked
         seen = tl.maximum(tl.where(live, seen, 0), 0)
         high = tl.minimum(tl.max(seen, 0), seq_len)  # keys that some row of the tile sees
         low = tl.min(tl.where(live, seen, high), 0)  # keys that every live row sees
@@ -217,6 +227,7 @@ def _rows(  # type: ignore[no-untyped-def]
         part_at = state.to(tl.int64) + row
     elif HAS_SPLITS:
         s = tl.program_id(1)
+        # a tile's rows have equally many parts, by the keys of the one that sees most: `merge` computes the same
         count = tl.cdiv(high, split)
         has_work = has_work & (s < tl.maximum(count, 1))
         is_part = count > 1
@@ -236,6 +247,7 @@ def _rows(  # type: ignore[no-untyped-def]
         q_rope = tl.load(rope_at + e[None, :], mask=live[:, None] & (e < DR)[None, :], other=0.0)
         if k_scale is not None:
             scale = tl.load(k_scale)
+            # keys and values are the same latents, so one scale serves both
             factor = factor * scale
             v_factor = v_factor * scale
         table = block_table + r.to(tl.int64) * table_r
@@ -248,6 +260,7 @@ def _rows(  # type: ignore[no-untyped-def]
             last = high - 1
         if PACKED:
             part = tl.arange(0, 128)
+            # the four quarters of 512 latents, as the cache has a scale for each
             q0 = tl.load(q_at + part[None, :], mask=live[:, None], other=0.0)
             q1 = tl.load(q_at + 128 + part[None, :], mask=live[:, None], other=0.0)
             q2 = tl.load(q_at + 256 + part[None, :], mask=live[:, None], other=0.0)
@@ -269,6 +282,7 @@ def _rows(  # type: ignore[no-untyped-def]
             # every row sees the keys below `low`, so whole tiles below it need no mask; selected keys are all masked
             DENSE: tl.constexpr = indices is None
             tail = tl.maximum(begins, tl.minimum(low, stop) // BLOCK_N * BLOCK_N) if DENSE else begins
+            # dense masked tiles are the last few, so their loop is not pipelined
             for part in tl.static_range(0 if DENSE else 1, 2):
                 end = stop if part else tail
                 for start in tl.range(tail if part else begins, end, BLOCK_N, num_stages=1 if part and DENSE else None):
@@ -301,10 +315,12 @@ def attend(  # type: ignore[no-untyped-def]
     group = tl.program_id(0) // TILES
     tile = tl.program_id(0) % TILES
     if PLANNED:
+        # the items follow two numbers for each group (`attn.torch.kernels.plan.shares`)
         table = items + 2 * (tl.num_programs(0) // TILES)
         for i in tl.range(tl.load(items + 2 * group), tl.load(items + 2 * group + 1), num_stages=1):
             item = table + i * FIELDS_OF_ITEM
             begins = tl.load(item + 5)
+            # a group's last item may begin a block that others end: it has the second of the group's two states
             state = ((2 * group + (begins == 0)) * TILES + tile) * BLOCK_M
             _rows(
                 out, lse, partial, partial_lse, query, rope, cache, limits, block_table, indices, k_scale,
@@ -341,6 +357,8 @@ def merge(  # type: ignore[no-untyped-def]
         end = tl.load(items + 2 * group + 1)
         if end == tl.load(items + 2 * group):
             return
+        # Only a group's last item can begin a block without ending it. Others' blocks are whole, or merged by the group that
+        # began them.
         item = items + 2 * groups + (end - 1) * FIELDS_OF_ITEM
         count = tl.load(item + 7)
         if (count == 1) | (tl.load(item + 5) > 0):
@@ -384,12 +402,16 @@ def merge(  # type: ignore[no-untyped-def]
         return
     d = tl.arange(0, BLOCK_L)
     part = tl.arange(0, BLOCK_S)
+    # The plan and the lengths are older than the first stage, which is not launched early, so they are read before the wait.
     if EARLY:
         tl.extra.cuda.gdc_wait()
     top = -float("inf")
+    # The maximum first: a second pass over few log-sum-exps costs less than multiplying L sums for each part.
     for s in tl.range(0, count, BLOCK_S, num_stages=1):
         at_state = state + s + part
         if PLANNED:
+            # the block's first part is the second state of this group, its later ones are the first states of the groups that
+            # follow
             at_state = state + (2 * (group + s + part) + (s + part == 0)).to(tl.int64) * ROWS
         logs = tl.load(partial_lse + at_state, mask=s + part < count, other=float("-inf"))
         top = tl.maximum(top, tl.max(logs, 0))

@@ -65,12 +65,15 @@ def fits_hopper(
     (heads, width), (page, stored) = query, cache
     if rank != RANK or not width == stored == RANK + ROPE or split % KEYS or any(stride % 16 for stride in strides):
         return False
+    # A list's tile is heads of one token. Pages are copied in boxes of at least 16 rows, multiples of the 8 that swizzles
+    # repeat.
     return heads % ROWS == 0 if sparse else page % 16 == 0
 
 
 def _shared(launch: Launch, rank: int, rope: int, itemsize: int, stored: int) -> int:
     """Bytes of shared memory: queries once, keys per stage (and once more converted), the weights."""
     row = power_of_two(rank) + power_of_two(rope)
+    # Half of the stages go to the block table's loads (benchmarks/notes/mla-gpu.md): 5 leave two tiles of keys in memory.
     stages = 2 if launch.num_stages > 2 else max(1, launch.num_stages)
     need = launch.block_m * row * itemsize + launch.block_n * row * stages * stored + launch.block_m * launch.block_n * itemsize
     return need + (launch.block_n * row * itemsize if stored != itemsize else 0)
@@ -87,6 +90,8 @@ def _splits(units: int, tiles: int, multiprocessors: int) -> tuple[float, int]:
     """(time in tiles, splits) of the number of splits that takes least time."""
 
     def cost(splits: int) -> float:
+        # A wave lasts as long as its tiles and STARTED more; parts are merged, which takes about as long as 4 tiles and more
+        # for each.
         waves = -(-units * splits // multiprocessors)
         return waves * (-(-tiles // splits) + STARTED) + (0.0 if splits == 1 else 4 + splits / 8)
 
@@ -112,12 +117,15 @@ def mla_shares(requests: int, row_tiles: int, tiles: int, multiprocessors: int, 
         return None
 
     def busy(span: int) -> float:
+        # Multiprocessors in whole groups, times the part of the last block that has rows, times memory's speed below three row
+        # tiles.
         return multiprocessors // span * span * row_tiles / -(-row_tiles // span) / span * min(1, span / 3)
 
     span = max(range(1, min(row_tiles, multiprocessors, 8) + 1), key=lambda span: (busy(span), span))
     groups, blocks = multiprocessors // span, requests * -(-row_tiles // span)
     # splits take whole waves; shares take a share of all tiles, the plan, and the merge
     split, _ = _splits(requests * row_tiles, tiles, multiprocessors)
+    # Requests of equal length gain from shares only where whole waves leave the device idle; 8 tiles stand for plan and merge.
     if not uneven and 0.95 * split <= blocks * (tiles + STARTED) / groups + 8:
         return None
     return Shares(groups, span, groups + blocks)
@@ -237,18 +245,22 @@ class MLALaunches(NamedTuple):
 
 def launches_of(of: Decode) -> MLALaunches:
     """The launches of a batch."""
+    # selected keys belong to one token, whose heads are all that may share a tile
     rows = of.heads if of.sparse else of.heads * of.max_query_len
     rule = HOPPER
     if not of.on_hopper:
         rule = mla_launch(of.arch, rows, of.rank, of.rope, of.itemsize, of.stored, of.sparse, of.packed)
     tiles = -(-of.heads // rule.block_m) * of.max_query_len if of.sparse else -(-rows // rule.block_m)
     split = of.fixed_split or mla_split(of.requests * tiles, of.keys, rule.block_n, of.processors)
+    # the grid's bound for the longest request; programs beyond a request's own splits end at once
     splits = max(1, -(-of.keys // split))
     shares = None
     if not (of.sparse or of.fixed_split):
         shares = mla_shares(of.requests, tiles, -(-of.keys // rule.block_n), of.processors, of.uneven)
     if shares is not None:
+        # a plan's grid is one-dimensional: a program takes its items in turn
         tiles, splits = shares.span, 1
+    # without parts there is no merge whose launch could overlap
     early = of.early and (splits > 1 or shares is not None)
     common = {"H": of.heads, "L": of.rank, "BLOCK_M": rule.block_m, "BLOCK_L": power_of_two(of.rank), "EARLY": early, **FUSED}
     common["PLANNED"] = shares is not None

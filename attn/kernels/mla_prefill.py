@@ -32,6 +32,7 @@ def _step(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Process one tile of keys; row i sees keys up to upper[i]; `last` is the request's last key."""
     j = start + tl.arange(0, BLOCK_N)
+    # Past the request's last key that key is loaded again: what follows it is another request's, or no memory of the array.
     at = (tl.minimum(j, last) if MASKED else j).to(tl.int64)
     one, two, dv = tl.arange(0, D1), tl.arange(0, D2), tl.arange(0, BLOCK_V)
     k = tl.load(k_base + at[:, None] * k_t + one[None, :])
@@ -39,6 +40,7 @@ def _step(  # type: ignore[no-untyped-def]
     k_tail = tl.load(rest_at) if D1 + D2 == D else tl.load(rest_at, mask=(two < D - D1)[None, :], other=0.0)
     v_at = v_base + at[:, None] * v_t + dv[None, :]
     v = tl.load(v_at) if DV == BLOCK_V else tl.load(v_at, mask=(dv < DV)[None, :], other=0.0)
+    # the sum over both parts of a head: columns past D are zeros in q_tail and k_tail
     s = tl.dot(q_tail, tl.trans(k_tail), input_precision=PRECISION)
     s = tl.dot(q, tl.trans(k), s, input_precision=PRECISION)
     if MASKED:
@@ -46,6 +48,7 @@ def _step(  # type: ignore[no-untyped-def]
         wide = v.to(tl.float32)
         v = tl.where((wide - wide) != 0.0, 0.0, wide).to(v.dtype)
     above = tl.maximum(top, tl.max(s, 1) * factor)
+    # while a row has seen no key, its maximum is -inf, and -inf - -inf would be NaN
     guard = tl.where(above == float("-inf"), 0.0, above)
     p = tl.exp2(s * factor - guard[:, None])
     shrink = tl.exp2(top - guard)
@@ -81,6 +84,7 @@ def attend(  # type: ignore[no-untyped-def]
     k_base = key + k_begin.to(tl.int64) * k_t + head * k_h
     v_base = value + k_begin.to(tl.int64) * v_t + head * v_h
     if CAUSAL:
+        # aligned at the ends (docs/semantics.md §3): negative for rows that see no key
         upper = tl.minimum(token + k_len - q_len, k_len - 1)
         full = tl.maximum(tl.minimum(tile * BLOCK_M + k_len - q_len + 1, k_len), 0)  # keys that every row sees
         stop = tl.maximum(tl.minimum(tl.minimum(tile * BLOCK_M + BLOCK_M, q_len) + k_len - q_len, k_len), 0)
@@ -90,6 +94,7 @@ def attend(  # type: ignore[no-untyped-def]
     acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
     norm = tl.zeros((BLOCK_M,), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    # whole tiles that every row sees, without a mask; then the diagonal, or the last keys
     tail = full // BLOCK_N * BLOCK_N
     for part in tl.static_range(2):
         for start in tl.range(tail if part else 0, stop if part else tail, BLOCK_N):
@@ -108,9 +113,8 @@ def attend(  # type: ignore[no-untyped-def]
 def constants(rule: Launch, arch: str, sizes: tuple[int, int], itemsize: int, causal: bool) -> dict[str, Any]:
     """The constants and options of `attend`. sizes: of a head of queries, and of values; itemsize: bytes of an element."""
     size, width = sizes
-    first = power_of_two(size) // (1 if power_of_two(size) == size else 2)
-    if first == size:
-        first //= 2
+    # the largest power of two below the size, so that the second part is never empty
+    first = power_of_two(size) // 2
     return {
         **{"D": size, "D1": first, "D2": max(16, power_of_two(size - first)), "DV": width, "BLOCK_V": power_of_two(width)},
         **{"BLOCK_M": rule.block_m, "BLOCK_N": rule.block_n, "CAUSAL": causal},

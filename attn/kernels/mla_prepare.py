@@ -41,6 +41,9 @@ def constants(shares: tuple[int, int, int], row: tuple[int, int, int], code: str
     """The constants and options of `prepare`. shares: heads, keys of a tile, `launch.block_of`; row: L, Dr, and the page;
     code: as in `latent_write.constants`."""
     of_shares, of_rows = plan.constants(*shares), latent_write.constants(*row, code, 0, 0)
+    # Arguments that choose launches are `fill`'s alone, in lower case; both `latent_write` and `plan` call a block size
+    # BLOCK_R: the plan's is BLOCK_Q here.
     of_fill = {name: value for name, value in fill.constants(shares[0], row[0]).items() if name.isupper() and name != "BLOCK_R"}
     made = {**of_rows, **of_shares, **of_fill, "BLOCK_Q": of_shares["BLOCK_R"], "BLOCK_R": of_rows["BLOCK_R"], "num_warps": 4}
+    # no query is copied here, so the kernel has no such parameter
     return {name: value for name, value in made.items() if name != "NOPE"}

@@ -47,6 +47,8 @@ _BATCH = _SIZES + _SPLITS + _BOUNDS + _SPARSE
 @triton.jit
 def request_of(query_start_loc, tile, num_reqs, BLOCK_Q: tl.constexpr):  # type: ignore[no-untyped-def]
     """The request of a prefill tile, where request r's tiles start at query_start_loc[r] // BLOCK_Q + r."""
+    # The sum of ceil(q_len / BLOCK_Q) over earlier requests is at most their tokens // BLOCK_Q + r, so tiles of requests never
+    # overlap, and the host sizes the grid by tokens and requests alone. Surplus tiles have no rows.
     low, high = 0, num_reqs
     while low < high:
         middle = (low + high) // 2
@@ -61,6 +63,8 @@ def request_of(query_start_loc, tile, num_reqs, BLOCK_Q: tl.constexpr):  # type:
 def _infinite_where(values, allowed, infinity):  # type: ignore[no-untyped-def]
     """[rows, D]: `infinity` where a row sees a value that is NaN or that infinity, else 0 (both together: NaN)."""
     nonfinite = ((values != values) | (values == infinity)).to(tl.float16)
+    # Counted by a product, as no [rows, keys, D] fits in registers. The count may round in float16, but not to 0. A NaN counts
+    # for both infinities, whose sum is NaN again.
     hits = tl.dot(allowed.to(tl.float16), nonfinite)
     return tl.where(hits > 0, infinity, 0.0)
 
@@ -76,6 +80,7 @@ def _step(  # type: ignore[no-untyped-def]
     tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, IN_HALF: tl.constexpr, LATE: tl.constexpr, LIFT: tl.constexpr,
 ):  # fmt: skip
     """Process one tile of keys: scores, running maximum, weighted values. Without MASKED every row sees every key of it."""
+    # rows whose queries were scaled by a power of two have a factor each
     by = factor[:, None] if IN_HALF else factor
     d = tl.arange(0, BLOCK_D)
     n = tl.arange(0, BLOCK_N)
@@ -84,15 +89,19 @@ def _step(  # type: ignore[no-untyped-def]
     at = tl.minimum(tl.maximum(j, low), high - 1) if MASKED else j
     if PAGED:
         if P % BLOCK_N == 0:
+            # the whole tile lies in one page
             page = tl.load(table + start // P)
             slot = at % P
         elif BLOCK_N % P == 0 and not MASKED:
+            # whole pages, all of them visible: start is a multiple of P
             page = tl.load(table + start // P + n // P)
             slot = n % P  # known before the loop
         else:
+            # one look-up a key: a tile that begins or ends within a page, of clamped keys
             page = tl.load(table + at // P)
             slot = at % P
         if WIDE:
+            # before the multiplication, which would overflow: the table is int32
             page = page.to(tl.int64)
         k_rows = page * k_block + slot * k_slot
         v_rows = k_rows if SAME else page * v_block + slot * v_slot
@@ -102,6 +111,7 @@ def _step(  # type: ignore[no-untyped-def]
         v_rows = k_rows if SAME else at * v_slot
     k_at = k_base + k_rows[:, None] + d[None, :]
     v_at = v_base + v_rows[:, None] + d[None, :]
+    # Loads of a mask cost a fifth more instructions (benchmarks/notes/triton.md), so only padded heads have one.
     if D != BLOCK_D:
         k = tl.load(k_at, mask=(d < D)[None, :], other=0.0)
         v = tl.load(v_at, mask=(d < D)[None, :], other=0.0)
@@ -110,6 +120,7 @@ def _step(  # type: ignore[no-untyped-def]
         v = tl.load(v_at)
     s = tl.dot(q, tl.trans(number_in(k, q.dtype)), input_precision=PRECISION)
     if PER_TOKEN:
+        # `k_scale` and `v_scale` point at this kv head's scales of the first page
         scale_rows = page * scale_block + slot * scale_slot
         s = s * tl.load(k_scale + scale_rows)[None, :]
         v_by = tl.load(v_scale + scale_rows)
@@ -131,6 +142,7 @@ def _step(  # type: ignore[no-untyped-def]
         s = tl.where(allowed, s, float("-inf"))
     if HAS_CAP or HAS_ALIBI:
         above = tl.maximum(top, tl.max(s, 1))
+        # while a row has seen no key, its maximum is -inf, and -inf - -inf would be NaN
         guard = tl.where(above == float("-inf"), 0.0, above)
         p = tl.exp2((s - guard[:, None]) + LIFT) if LIFT else tl.exp2(s - guard[:, None])
         shrink = tl.exp2(top - guard)
@@ -145,6 +157,7 @@ def _step(  # type: ignore[no-untyped-def]
         guard = tl.where(above == float("-inf"), 0.0, above)
         p = tl.exp2(s * factor - guard[:, None])
         shrink = tl.exp2(top - guard)
+    # weights are added up before they are rounded to the product's dtype
     norm = norm * shrink + tl.sum(p, 1)
     acc = acc * shrink[:, None]
     if PER_TOKEN and q.dtype == tl.float16:
@@ -155,6 +168,7 @@ def _step(  # type: ignore[no-untyped-def]
     v = number_in(v, q.dtype)
     p = p.to(v.dtype)
     if NAN_SAFE:
+        # A weight of 0 times NaN is NaN, so non-finite values leave the product, and are added to the rows that see them.
         wide = v.to(tl.float32)
         v = tl.where((wide - wide) != 0.0, 0.0, wide).to(v.dtype)
         acc += _infinite_where(wide, allowed, float("inf"))
@@ -170,15 +184,18 @@ def _allowed(  # type: ignore[no-untyped-def]
     HAS_TREE: tl.constexpr, SPARSE: tl.constexpr, HAS_SPANS: tl.constexpr, HAS_PREFIX: tl.constexpr, HAS_CHUNK: tl.constexpr,
 ):  # fmt: skip
     """[rows, keys]: window and causality, the draft tree among new tokens, the block-sparse pattern; spans, prefix, chunk."""
+    # In the order of docs/semantics.md §18: what a span or prefix adds escapes causality and window, but not the chunk.
     allowed = j[None, :] <= upper[:, None]
     if HAS_LEFT:
         allowed = allowed & (j[None, :] >= position[:, None] - left)
     if HAS_TREE:
+        # The tree says which of the request's new tokens see each other; keys of the context are outside it and stay allowed.
         new = j[None, :] - context
         inside = (new >= 0) & (new < q_len) & (token < q_len)[:, None] & is_tree
         seen = tl.load(tree_row + token[:, None] * tree_w + new, mask=inside, other=1)
         allowed = allowed & (seen != 0)
     if SPARSE > 0:
+        # docs/semantics.md §13; `head` is the head in the whole model, whose pattern a rank's heads continue
         far = position[:, None] // SPARSE - j[None, :] // SPARSE
         column = j[None, :] // SPARSE + head[:, None] * sparse_shift + 1
         allowed = allowed & ((far < sparse_local) | (column % sparse_stride == 0))
@@ -196,6 +213,7 @@ def tanh(x):  # type: ignore[no-untyped-def]
     """tanh: a series where the quotient would cancel; saturates on both sides where exp overflows."""
     y = x * x
     series = x * (1.0 + y * (-0.33333333 + y * (0.13333333 + y * (-0.05396825 + y * 0.02186949))))
+    # tanh x = 1 - 2 / (e^2x + 1), where e^2x = 2^(2 x log2 e). Near 0 the difference loses the digits that the series keeps.
     return tl.where(tl.abs(x) < 0.25, series, 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0))
 
 
@@ -233,6 +251,7 @@ def attention(  # type: ignore[no-untyped-def]
             if tl.program_id(1) == 0:
                 tl.extra.cuda.gdc_wait()
             return
+    # kv heads vary fastest, so that programs that run together read the same pages
     kv_head = pid % K
     if DECODE and (BLOCK_R > 0 or not TILED):
         tile = 0
@@ -246,6 +265,8 @@ def attention(  # type: ignore[no-untyped-def]
             if r >= num_reqs:
                 return
             if (s == 0) & (tile == 0) & (kv_head == 0):
+                # Behind the states' rows and log-sum-exps: the request's first item and its number of parts. One program writes
+                # them for `merge`, which cannot repeat the search without the lengths.
                 plan = (scratch + states.to(tl.int64) * (D + 1)).to(tl.pointer_type(tl.int32)) + 2 * r
                 tl.store(plan, pid // K)
                 tl.store(plan + 1, count)
@@ -254,11 +275,13 @@ def attention(  # type: ignore[no-untyped-def]
         begin = tl.load(query_start_loc + r)
         q_len = tl.load(query_start_loc + r + 1) - begin
     else:
+        # prefill, and whole decodes of several tiles: the program's tile is one of rows
         r = request_of(query_start_loc, pid // K, num_reqs, BLOCK_Q)
         begin = tl.load(query_start_loc + r)
         q_len = tl.load(query_start_loc + r + 1) - begin
         # the last rows are the longest: start them first, so that they do not end last
         tile = tl.cdiv(q_len, BLOCK_Q) - 1 - (pid // K - (begin // BLOCK_Q + r))
+    # another launch has this request, or the tile is a surplus one (`request_of`)
     if (q_len <= min_query) | (q_len > max_query) | (tile < 0):
         return
     seq_len = tl.load(seq_lens + r) if PAGED else q_len
@@ -268,6 +291,7 @@ def attention(  # type: ignore[no-untyped-def]
     d = tl.arange(0, BLOCK_D)
     token = tile * BLOCK_Q + row // G
     head = kv_head * G + row % G
+    # BLOCK_M is a power of two and G may not be: the last rows of a tile can be no token's
     live = (row < BLOCK_Q * G) & (token < q_len)
     position = context + token
     first = context + tile * BLOCK_Q
@@ -276,6 +300,7 @@ def attention(  # type: ignore[no-untyped-def]
     if HAS_TREE:
         is_tree = q_len <= tree_w
         right = tl.where(is_tree, tree_right, right)
+    # Causality of its own narrows a prefill's range. A decode's must stay the plan's, which does not know it.
     if MIXED and not DECODE:
         right = tl.where(tl.load(is_causal + r), 0, right)
     if FREE and DECODE:
@@ -289,6 +314,7 @@ def attention(  # type: ignore[no-untyped-def]
     if HAS_SPANS:
         span_low = tl.load(spans + 2 * at, mask=live, other=-1)
         span_high = tl.load(spans + 2 * at + 1, mask=live, other=-1)
+        # spans and prefixes may reach beyond the window; a decode's range already has all keys
         if not DECODE:
             has_span = span_high >= 0
             low = tl.minimum(low, tl.min(tl.where(has_span, span_low, low)))
@@ -302,6 +328,7 @@ def attention(  # type: ignore[no-untyped-def]
         if not DECODE:
             low = tl.where(prefix_end > 0, 0, low)
             high = tl.maximum(high, prefix_end)
+    # again, as a span or prefix may have moved `low` before the chunk's beginning or below 0
     if FREE and not DECODE:
         if HAS_CHUNK:
             low = tl.maximum(low, tl.maximum(first, 0) // chunk * chunk)
@@ -310,6 +337,7 @@ def attention(  # type: ignore[no-untyped-def]
     stop = high
     if BLOCK_R > 0:
         stop = tl.minimum(high, aligned + end_tile * BLOCK_N)
+        # after `stop`, which counts from the first visible tile as the plan does
         aligned += begin_tile * BLOCK_N
 
     lanes = live[:, None] & (d < D)[None, :]
@@ -322,6 +350,8 @@ def attention(  # type: ignore[no-untyped-def]
         # the row's largest.
         wide_q = q.to(tl.float32)
         peak = tl.max(tl.where(tl.abs(wide_q) < float("inf"), tl.abs(wide_q), 0.0), 1)
+        # The exponent's bits alone are the largest power of two up to the peak, at least 2**-60 so that its inverse is finite.
+        # The row's largest query is then below 2**15, within float16, and the factor takes 2**-14 of that power back.
         power = tl.maximum((peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 8.673617379884035e-19)
         q = (wide_q * (16384.0 / power)[:, None]).to(tl.float16)
         factor = factor * (power * 6.103515625e-05)
@@ -342,6 +372,7 @@ def attention(  # type: ignore[no-untyped-def]
         v_base = value_cache + kv_head.to(tl.int64) * v_head
     else:
         table = block_table
+        # no pages: keys are rows of this call, counted from the request's first
         k_base = key_cache + kv_head.to(tl.int64) * k_head + begin.to(tl.int64) * k_slot
         v_base = value_cache + kv_head.to(tl.int64) * v_head + begin.to(tl.int64) * v_slot
     tree_row = tree
@@ -349,6 +380,7 @@ def attention(  # type: ignore[no-untyped-def]
         tree_row = tree + r.to(tl.int64) * tree_w * tree_w
     shifted = head + sparse_offset
     if slots is not None:
+        # only the program that has the request's last keys reads the new token, so it writes it, and no other program waits
         end = count - 1 - s if BLOCK_R > 0 else 0
         if end == 0:
             new = slots, key, value, key_t, value_t
@@ -399,6 +431,7 @@ def attention(  # type: ignore[no-untyped-def]
         # 0 * NaN: a non-finite value may have reached rows that do not see it, or, loaded again past an end, have made an
         # infinity NaN. Rare enough to start over; a decode in small tiles, which need no more registers than its own.
         NAN_SAFE_N: tl.constexpr = 16 if DECODE else BLOCK_N
+        # x - x is 0 for every finite x, and NaN for the others
         if tl.max(((acc - acc) != 0.0).to(tl.int32)) > 0:
             acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
             norm = tl.zeros((BLOCK_M,), tl.float32)
@@ -412,14 +445,17 @@ def attention(  # type: ignore[no-untyped-def]
                     BLOCK_D, HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME, WIDE, EXACT, PRECISION, IN_HALF, LATE, LIFT,
                 )  # fmt: skip
 
+    # maxima of plain scores were kept before scaling
     if LATE and not (HAS_CAP or HAS_ALIBI):
         top = top * factor
     if LIFT:
         top = top - LIFT
     log = tl.where(norm == 0, float("-inf"), top + tl.log2(norm))
+    # docs/semantics.md §1: a row without keys is 0, with a log-sum-exp of -inf
     result = tl.where(norm[:, None] == 0, 0.0, acc / norm[:, None])
     if BLOCK_R > 0:  # noqa: SIM102
         if count > 1:
+            # by item, token of the block and head; all kv heads of an item share its place
             state = (pid // K * BLOCK_Q + row // G).to(tl.int64) * H + head
             tl.store(scratch + state[:, None] * D + d[None, :], result, mask=lanes)
             tl.store(scratch + states.to(tl.int64) * D + state, log, mask=live)
@@ -436,6 +472,7 @@ def _write(  # type: ignore[no-untyped-def]
     k_base, v_base, k_block, k_slot, v_block, v_slot = caches
     k_scale, v_scale = scales
     d = tl.arange(0, BLOCK_D)
+    # 64 bits: a slot times its stride may exceed 32
     slot = tl.load(slots + token).to(tl.int64)
     k = tl.load(key + token * key_t + kv_head * D + d, mask=d < D)
     v = tl.load(value + token * value_t + kv_head * D + d, mask=d < D)
@@ -448,6 +485,8 @@ def _write(  # type: ignore[no-untyped-def]
         k, v = k.to(tl.float32), v.to(tl.float32)
         codes: tl.constexpr = tl.uint16 if FORMAT == "bf16" else tl.uint8
         if FORMAT != "bf16":
+            # Division rounded to nearest, as the host's: the default is approximate on GPUs and would change codes in the last
+            # bit.
             k, v = tl.math.div_rn(k, tl.zeros_like(k) + k_scale), tl.math.div_rn(v, tl.zeros_like(v) + v_scale)
         k, v = code_in(k, FORMAT), code_in(v, FORMAT)
         k_at, v_at = k_at.to(tl.pointer_type(codes)), v_at.to(tl.pointer_type(codes))
@@ -460,6 +499,8 @@ def _sparse_tile(  # type: ignore[no-untyped-def]
     start, first, head, live, sparse_local, sparse_stride, sparse_shift, BLOCK_N: tl.constexpr, SPARSE: tl.constexpr
 ):
     """Whether some row of the tile may attend to keys start..start + BLOCK_N: the block-sparse pattern, before any load."""
+    # The first row is nearest to the tile's last key, and all heads share the local blocks; only the columns depend on the
+    # head.
     near = first // SPARSE - (start + BLOCK_N - 1) // SPARSE < sparse_local
     rows_seen = 0
     if not near:
@@ -474,6 +515,7 @@ def _finish(  # type: ignore[no-untyped-def]
     output, lse, sinks, output_scale, result, log, v_factor, at, head, d, live, lanes, o_t, o_h, lse_h
 ):
     """Scale, apply the sink, and store rows (or their e4m3 codes); `log` is the log-sum-exp in base 2."""
+    # after the merge of parts, so that a state is independent of scales, sinks and the output's format
     result = result * v_factor
     if sinks is not None:
         sink = tl.load(sinks + head, mask=live, other=0.0) * 1.4426950408889634
@@ -502,9 +544,12 @@ def merge(  # type: ignore[no-untyped-def]
     head = h + tl.zeros((1,), tl.int32)
     begin = tl.load(query_start_loc + r)
     q_len = tl.load(query_start_loc + r + 1) - begin
+    # Requests of more rows were the prefill's, and left no plan. The lengths are older than both stages, so they may be read
+    # before the wait for the parts.
     if (token >= q_len) | (q_len > BLOCK_Q * tl.num_programs(1)):
         return
     if EARLY:
+        # until every program of the first stage has ended and its stores are visible
         tl.extra.cuda.gdc_wait()
     logs_at = scratch + states.to(tl.int64) * D
     plan = (logs_at + states).to(tl.pointer_type(tl.int32)) + 2 * r
@@ -514,6 +559,7 @@ def merge(  # type: ignore[no-untyped-def]
         return
     d = tl.arange(0, BLOCK_D)
     part = tl.arange(0, BLOCK_S)
+    # parts of a block of rows are adjacent items (`plan.item_of`)
     state = ((item + tile * count) * BLOCK_Q + of_tile).to(tl.int64) * H + h
     # in one pass, so that no load waits for another; every part has a result, and one without keys has weight 0
     top = -float("inf")

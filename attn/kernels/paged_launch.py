@@ -41,7 +41,8 @@ _ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 def bound(side: int | None) -> int:
     """A side of a window as kernels take it."""
-    return UNBOUNDED if side is None else side
+    # No sequence has as many keys, and a larger side would exceed 32 bits when a kernel adds it to a position.
+    return UNBOUNDED if side is None else min(side, UNBOUNDED)
 
 
 class LayerParams(NamedTuple):
@@ -59,6 +60,8 @@ class LayerParams(NamedTuple):
 
     def factor(self, k_factor: float) -> float:
         """What scores are multiplied by: in base 2, or before a soft cap."""
+        # Kernels take maxima of unscaled scores, which a negative factor would turn into minima: they negate queries instead
+        # (NEGATE).
         factor = abs(self.scale) * k_factor
         return factor / self.soft_cap if self.soft_cap else factor * LOG2E
 
@@ -76,7 +79,7 @@ class LayerParams(NamedTuple):
     def of_prompts(self, min_query: int, keys_below: int | None = None) -> PrefillParams:
         """The parameters of `hopper_prefill` for requests of more than `min_query` tokens."""
         cap, left, right, chunk = self.soft_cap * LOG2E, bound(self.left), bound(self.right), self.chunk_size or 0
-        span_right = (self.tree_right or UNBOUNDED) if self.span_window else 0
+        span_right = (bound(self.tree_right) or UNBOUNDED) if self.span_window else 0
         return PrefillParams(cap, self.scale < 0, left, right, chunk, span_right, min_query, keys_below)
 
 
@@ -125,6 +128,8 @@ class Launches:
         self.paged, group = dtypes["block_table"] is not None, heads // self.kv_heads
         self.free = dtypes["spans"] is not None or dtypes["prefix"] is not None
         sizes = (size, itemsize, _ITEMSIZE.get(str(stored), 1))
+        # A fixed split promises bits that do not depend on the batch's longest request (docs/semantics.md §17), so it packs no
+        # rows.
         packed = 0 if fixed or not self.paged else rows_of_speculation(name, group, kinds.queries, itemsize)
         if kinds.together:
             packed = max(group, min(TOGETHER, group * kinds.queries))
@@ -133,6 +138,7 @@ class Launches:
         most = decode.block_m // group if self.paged else 0
         if self.paged and not (fixed or kinds.together) and not 1 < kinds.queries <= most:
             most = 1
+        # a cache of [S, K, D], whose requests have one page each: `block_table` names its first row
         in_row = self.paged and len(cache) == 2
         plain = not any(dtypes[x] for x in _GENERAL) and not (fixed or in_row or layer.sparse)
         # a row's keys are a range that a prefix extends, and its span; under a window the prefix would be a range of its own
@@ -145,6 +151,8 @@ class Launches:
         if self.paged and fixed % decode.block_n:
             raise ValueError(f"fixed_split={fixed} must be a multiple of {decode.block_n}, the keys per tile")
         self.keys_per_tile, self.tokens, self.rows = decode.block_n, most, most * heads
+        # Measured launches and fixed splits have one launch for both. So have decodes beside a prefill, where a deep pipeline
+        # was slower (`decode_launch`).
         self._whole = self._split = decode
         if not (fixed or self.beside) and tuned[0] is None:
             self._split = decode_launch(name, packed or group, *sizes, True)
@@ -159,6 +167,7 @@ class Launches:
 
     def _common(self) -> dict[str, Any]:
         """Constants of `attention` and of `merge`."""
+        # Scales of three dimensions are one for each token and head: a tile of values applies them, not the finished row.
         heads, size, v_scales = *self.kinds.shape[:2], self.kinds.scales[1]
         sizes = {"H": heads, "G": heads // self.kv_heads, "D": size, "BLOCK_D": power_of_two(size)}
         return {**sizes, "vscale_h": 1 if v_scales else 0, "HAS_V_SCALE": v_scales is not None and len(v_scales) < 3}
@@ -166,6 +175,7 @@ class Launches:
     def _constants(self, dtypes: dict[str, str | None], in_row: bool) -> dict[str, Any]:
         """Constants of every launch of `attention`."""
         query, stored, (k_scales, v_scales), name = dtypes["query"], dtypes["key_cache"], self.kinds.scales, self.kinds.arch
+        # One index of (page, slot, head) serves both arrays of scales, so their strides must agree.
         per_token, wide_query = k_scales is not None and len(k_scales) == 3, query == "float32"
         assert not per_token or k_scales == v_scales
         scale_block, scale_slot = k_scales[:2] if per_token and k_scales else (0, 0)
@@ -177,6 +187,7 @@ class Launches:
             **{**self._common(), **self.layer.constants(), **numbers, **masks, "BESIDE": self.beside},
             "P": UNBOUNDED if in_row else self.kinds.shape[2] if self.paged else 1,
             **{"PAGED": self.paged, "PER_TOKEN": per_token, "HAS_K_SCALE": k_scales is not None and not per_token},
+            # int8 codes are finite, and so is their scale of a tensor or head: the check at a tile's end is left out
             "MAY_BE_NONFINITE": per_token or stored != "int8",
             **{"SAME": self.kinds.same, "WIDE": self.kinds.wide, "EXACT": wide_query},
             # three tf32 products give float32's accuracy on tensor cores; without them the tiles would not fit in registers
@@ -214,6 +225,8 @@ class Launches:
 
     def _tiles(self, keys: int) -> int:
         """The most tiles of keys that a decode sees, of a sequence of `keys`."""
+        # Rows of a decode are the request's last, so the keys after them add nothing; a first tile that begins before the
+        # window adds less than one tile.
         layer = self.layer
         if layer.chunk_size is not None:
             keys = min(keys, layer.chunk_size + self.tokens + self.keys_per_tile)
@@ -238,7 +251,8 @@ def strides_of(output: Strides, query: Strides, keys: Strides, values: Strides, 
     """
     (o_t, o_h, o_d), (q_t, q_h, q_d) = output, query
     assert o_d == q_d == keys[-1] == values[-1] == 1, "the last dimensions of output, query and caches must be dense"
-    # 64-bit offsets cost a tenth of a prefill's instructions, so only caches that need them use them
+    # 64-bit offsets cost a tenth of a prefill's instructions, so only caches that need them use them. A block's slots lie
+    # before the next block, so all blocks bound page * stride + slot * stride; a head's offset is always added in 64 bits.
     wide = blocks * max(keys[0], values[0]) >= 2**31
     if len(keys) == 3:  # the page of a request begins at its first key, so pages are as far apart as keys
         keys, values = (keys[0] if paged else 0, *keys), (values[0] if paged else 0, *values)

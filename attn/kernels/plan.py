@@ -21,10 +21,14 @@ def visible(  # type: ignore[no-untyped-def]
     first, last, seq_len, left, right, chunk, BLOCK_N: tl.constexpr, HAS_CHUNK: tl.constexpr
 ):
     """(aligned begin, low, high) of the keys that some row at positions first..last sees."""
+    # Positions are negative where a request has more rows than keys (docs/semantics.md §3). `left` and `right` are at most
+    # 2**30 (`paged_launch.bound`), so that their sums with positions of shorter sequences are within 32 bits.
     low = tl.maximum(first - left, 0)
     if HAS_CHUNK:
         low = tl.maximum(low, tl.maximum(first, 0) // chunk * chunk)
     high = tl.maximum(tl.minimum(last + right + 1, seq_len), 0)
+    # Tiles begin at multiples of BLOCK_N, so that one lies within a page if its size is such a multiple. Without visible keys
+    # the range begins at its end: loops over it run zero times.
     return tl.where(low < high, low // BLOCK_N * BLOCK_N, high), low, high
 
 
@@ -43,11 +47,14 @@ def item_of(  # type: ignore[no-untyped-def]
     splits of exactly `split_tiles`, from the first visible tile on. Requests in several splits come first, since theirs are the
     longest. Beyond the last item, request is BLOCK_R.
     """
+    # Every program reads the lengths of all requests: a list of items on the device would cost a launch of its own before each
+    # batch. Absent requests have no rows and so no items.
     n = tl.arange(0, BLOCK_R)
     begin = tl.load(query_start_loc + n, mask=n < num_reqs, other=0)
     q_len = tl.load(query_start_loc + n + 1, mask=n < num_reqs, other=0) - begin
     seq_len = tl.load(seq_lens + n, mask=n < num_reqs, other=0)
     chosen = (n < num_reqs) & (q_len > min_query) & (q_len <= max_query)
+    # a tree's own right bound holds for the requests that are short enough to have a tree
     reach = tl.where(q_len <= tree_w, tree_right, right) if HAS_TREE else right
     aligned, _, end = visible(seq_len - q_len, seq_len - 1, seq_len, left, reach, chunk, BLOCK_N, HAS_CHUNK)
     tiles = tl.where(chosen, tl.cdiv(end - aligned, BLOCK_N), 0)
@@ -57,6 +64,8 @@ def item_of(  # type: ignore[no-untyped-def]
         blocks = tl.where(chosen, tl.cdiv(q_len, BLOCK_Q), 0)
         room = max_splits + tl.sum(blocks, 0)
     # the smallest number that makes few enough items, by four halvings (`split_tiles_of` is the counterpart on the host)
+    # 64 bits: 2**24 tiles of one request times its blocks, and the sum over requests, exceed 32. `high` always fits, since each
+    # block of rows has at most one part that is not full; nothing below `low` does.
     total = tl.sum(tiles.to(tl.int64) * blocks, 0)
     low = tl.maximum(split_tiles, tl.cdiv(total, room).to(tl.int32))
     high = tl.maximum(low, tl.cdiv(total, tl.maximum(max_splits, 1)).to(tl.int32))
@@ -67,10 +76,13 @@ def item_of(  # type: ignore[no-untyped-def]
         high = tl.where(fits, middle, high)
     longest = tl.max(tiles, 0)
     live = tl.sum(blocks, 0)
+    # Requests whose longest is at most 5/4 of the mean end about together when whole, and need no merge.
     even = (live >= whole_from) & (4 * longest.to(tl.int64) * live <= 5 * total)
     split_tiles = tl.where(max_splits > 0, tl.where(even, tl.maximum(high, longest), high), split_tiles)
     splits = tl.maximum(tl.cdiv(tiles, split_tiles), 1)
     counts = blocks * splits
+    # Number the items: those of requests in several parts first, then the others, each in the order of requests. r is the first
+    # request whose items end behind `target`; requests without items end where the one before them does and are passed over.
     long = tl.where(splits > 1, counts, 0)
     before = tl.sum(long, 0)
     counts = tl.where(item < before, long, counts - long)
@@ -80,12 +92,15 @@ def item_of(  # type: ignore[no-untyped-def]
     selected = n == r
     count = tl.sum(tl.where(selected & (counts > 0), splits, 0), 0)
     part = target - tl.sum(tl.where(selected, ends - counts, 0), 0)
+    # A request's items are ordered by block, then by part: `paged_attention.merge` finds the parts of a row at equal distances.
     block = 0
     if BLOCK_Q > 0:
         block = part // tl.maximum(count, 1)
         part -= block * count
     whole = tl.sum(tl.where(selected, tiles, 0), 0)
     of = tl.maximum(count, 1)
+    # Parts differ by one tile at most. With a fixed split they end at multiples of it instead, which depend on the request
+    # alone (docs/semantics.md §17).
     first = tl.where(max_splits > 0, part * whole // of, part * split_tiles)
     last = tl.where(max_splits > 0, (part + 1) * whole // of, tl.minimum((part + 1) * split_tiles, whole))
     return r, block, first, last, part, count
@@ -110,6 +125,9 @@ def share(  # type: ignore[no-untyped-def]
     seq_len = tl.load(seq_lens + n, mask=n < num_reqs, other=0)
     blocks = tl.cdiv(q_len * H, rows)
     work = tl.maximum(tl.cdiv(seq_len, BLOCK_N), 1)
+    # All blocks in a line, in units of tiles: block b of a request occupies [begins + b cost, begins + (b + 1) cost), of which
+    # the first `work` units are its tiles of keys and the rest stands for its beginning and end. Group g has [g share, (g + 1)
+    # share).
     cost = work + _STARTED
     count = tl.sum(blocks, 0)
     total = tl.sum(blocks * cost, 0)
@@ -120,12 +138,17 @@ def share(  # type: ignore[no-untyped-def]
         share = longest
     begins = tl.cumsum(blocks * cost, 0) - blocks * cost
     low, high = g * share, (g + 1) * share
+    # The first block whose tiles end behind `low`, and the one after the last that begins before `high`. Division truncates
+    # towards 0 here, so negative numerators are treated apart.
     done = low - begins - work
     first = tl.where(done < 0, 0, tl.minimum(done // cost + 1, blocks))
     last = tl.where(high > begins, tl.minimum(tl.cdiv(high - begins, cost), blocks), 0)
+    # An item's place in the table is its group's number plus its block's. From one item to the next, one of the two grows or
+    # both do, so no two items share a place, and no group has to know how many items the others have.
     tl.store(table + 2 * g, g + tl.sum(first, 0))
     tl.store(table + 2 * g + 1, g + tl.sum(last, 0))
     first_item = table + 2 * groups + (g + tl.cumsum(blocks, 0) - blocks) * FIELDS_OF_ITEM
+    # All requests at once: lane n writes the i-th item that this group has of request n.
     for i in tl.range(0, tl.max(last - first, 0), num_stages=1):
         block = first + i
         start = begins + block * cost
@@ -138,6 +161,7 @@ def share(  # type: ignore[no-untyped-def]
         tl.store(item + 4, block, mask=in_group)
         tl.store(item + 5, tl.maximum(low - start, 0) * BLOCK_N, mask=in_group)
         tl.store(item + 6, tl.minimum(high - start, work) * BLOCK_N, mask=in_group)
+        # how many groups the block's tiles lie in: the block is merged if more than one
         tl.store(item + 7, (start + work - 1) // share - start // share + 1, mask=in_group)
 
 

@@ -116,6 +116,20 @@ def test_weights_below_float16(dtype: torch.dtype, stored: torch.dtype, cap: flo
     _check(query.to(DEVICE, dtype), key.to(DEVICE, stored), value.to(DEVICE, stored), score / (16 * SIZE), cap)
 
 
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_a_bound_of_a_window_beyond_every_key_is_none(tokens: int) -> None:
+    """A kernel adds it to positions, in 32 bits."""
+    query = torch.randn(tokens, HEADS, SIZE, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    key, value = (_stored(torch.float32, seed).unflatten(0, (-1, PAGE)) for seed in (1, 2))
+    starts, lens = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, tokens], [KEYS]))
+    table, outputs = torch.arange(KEYS // PAGE, dtype=torch.int32, device=DEVICE)[None], []
+    for side in (None, 2**31 - 1, 2**31, 2**62):
+        outputs.append(torch.full_like(query, torch.nan))
+        paged_attention(outputs[-1], None, query, key, value, starts, lens, table, tokens, KEYS, 0.5, left=side, right=side)
+    for output in outputs[1:]:
+        torch.testing.assert_close(output, outputs[0])
+
+
 def test_parts_of_a_decode_have_the_scales_of_their_kv_head() -> None:
     """A decode is the same in one part and in several, which are merged."""
     query = torch.randn(1, HEADS, SIZE, generator=torch.Generator().manual_seed(1)).to(DEVICE)
