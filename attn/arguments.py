@@ -247,9 +247,8 @@ def check_reach(impl: Any, attn_metadata: Any) -> None:
             raise UnsupportedError(f"{name}: {record.not_supported(feature)}")
         if impl.attn_type != AttentionType.DECODER:
             raise UnsupportedError(f"{name}: {feature} not supported with {impl.attn_type} attention")
-    # Only a left bound can cut a span: a right bound of 0 is causality, which spans are there to lift
-    # (docs/semantics.md §18).
-    if mask.spans is not None and impl.window[0] is not None and impl.mask.span_window is None:
+    # A right bound of 0 cuts no span: it is causality, which spans are there to lift (docs/semantics.md §18).
+    if mask.spans is not None and (impl.window[0] is not None or impl.window[1]) and impl.mask.span_window is None:
         raise UnsupportedError(
             f"{name}: the batch has spans and the layer a window, and models differ in whether a window cuts a span: pass "
             "span_window=True or False to the layer"

@@ -373,7 +373,10 @@ def register(
     elif class_path is not None:
         check_qualname(class_path)
         with _lock():
-            registry.overrides[_member(registry, backend, override)] = class_path
+            member = _member(registry, backend, override)
+            registry.overrides[member] = class_path
+            # A class that was registered as an object may have this path too, and a reloaded module another class under it.
+            registry.objects.pop(member, None)
     else:
         if not isinstance(backend, registry | str):
             raise TypeError(f"backend must be a {registry.__name__} member or a name, not {backend!r}")

@@ -50,5 +50,9 @@ def _scale(name: str, array: Any, largest: float, per_head: bool) -> Any:
     if not np.isfinite(maxima).all():
         raise ValueError(f"{name} has numbers that are not finite, in kv head {int(np.argmin(np.isfinite(maxima)))}")
     maxima = maxima if per_head else maxima.max(keepdims=True)
-    scale = np.where(maxima == 0, 1.0, maxima / largest).astype(np.float32)
+    limits = np.finfo(np.float32)
+    if maxima.max() / largest > limits.max:
+        raise ValueError(f"{name} has numbers of up to {maxima.max():g}: their scale exceeds float32")
+    # At least the smallest normal number: a share that rounds to 0, or that a GPU flushes to 0, would be divided by.
+    scale = np.where(maxima == 0, 1.0, np.maximum(maxima / largest, limits.tiny)).astype(np.float32)
     return scale if per_head else float(scale[0])

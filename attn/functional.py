@@ -165,11 +165,13 @@ def _reach(
         if bad.any():
             at = tuple(int(i) for i in np.argwhere(bad)[0])
             raise ValueError(f"spans{list(at)} = {spans[at].tolist()}: must be 0 <= first <= last < {m}, or (-1, -1) for none")
-        if rules.window[0] is not None and span_window is None:
+        if (rules.window[0] is not None or rules.window[1]) and span_window is None:
             raise ValueError("spans with a window: pass span_window=True if the window cuts spans too, or False")
-    prefixes = np.broadcast_to(np.asarray(0 if prefix is None else prefix), (batch,))
-    if prefixes.dtype.kind not in "iu" or (prefixes < 0).any() or (prefixes > m).any():
-        raise ValueError(f"prefix={prefix!r} must be integers between 0 and {m}")
+    passed = 0 if prefix is None else prefix
+    numbers = arrays.to_framework(passed, "numpy") if hasattr(passed, "dtype") else np.asarray(passed)
+    if numbers.dtype.kind not in "iu" or numbers.shape not in ((), (batch,)) or (numbers < 0).any() or (numbers > m).any():
+        raise ValueError(f"prefix={prefix!r} must be integers between 0 and {m}, one or {batch}")
+    prefixes = np.broadcast_to(numbers, (batch,))
     size = None if chunk_size is None else positive_int("chunk_size", chunk_size)
     mask = LayerMask(rules.causal, rules.window, size, span_window)
     # A prefix of 0 keys is no prefix, so that a backend without the feature serves it.
@@ -194,6 +196,7 @@ def _seen(rules: DenseParams, extras: OptionalArrays, seen: Any) -> tuple[DenseP
     """Replace causality and the window by the mask `seen`, ANDed with the call's; unchanged if it is None."""
     if seen is None:
         return rules, extras
+    _check_mask(extras.mask)
     mask = seen if extras.mask is None else seen & extras.mask
     # The mask has causality and the window in it, since a span adds keys that ANDing with them again would take away.
     return replace(rules, causal=False, window=(None, None)), extras._replace(mask=mask)
@@ -277,6 +280,13 @@ def _oracle(q: Array, k: Array, v: Array, rules: DenseParams, extras: OptionalAr
     return out.astype(q.dtype), lse.astype(np.float64 if q.dtype == np.float64 else np.float32)
 
 
+def _check_mask(mask: Any) -> None:
+    """Raise `DTypeError` unless a mask is None or bool; the oracle checks lists."""
+    # The one spelling that holds for torch.bool, jnp.bool_ and NumPy's.
+    if hasattr(mask, "dtype") and "bool" not in str(mask.dtype):
+        raise DTypeError(f"mask has dtype {mask.dtype}: must be bool, True = attend")
+
+
 def _mask_shape(shape: tuple[int, ...], q: Array, k: Array) -> tuple[int, int, int, int]:
     """Return [B, H, n, m] if a mask of `shape` broadcasts to it. Raises `ShapeError` otherwise."""
     full = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
@@ -316,9 +326,7 @@ def by_group(xp: Any, q: Array, k: Array, extras: OptionalArrays) -> tuple[Array
     grouped = (num_kv_heads, num_heads // num_kv_heads)
     mask = extras.mask
     if mask is not None:
-        # The one spelling that holds for torch.bool, jnp.bool_ and NumPy's.
-        if "bool" not in str(mask.dtype):
-            raise DTypeError(f"mask has dtype {mask.dtype}: must be bool, True = attend")
+        _check_mask(mask)
         mask = xp.broadcast_to(mask, _mask_shape(tuple(mask.shape), q, k)).reshape(batch, *grouped, n, m)
     for name, array in (("alibi_slopes", extras.slopes), ("sinks", extras.sinks)):
         if array is not None and tuple(array.shape) != (num_heads,):

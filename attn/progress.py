@@ -56,10 +56,11 @@ class Lines(Display):
 
     def step(self, done: int, status: str, total: int | None = None, texts: Callable[[], list[str]] = list) -> None:
         self._total = total or self._total
-        if done * _MILESTONES // self._total > self._passed:
+        if self._total and done * _MILESTONES // self._total > self._passed:
             self._passed = done * _MILESTONES // self._total
-            left = (time.perf_counter() - self._began) * (self._total - done) / done
-            head = f"{self._name:<8} {done:>5}/{self._total:<5}  left: {left // 60:.0f}:{left % 60:02.0f}"
+            # Rounded before it is divided: 59.7 seconds are 1:00, not 0:60.
+            minutes, seconds = divmod(round((time.perf_counter() - self._began) * (self._total - done) / done), 60)
+            head = f"{self._name:<8} {done:>5}/{self._total:<5}  left: {minutes}:{seconds:02}"
             print(folded("  ".join([head, *filter(None, [status]), *texts()[:1]])), file=self._log, flush=True)
 
 

@@ -163,7 +163,9 @@ class Recorder:
             return None
         about = {"reason": reason, "error": f"{type(error).__name__}: {error}" if error else ""}
         about |= {"backend": layer.selection.name, "device": str(layer.selection.device)}
-        path = folder / f"{next(_numbers):06d}-{os.getpid()}-{layer.selection.name}-{reason}{SUFFIX}"
+        # In a container every process may have the same id: a file of an earlier run keeps its name.
+        name = f"{os.getpid()}-{layer.selection.name}-{reason}{SUFFIX}"
+        path = next(path for number in _numbers if not (path := folder / f"{number:06d}-{name}").exists())
         write(path, copied, about)
         return path
 

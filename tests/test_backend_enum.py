@@ -542,3 +542,14 @@ def test_a_name_is_found_in_any_case():
     assert AttentionBackendEnum["MINE"].get_path() == "package.module.Other", "of two, the one of the same case"
     AttentionBackendEnum["Mine"].clear_override()
     assert AttentionBackendEnum["Mine"].name == "MINE", "one that is no longer registered is not found"
+
+
+def test_a_path_replaces_a_class_of_the_same_path(monkeypatch):
+    """A module that is edited and reloaded has another class under the path that the first one was registered with."""
+    registered = type("Reloaded", (), {"__module__": __name__})
+    register_backend("RELOADED", registered)
+    reloaded = type("Reloaded", (), {"__module__": __name__})
+    monkeypatch.setitem(globals(), "Reloaded", reloaded)
+    assert AttentionBackendEnum["RELOADED"].get_class() is registered
+    register_backend("RELOADED", f"{__name__}.Reloaded")
+    assert AttentionBackendEnum["RELOADED"].get_class() is reloaded

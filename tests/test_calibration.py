@@ -70,6 +70,19 @@ def test_what_has_no_scale_is_refused(arguments: Any, kind: type[Exception], sai
         attn.kv_cache_scales(*arguments)
 
 
+@pytest.mark.parametrize("framework", MAKERS)
+def test_a_scale_is_a_normal_number(framework: str) -> None:
+    """Numbers so small that their share of a code rounds to 0 have the smallest scale; too large ones are refused."""
+    tiny = MAKERS[framework](np.full((1, 1, 8), 1e-37, np.float32))
+    smallest = float(np.finfo(np.float32).tiny)
+    assert attn.kv_cache_scales(tiny, tiny, "fp8") == (smallest, smallest)
+
+
+def test_numbers_whose_scale_is_infinite_are_refused() -> None:
+    with pytest.raises(ValueError, match="keys has numbers of up to 1e\\+300: their scale exceeds float32"):
+        attn.kv_cache_scales(np.full((1, 1, 8), 1e300), VALUES)
+
+
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_an_int8_cache_without_scales_warns_once_per_layer(framework: str) -> None:
     layer_cls: Any = getattr(attn, framework).Attention if framework == "torch" else attn.jax.Attention

@@ -448,8 +448,17 @@ def test_spans_are_checked():
         ({"spans": [[0, 1]] * 2}, r"spans has shape \[2, 2\], dtype int64: must be integers \[1, 3, 2\]"),
         ({"spans": [[0, 3]] * 3}, r"spans\[0, 0\] = \[0, 3\]: must be 0 <= first <= last < 3, or \(-1, -1\) for none"),
         ({"spans": [[0, 1]] * 3, "window": 2}, "spans with a window: pass span_window=True if the window cuts spans too"),
+        ({"spans": [[0, 1]] * 3, "window": (None, 2)}, "spans with a window: pass span_window=True"),
         ({"prefix": 4}, "prefix=4 must be integers between 0 and 3"),
+        ({"prefix": [1, 2]}, r"prefix=\[1, 2\] must be integers between 0 and 3"),
         ({"chunk_size": 0}, "chunk_size=0 must be a positive int"),
     ):
         with pytest.raises(ValueError, match=message):
             attn.attention(x, x, x, causal=True, **given)
+
+
+@pytest.mark.parametrize("framework", [torch.ones, jnp.ones])
+def test_a_mask_of_numbers_is_refused_beside_spans_too(framework):
+    x = framework((1, 3, 2, 4))
+    with pytest.raises(DTypeError, match="mask has dtype .*float32: must be bool"):
+        attn.attention(x, x, x, mask=framework((3, 3)), chunk_size=2)

@@ -81,3 +81,19 @@ def test_a_log_says_the_time_left(capsys: pytest.CaptureFixture[str], monkeypatc
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines() == ["cases        2/10     left: 1:20  CPU_ATTN", "cases        5/10     left: 2:30"]
+
+
+def test_the_time_left_is_rounded_to_seconds_first(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 59.7])
+    monkeypatch.setattr("attn.progress.time.perf_counter", lambda: next(clock))
+    log = Lines()
+    log.begin("cases", 10)
+    log.step(5, "")
+    assert "left: 1:00" in capsys.readouterr().out
+
+
+def test_a_log_of_nothing_to_do_is_empty(capsys: pytest.CaptureFixture[str]) -> None:
+    log = Lines()
+    log.begin("cases", 0)
+    log.step(0, "")
+    assert capsys.readouterr().out == ""

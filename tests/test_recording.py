@@ -1,5 +1,6 @@
 """Recorded calls: what is recorded and when, and their replay on backends of both frameworks (about 30 s)."""
 
+import itertools
 import json
 import logging
 import random
@@ -199,6 +200,16 @@ def test_the_folder_is_bounded_and_the_oldest_are_kept(folder, monkeypatch, capl
     attn.record_next()
     served()
     assert sorted(folder.iterdir()) == kept and "does not fit" in caplog.text
+
+
+def test_a_process_with_an_earlier_ones_number_keeps_its_recordings(folder, monkeypatch):
+    """In a container every server has the same process id: its first recording must not replace that of the last run."""
+    served = Served("torch", "TORCH_SDPA")
+    for _ in range(2):
+        monkeypatch.setattr(recording, "_numbers", itertools.count(1))
+        attn.record_next()
+        served()
+    assert len(list(folder.iterdir())) == 2
 
 
 def test_a_share_of_calls_is_recorded(folder, monkeypatch):

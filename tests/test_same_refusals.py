@@ -347,3 +347,12 @@ def test_another_size_of_one_dimension_is_refused_at_every_entry(framework: str)
                 with pytest.raises(ValueError) as caught:  # noqa: PT011  (the message is checked below)
                     call(*arrays)
                 assert str(changed[which][place]) in str(caught.value), (name, changed, caught.value)
+
+
+@pytest.mark.parametrize("window", [(None, 3), (3, None), 4])
+def test_spans_beside_a_window_need_to_know_whether_it_cuts_them(window: Any) -> None:
+    batch = Batch.from_lens([5], [5], [[1]], 16, spans=np.full((5, 2), -1))
+    for name in BACKENDS:
+        world = World(name, sliding_window=window)
+        with pytest.raises(UnsupportedError, match="models differ in whether a window cuts a span"):
+            world.call(world.build(batch))

@@ -250,7 +250,12 @@ class CommonAttentionMetadata:
         return bool(self.causal.all() if isinstance(self.causal, np.ndarray) else self.causal)
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with some fields changed."""
+        """Return a copy with some fields changed. NumPy's lengths are their own mirrors, unless mirrors are passed too."""
+        import numpy as np
+
+        for name in ("query_start_loc", "seq_lens"):
+            if isinstance(changes.get(name), np.ndarray):
+                changes.setdefault(f"{name}_cpu", changes[name])
         if self.pages is not None:
             # `dataclasses.replace` would read the field, and so pad a table whose copy may never be read.
             changes.setdefault("block_table", self.pages)
@@ -281,7 +286,7 @@ class CommonAttentionMetadata:
             num_actual_tokens=rows.stop - rows.start,
             max_query_len=int((own_starts[1:] - own_starts[:-1]).max(initial=0)),
             max_seq_len=int(own_lens.max(initial=0)),
-            causal=self.causal[requests] if hasattr(self.causal, "shape") else self.causal,
+            causal=self.causal[requests] if getattr(self.causal, "ndim", 0) else self.causal,
             query_start_loc_cpu=own_starts,
             seq_lens_cpu=own_lens,
             spans=None if self.spans is None else self.spans[rows],
@@ -559,8 +564,7 @@ def _check_array(name: str, array: Any, want: tuple[int | None, ...], dtypes: tu
     shape = getattr(array, "shape", None)
     if shape is None:
         raise DTypeError(f"{name} is a {type(array).__name__}: must be an array of {' or '.join(dtypes)}")
-    # Only the first extent is ever given; the second is None for "any".
-    if len(shape) != len(want) or (want[0] is not None and shape[0] != want[0]):
+    if len(shape) != len(want) or any(w is not None and w != s for w, s in zip(want, shape, strict=True)):
         words = ", ".join("*" if w is None else str(w) for w in want)
         raise ShapeError(f"{name} has shape {list(shape)}: must be [{words}]")
     if _dtype_name(array.dtype) not in dtypes:

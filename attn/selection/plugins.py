@@ -23,7 +23,7 @@ logger = init_logger(__name__)
 _lock = fork_safe_lock()
 _loaded: tuple[tuple[str, ...] | None, dict[str, "PluginReport"]] | None = None
 _loading: tuple[int, dict[str, "PluginReport"]] | None = None  # the loading thread, and its reports so far
-_registered: list[Any] = []  # members of the registry of attention backends
+_registered: list[Any] = []  # members that plugins registered, of any registry
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,11 @@ def _load_one(point: metadata.EntryPoint) -> PluginReport:
     return PluginReport(point.name, point.value, problem, seconds)
 
 
+def _overridden() -> list[Any]:
+    """Return every member of the three registries that is registered."""
+    return [member for registry in registries().values() for member in list(registry.overrides)]
+
+
 def _register(name: str, loaded: Any) -> str:
     """Register the object of an entry point; return the problem, or ""."""
     registry = registries()["attention"]
@@ -114,7 +119,11 @@ def _register(name: str, loaded: Any) -> str:
         return f"{name} is {'the name of a built-in backend' if builtin else 'already registered'}"
     before = generation()
     if callable(loaded) and not isinstance(loaded, type):
-        loaded = loaded()
+        known = {*_overridden()}
+        try:
+            loaded = loaded()
+        finally:  # what a function registers itself is withdrawn with its entry point, also what it did before it failed
+            _registered.extend(member for member in _overridden() if member not in known)
         if loaded is None:
             return "" if generation() != before else "its function returned None and registered nothing"
     if not isinstance(loaded, type):

@@ -35,7 +35,8 @@ MARGIN = 0.05
 _VARIABLE = "ATTN_PREFERENCES"
 
 _lock = fork_safe_lock()
-_read_files: dict[Path, tuple[tuple[int, int], "list[RequestTimes] | str"]] = {}
+#: By device too, since ATTN_PREFERENCES may name one file for devices of both frameworks, which belongs to one of them.
+_read_files: dict[tuple[Path, Device], tuple[tuple[int, int], "list[RequestTimes] | str"]] = {}
 
 
 @dataclass(frozen=True)
@@ -209,9 +210,10 @@ def read(file: Path, device: Device) -> list[RequestTimes] | str:
         return f"{file} cannot be read: {error.strerror}"
     seen = (state.st_mtime_ns, state.st_size)
     with _lock():
-        if file not in _read_files or _read_files[file][0] != seen:
-            _read_files[file] = seen, cache_file.read(file, owner(device), _entry)
-        return _read_files[file][1]
+        known = _read_files.get((file, device))
+        if known is None or known[0] != seen:
+            known = _read_files[file, device] = seen, cache_file.read(file, owner(device), _entry)
+        return known[1]
 
 
 def _entry(entry: dict[str, Any]) -> RequestTimes:
@@ -236,7 +238,8 @@ def record(entries: Collection[RequestTimes], device: Device, file: Path | None 
         kept |= {entry.request: entry for entry in entries}
         plain = [_plain(kept[request]) for request in sorted(kept, key=str)]
         cache_file.write(file, owner(device), plain)
-        _read_files.pop(file, None)
+        for key in [key for key in _read_files if key[0] == file]:
+            del _read_files[key]
     return file
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from attn.arguments import as_int
 from attn.backends.metadata import PAD_SLOT_ID, CommonAttentionMetadata, next_power_of_two
 from attn.errors import AttnError
 from attn.serving.scheduler import Scheduler, Step
@@ -43,13 +44,16 @@ class Buckets:
         budget = next_power_of_two(scheduler.token_budget)
         if num_tokens is None:
             num_tokens = [1 << i for i in range(min(4, budget.bit_length() - 1), budget.bit_length())]
-        for size in num_tokens:
-            if size != next_power_of_two(size):
-                raise AttnError(f"num_tokens: {size} must be a power of two, as the extents to which attn.jax pads batches")
-        if not num_tokens or max(num_tokens) < scheduler.token_budget:
+        sizes = set[int]()
+        for passed in num_tokens:
+            size = as_int(passed)
+            if size is None or size != next_power_of_two(size):
+                raise AttnError(f"num_tokens: {passed} must be a power of two, as the extents to which attn.jax pads batches")
+            sizes.add(size)
+        if max(sizes, default=0) < scheduler.token_budget:
             least = f"at least the scheduler's token_budget={scheduler.token_budget}"
             raise AttnError(f"num_tokens={[*num_tokens]}: the largest must be {least}")
-        self._all = (Bucket(min(self.num_reqs, budget), 1), *(Bucket(size, size) for size in sorted({*num_tokens} - {1})))
+        self._all = (Bucket(min(self.num_reqs, budget), 1), *(Bucket(size, size) for size in sorted(sizes - {1})))
 
     def __len__(self) -> int:
         return len(self._all)

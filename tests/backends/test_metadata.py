@@ -603,3 +603,26 @@ def test_slots():
     assert slots.tolist() == [16, 1, 13, -1] and slots.dtype == np.int64
     assert slots_of(table[:0], np.zeros(0, int), np.zeros(0, int), BLOCK).shape == (0,)
     assert slots_of(np.full((1, 1), INT32_MAX, np.int32), np.zeros(1, int), np.ones(1, int), 16).item() == INT32_MAX * 16 + 1
+
+
+def test_numpy_arrays_that_replace_lengths_are_their_own_mirrors():
+    """A mirror of the earlier lengths would be checked in place of the new ones."""
+    changed = batch().replace(seq_lens=ints(9, 5, 100))
+    assert changed.seq_lens_cpu.tolist() == [9, 5, 100]
+    with pytest.raises(MetadataError, match="max_seq_len = 9: must be at least 100"):
+        changed.validate(BLOCK)
+    assert batch().replace(query_start_loc=ints(0, 1, 6, 8)).query_lens_cpu().tolist() == [1, 5, 2]
+    mirror = ints(9, 5, 7)
+    assert batch().replace(seq_lens=ints(1, 1, 1), seq_lens_cpu=mirror).seq_lens_cpu is mirror
+    assert batch().replace(seq_lens=torch.ones(3)).seq_lens_cpu.tolist() == [9, 5, 7]
+
+
+@pytest.mark.parametrize("causal", [np.True_, np.False_])
+def test_a_batch_whose_flag_is_numpys_is_divided(causal):
+    part = batch(causal=causal).select(1, 3)
+    assert part.num_reqs == 2 and part.causal is causal
+
+
+def test_every_stated_extent_of_an_array_is_checked():
+    with pytest.raises(ShapeError, match=r"spans has shape \[9, 3\]: must be \[\*, 2\]"):
+        batch(spans=np.full((9, 3), -1, np.int32)).validate(BLOCK)

@@ -164,6 +164,16 @@ def test_a_changed_allow_list_holds_at_the_next_selection(entry_points, make_bac
     assert pick() == "A"
 
 
+def test_a_changed_allow_list_holds_for_functions_that_register_too(entry_points, make_backend, monkeypatch):
+    """What a function registered is withdrawn with its entry point, and registered again when this is allowed again."""
+    entry_points(Point("HELPER", lambda: register_backend("OF_ITS_OWN", make_backend()) and None))
+    assert problems() == {"HELPER": ""} and "OF_ITS_OWN" in AttentionBackendEnum
+    monkeypatch.setenv("ATTN_PLUGINS", "")
+    assert problems() == {"HELPER": "not in ATTN_PLUGINS"} and "OF_ITS_OWN" not in AttentionBackendEnum
+    monkeypatch.delenv("ATTN_PLUGINS")
+    assert problems() == {"HELPER": ""} and "OF_ITS_OWN" in AttentionBackendEnum
+
+
 def test_plugins_load_once(entry_points, make_backend):
     point = Point("ONCE", make_backend("ONCE"))
     entry_points(point)

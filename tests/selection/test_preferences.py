@@ -282,6 +282,18 @@ def test_a_file_that_is_not_there_or_named(
     assert chosen() == "B"
 
 
+def test_a_file_that_one_device_ignores_is_read_by_the_one_it_belongs_to(
+    measured: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One named file, and a process with both frameworks: each device reads the file for itself."""
+    measured(A=times(2.0), B=times(1.0))
+    file = path_of(tmp_path)
+    other = Device("jax", "cpu", "test CPU", "x86_64")
+    assert "it belongs to another machine" in str(preferences.read(file, other))
+    assert isinstance(preferences.read(file, DEVICE), list)
+    assert "it belongs to another machine" in str(preferences.read(file, other))
+
+
 def test_a_device_that_is_not_here_has_no_times(measured: Callable[..., None]) -> None:
     measured(A=times(2.0), B=times(1.0))
     assert "this machine's device only" in said(device=Device("torch", "cpu", "another CPU"))

@@ -76,6 +76,7 @@ def test_the_programs_are_few_and_chosen_by_the_tokens() -> None:
         ([48, 128], r"num_tokens: 48 must be a power of two"),
         ([16, 64], r"num_tokens=\[16, 64\]: the largest must be at least the scheduler's token_budget=100"),
         ([], r"num_tokens=\[\]: the largest must be at least"),
+        ([16.0, 128.0], r"num_tokens: 16.0 must be a power of two"),
     ],
 )
 def test_sizes_hold_every_step(sizes: list[int], message: str) -> None:
@@ -91,3 +92,8 @@ def test_a_step_of_a_larger_scheduler_is_refused() -> None:
     buckets = Buckets(Scheduler(2, 16, token_budget=16, max_num_reqs=1))
     with pytest.raises(AttnError, match="1 requests, 90 tokens and 6 blocks in a request: must be at most 1, 16 and 2"):
         buckets.pad(step)
+
+
+def test_sizes_may_be_an_array() -> None:
+    scheduler = Scheduler(64, 16, token_budget=100)
+    assert [*Buckets(scheduler, np.array([16, 128]))] == [*Buckets(scheduler, [16, 128])]  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ backend adds `_attend`, over dense [B, S, H, D] arrays: a `DenseCall`.
 from abc import abstractmethod
 from typing import Any, ClassVar, NamedTuple
 
-from attn.arguments import check_flag, check_heads, check_scale, fold_sign, refuse
+from attn.arguments import as_int, check_flag, check_heads, check_scale, fold_sign, refuse
 from attn.arrays import to_framework
 from attn.capabilities import Feature
 from attn.diffusion.backends.abstract import (
@@ -135,9 +135,10 @@ class DenseAttentionImpl(DiffusionAttentionImpl):
         if meta.kv_lens is not None:
             if meta.attn_mask is not None:
                 raise ValueError(f"{self._name}: kv_lens and attn_mask both select keys: pass one of them")
-            lens = tuple(int(n) for n in meta.kv_lens)
+            lens = tuple(-1 if (n := as_int(passed)) is None else n for passed in meta.kv_lens)
             if len(lens) != batch or not all(0 <= n <= length for n in lens):
-                raise ValueError(f"{self._name}: kv_lens={list(lens)} must be {batch} ints of 0..{length}, one per batch entry")
+                lengths = [*meta.kv_lens]
+                raise ValueError(f"{self._name}: kv_lens={lengths} must be {batch} ints of 0..{length}, one per batch entry")
             if all(n == length for n in lens):
                 return None, None
             return self.ops.arange(0, length, key) < self.ops.asarray(lens, key)[:, None], lens

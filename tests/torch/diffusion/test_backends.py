@@ -120,6 +120,7 @@ def test_arrays_that_do_not_fit(change: dict[str, Any], error: type[Exception], 
     [
         ({"kv_lens": [8, 9]}, ValueError, r"kv_lens=\[8, 9\] must be 2 ints of 0..8"),
         ({"kv_lens": [8]}, ValueError, "must be 2 ints"),
+        ({"kv_lens": [8, 7.5]}, ValueError, r"kv_lens=\[8, 7.5\] must be 2 ints"),
         ({"kv_lens": [8, 7], "attn_mask": np.ones((2, 8), bool)}, ValueError, "pass one of them"),
         ({"attn_mask": np.ones((2, 7), bool)}, ShapeError, r"must be \[2, 8\]"),
         ({"attn_mask": np.ones((2, 8), np.float32)}, DTypeError, "must be bool, True = attend"),
