@@ -47,12 +47,18 @@ def _decode(  # type: ignore[no-untyped-def]
     """Grid (B * K, splits). scratch: float32 [B * K * splits * G * (D + 1)]: results, then their log-sum-exp in base 2."""
     LIFT: tl.constexpr = 15 if query.dtype.element_ty == tl.float16 else 0
     at, split = tl.program_id(0), tl.program_id(1)
+    # 64 bits before they are multiplied by strides: a cache of a batch may have more than 2**31 elements.
     b, kv_head = (at // K).to(tl.int64), (at % K).to(tl.int64)
     end = keys
     if HAS_RUNS:
+        # Positions below count from the run's first key, so that the window and the splits are those of the run; `begin` only
+        # shifts addresses.
         begin = tl.load(first + b)
         end = tl.load(number + b)
+    # The row is the last of its request, so causality hides nothing, and a window leaves the last `window` keys.
     low = tl.maximum(end - window, 0)
+    # Whole tiles for each split. The host chose `splits` for the longest run it could be; a shorter one leaves the last splits
+    # empty (start >= stop), whose states, 0 and -inf, count nothing in the merge.
     size = tl.cdiv(tl.cdiv(end - low, BLOCK_N), splits) * BLOCK_N
     start = low + split * size
     stop = tl.minimum(start + size, end)
@@ -61,6 +67,8 @@ def _decode(  # type: ignore[no-untyped-def]
     inside = (d < D)[None, :]
     q_at = query + b * q_b + (kv_head * G + row)[:, None] * q_h + d[None, :]
     q = tl.load(q_at, mask=(row < G)[:, None] & inside, other=0.0)
+    # A maximum of unscaled scores is that of the scaled ones only for a positive scale: `factor` is its magnitude, the query
+    # has its sign.
     if NEGATE:
         q = (0.0 - q.to(tl.float32)).to(q.dtype)
     k_at = key + b * k_b + kv_head * k_h
@@ -72,6 +80,7 @@ def _decode(  # type: ignore[no-untyped-def]
         mask += b * m_b
         if HAS_RUNS:
             mask += begin
+    # Scores times `by` are in base 2: capped ones are already, because the cap is passed in base 2.
     by = 1.0 if HAS_CAP else factor
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     norm = tl.zeros((BLOCK_M,), tl.float32)
@@ -92,6 +101,7 @@ def _decode(  # type: ignore[no-untyped-def]
             s = cap * tanh(s * factor)
         s = tl.where(seen[None, :], s, float("-inf"))
         above = tl.maximum(top, tl.max(s, 1))
+        # A row that has seen no key yet subtracts 0: -inf minus -inf would be NaN.
         guard = tl.where(above == float("-inf"), 0.0, above)
         # subtracted before scaling, so that the largest score is exactly 0 and a single key's value is returned exactly
         p = tl.exp2((s - guard[:, None]) * by + LIFT) if LIFT else tl.exp2((s - guard[:, None]) * by)
@@ -99,17 +109,23 @@ def _decode(  # type: ignore[no-untyped-def]
         norm = norm * shrink + tl.sum(p, 1)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         top = above
+    # The lift is a factor of sums and results alike: it cancels between these, and only the logarithm has to be corrected.
     log = tl.where(norm == 0, float("-inf"), top * by - LIFT + tl.log2(norm))
     result = tl.where(norm[:, None] == 0, 0.0, acc / norm[:, None])
     if not SPLIT:
         _store(output, sinks, result, log, at.to(tl.int64), kv_head, row, d, G, D, HAS_SINKS)
     else:
+        # States are in the order [B * K, splits, G], so that the program that merges reads one run of memory.
         logs = scratch + tl.num_programs(0).to(tl.int64) * splits * G * D
         out_row = (at.to(tl.int64) * splits + split) * G + row
         tl.store(scratch + out_row[:, None] * D + d[None, :], result, mask=(row < G)[:, None] & inside)
         tl.store(logs + out_row, log, mask=row < G)
         tl.debug_barrier()  # every thread has stored before the counter says so
+        # Release: the stores above are seen by whoever sees this count. Acquire: the program that counts last sees those of all
+        # others, if it reads past its L1 cache, which may hold older lines (`.cg` below).
         if tl.atomic_add(counters + at, 1, sem="acq_rel") == splits - 1:
+            # No other program of this launch counts here any more, and the next launch on the stream has to find 0
+            # (`memory_of_stream`).
             tl.store(counters + at, 0)
             g, s = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_S)
             top_g = tl.full((BLOCK_G,), float("-inf"), tl.float32)
@@ -142,9 +158,11 @@ def _store(  # type: ignore[no-untyped-def]
     output, sinks, result, log, at, kv_head, row, d, G: tl.constexpr, D: tl.constexpr, HAS_SINKS: tl.constexpr
 ):
     """Apply the sinks of a kv head's query heads, and store their results."""
+    # BLOCK_M and BLOCK_G are powers of two, of which rows from G on are no query head.
     live = row < G
     if HAS_SINKS:
         sink = tl.load(sinks + kv_head * G + row, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
+        # sigmoid(lse - sink), docs/semantics.md §7, both in base 2; applied once, to the merged state.
         share = 1.0 / (1.0 + tl.exp2(sink - log))
         result = tl.where((log == float("-inf"))[:, None], 0.0, result * share[:, None])
     at_d = output + (at * G + row)[:, None] * D + d[None, :]
@@ -168,6 +186,8 @@ class Decoder:
     ) -> None:
         heads, kv_heads, size = shape
         self.device, self.heads, self.kv_heads, self.size = device, heads, kv_heads, size
+        # Base 2, of which GPUs have an exponential in hardware. With a cap, tanh takes natural units, and its result is put in
+        # base 2.
         self.factor, self.cap = abs(scale) * LOG2E, 0.0
         if soft_cap:
             self.factor, self.cap = abs(scale) / soft_cap, soft_cap * LOG2E
@@ -177,7 +197,9 @@ class Decoder:
         self.rule, self.block_n, self.width = rule, rule.block_n, block_g * block_d
         self.constants: Any = {"K": kv_heads, "G": heads // kv_heads, "D": size, "NEGATE": scale < 0, "HAS_CAP": soft_cap != 0}
         self.constants |= {"BLOCK_M": rule.block_m, "BLOCK_N": rule.block_n, "BLOCK_D": block_d, "BLOCK_G": block_g}
+        # The states that one step of the merge holds in registers: 4,096 elements, or one state if that is larger.
         self.constants["BLOCK_S"] = max(1, 4096 // (block_g * block_d))
+        # three tf32 products give float32's accuracy on NVIDIA's tensor cores; other targets have no such mode
         self.constants["PRECISION"] = "tf32x3" if dtype.itemsize == 4 and arch().startswith("sm") else "ieee"
         #: By sinks, runs, mask and splits of a call, by strides that Triton specializes, and by the sinks' dtype.
         self.kernels: dict[tuple[int, tuple[int, ...] | None, torch.dtype | None], Prepared] = {}
@@ -196,6 +218,7 @@ class Decoder:
         sinks: [H], of any float dtype; runs: each request's keys among the m, None for all; mask: bool [B, m], True for keys
         that count among those, None for all; splits: of the keys, 0 for the rule. A request without keys is 0."""
         device = self.device
+        # Triton launches on the current device, wherever the tensors are.
         if query.is_cuda and torch._C._cuda_getDevice() != device.index:
             with torch.cuda.device(device):
                 return self(query, key, value, sinks, runs, mask, splits)
@@ -204,9 +227,11 @@ class Decoder:
             return output
         m_b, m_k = (0, 1) if mask is None else mask.stride()
         if not query.stride(-1) == key.stride(-1) == value.stride(-1) == m_k == 1:
+            # `contiguous` would return a mask of one key unchanged, whatever its stride: a dimension of size 1 counts as dense
             mask = None if mask is None else mask.clone(memory_format=torch.contiguous_format)
             return self(query.contiguous(), key.contiguous(), value.contiguous(), sinks, runs, mask, splits)
         first, number = (None, None) if runs is None else (runs.first, runs.number)
+        # bits in the order of the flags in `_prepared`; those of sinks and splits are added in `_planned`
         present = (runs is not None) << 1 | (mask is not None) << 2
         kernel, grid, memory, numbers = self._planned(query, key, value, sinks, present, splits)
         kernel(grid[0], (output, *memory, query, key, value, sinks, first, number, mask), *numbers, m_b, columns=grid[1])
@@ -223,6 +248,7 @@ class Decoder:
     ) -> tuple[Prepared, tuple[int, int], tuple[torch.Tensor | None, torch.Tensor | None], tuple[float, ...]]:
         """Return a call's kernel, grid, scratch memory, and numbers but the mask's. present: bits of runs and mask."""
         (batch, _, keys, _), count = key.shape, key.shape[0] * self.kv_heads
+        # From the extents alone: the lengths of runs are on the device, and a captured graph is replayed with others.
         splits = splits or row_splits(count, -(-min(keys, self.window) // self.block_n), self.slots, self.width)
         memory: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         if splits > 1:
@@ -239,6 +265,8 @@ class Decoder:
         if not batch or not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
             return self
         kernel, grid, memory, numbers = self._planned(query, key, value, sinks)
+        # In the order of the kernel's parameters. Addresses that each call brings are 0 here, as are those of arrays that are
+        # not there.
         arguments = 0, *[0 if x is None else x.data_ptr() for x in memory], *[0] * 7, *numbers, 0
         shape, changing = (batch, 1, self.heads, self.size), [(0, 0), (3, 1), (4, 2), (5, 3)]
         if sinks is not None:
@@ -259,6 +287,7 @@ decoder = functools.lru_cache(maxsize=256)(Decoder)
 def run_of(mask: torch.Tensor) -> list[torch.Tensor]:
     """Return where the keys that count begin, and how many there are up to the last, int32 [B] each. mask: bool [B, m]."""
     at = torch.arange(mask.shape[1], dtype=torch.int32, device=mask.device)
+    # a row without a key that counts has first = m and last = 0, so the number would be negative: it is clamped to 0
     first = torch.where(mask, at, mask.shape[1]).amin(1).to(torch.int32)
     return [first, (torch.where(mask, at + 1, 0).amax(1) - first).clamp(min=0).to(torch.int32)]
 

@@ -30,6 +30,7 @@ _UNEVEN = ~0x7FFFFFF0  #: bits that are 0 in every multiple of 16 below 2**31
 @functools.cache
 def _arch(driver: Any, device: int) -> str:
     """`arch` of the driver's current device, `device`: asking the driver for its properties costs some microseconds."""
+    # AMD's targets have features behind a colon, as gfx942:sramecc+:xnack-, which no launch rule asks about.
     target = driver.get_current_target()
     return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch).partition(":")[0]
 
@@ -71,12 +72,15 @@ def signature_of(arrays: Sequence[torch.Tensor | None], strides: tuple[int, ...]
 
     The first array must be there.
     """
+    # `tuple` of a list takes two thirds of the time that it takes of a generator
     dtypes = tuple([None if x is None else x.dtype for x in arrays])
     return arrays[0].device, dtypes, strides_that_count(strides)  # type: ignore[union-attr]
 
 
 def strides_that_count(strides: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return strides for which Triton compiles kernels of their own; None if all are multiples of 16 below 2**31."""
+    # Triton specialises an integer on being 1, divisible by 16, and of 32 or 64 bits. One OR of all strides tells whether they
+    # are all of the common kind; kernels of strides that are not are kept by the strides themselves.
     return strides if functools.reduce(or_, strides) & _UNEVEN else None
 
 
@@ -97,6 +101,7 @@ class Compiled(NamedTuple):
             self.kernel[programs, columns, 1](*arguments)
             return
         stream = triton.runtime.driver.active.get_current_stream(device)
+        # False: this thread has no CUDA context yet, which Triton's own launch makes.
         if self.launcher is None or not self.launcher(programs, columns, stream, arguments):
             self._run(programs, columns, stream, arguments)
 
@@ -106,6 +111,8 @@ class Compiled(NamedTuple):
         """Return the launch of such a grid with these arguments, of which some are values of each call: see `Launcher.bind`."""
         if self.launcher is not None:
             return self.launcher.bind(programs, columns, (*arguments, *self.last), changing, slots)
+        # One list that each launch writes its addresses into: the caller lets one thread at a time have it
+        # (`KeptLaunches._idle`).
         passed = [*arguments, *self.last]
 
         def run(stream: int, values: Sequence[Any]) -> bool:
@@ -125,6 +132,7 @@ class Compiled(NamedTuple):
 def is_profiled() -> bool:
     """Whether a profiler's hooks are called at each of Triton's launches."""
     enter, leave = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    # a hook is a function or None in some releases of Triton, a chain with a list of calls in others
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
@@ -150,6 +158,8 @@ class Prepared:
     def __call__(self, programs: int, arrays: Sequence[torch.Tensor | None], *numbers: Any, columns: int = 1) -> None:
         """Launch a grid of `programs` x `columns`. numbers: floats, and integers that are not specialized or strides."""
         addresses = [0 if x is None else x.data_ptr() for x in arrays]
+        # Triton compiles another kernel for an argument that does not begin at a multiple of 16. Nearly all do, so the common
+        # kind has the key None, and is found without asking each address.
         uneven = functools.reduce(or_, addresses) & 15
         alignment = tuple([address & 15 == 0 for address in addresses]) if uneven else None
         kept = self._kept.get(alignment)
@@ -157,12 +167,15 @@ class Prepared:
             kept(programs, columns, self._device, addresses, numbers)
         else:
             compiled = self._kernel[programs, columns](*arrays, *numbers, **self._constants)
+            # The first launch is Triton's own: it compiles the kernel and examines arguments. Later ones pass the same kind of
+            # them.
             if isinstance(compiled, triton.compiler.CompiledKernel):  # else it is interpreted, or still being compiled
                 names = self._kernel.arg_names[len(addresses) + len(numbers) :]
                 last = tuple(self._constants[name] for name in names)
                 # now, when it is the current one; it may be another where a kernel is only prepared (`Decoder.bound`)
                 self._device = triton.runtime.driver.active.get_current_device()
                 kept = self._kept[alignment] = Compiled(compiled, launcher(compiled), last)
+        # `keepers` is empty unless a call is being recorded, so that most launches ask nothing else.
         if keepers and (keeper := keepers.get(get_ident())) is not None:
             keeper.launched(kept, programs, columns, self._device, addresses, numbers)
 
@@ -184,11 +197,14 @@ class Prepared:
         or another device than the current one, and all before the first launch of such arrays, where a profiler looks, or
         where Triton's own launcher is needed.
         """
+        # Only the common kind, of arrays at multiples of 16 bytes, and only what an earlier launch has compiled.
         compiled, index = self._kept.get(None), device.index if device.type == "cuda" else None
         launcher = None if compiled is None or is_profiled() else compiled.launcher
         if compiled is None or launcher is None or (index is not None and torch._C._cuda_getCurrentRawStream(index)):
             return general
         arguments = *arguments, *compiled.last
+        # Steps of one kernel share a buffer, which is bound once: binding a launch costs more than repeating it. A step that
+        # finds another step's arguments there packs its own.
         if self._idle is None:
             slots, buffer = (ctypes.c_uint64 * 5)(), launcher.buffer()
             bound = launcher.bind(*grid, arguments, changing, ctypes.addressof(slots), buffer)
@@ -203,6 +219,8 @@ class Prepared:
             places = output.data_ptr(), q, k, v, s
             here = index is None or (torch._C._cuda_getDevice() == index and not torch._C._cuda_getCurrentRawStream(index))
             try:
+                # A pop of a list is atomic, so one thread at a time has the buffer; another finds none and takes the general
+                # way.
                 free = idle.pop() if here and not (places[0] | q | k | v | s) & 15 else None
             except IndexError:
                 free = None
@@ -211,6 +229,7 @@ class Prepared:
                 if packed is not arguments:  # of another step
                     launcher.pack(buffer, *grid, 0, arguments)
                     free[3:] = arguments, held
+                # The driver copies arguments during the launch, so the buffer is free again when this returns.
                 pack(slots, 0, *places)
                 launched = launch(0, places)
                 idle.append(free)
@@ -271,6 +290,7 @@ def operator(name: str, *mutated: str) -> Callable[[Callable[..., None]], Callab
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         traced: Any = library.custom_op(f"attn::{name}", on_device(function), mutates_args=mutated)
+        # The operator writes to its arguments and returns nothing, so tracing has no shape to compute.
         traced.register_fake(lambda *args, **kwargs: None)
         first = next(iter(inspect.signature(function).parameters))
 
@@ -305,12 +325,17 @@ def memory_of_stream(device: torch.device, floats: int, counters: int) -> tuple[
 
 def _memory_of_stream(device: torch.device, floats: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
     stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    # The default stream, 0, cannot be captured. A captured launch has states in the graph's own memory, and counters elsewhere.
     if stream and torch.cuda.is_current_stream_capturing():
         return torch.empty(floats, dtype=torch.float32, device=device), _counters_of_graph(device, counters)
     kept = _memories.get((device, stream))
     if kept is None or kept[0].numel() < floats or kept[1].numel() < counters:
+        # At least 4 MiB of states and 4,096 counters, and powers of two from there on, so that a step with more requests seldom
+        # allocates again. Earlier memory is freed in the order of this stream, after the launches that use it.
         kept = _apart(_memory, device, max(1 << 20, power_of_two(floats)), max(1 << 12, power_of_two(counters)))
         _memories[device, stream] = kept
+        # torch captures on streams other than the default one, so only who uses such a stream may capture soon. Allocated
+        # before that, outside of a graph's pool: 4 MiB for each device.
         if stream and device not in _of_graphs:
             _of_graphs[device] = _apart(_memory, device, 0, _MOST_OF_GRAPHS)[1], 0
     return kept

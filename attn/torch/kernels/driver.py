@@ -50,6 +50,7 @@ _EARLY = _Attribute(6, 0, 1)
 def _library() -> Any:
     """The CUDA driver; None if it is absent or too old to describe a kernel's parameters (before 12.4)."""
     try:
+        # Loaded already wherever there is a CUDA context; CUDA's toolkit need not be installed.
         library = ctypes.CDLL("libcuda.so.1")
         launch, info, encode = library.cuLaunchKernelEx, library.cuFuncGetParamInfo, library.cuTensorMapEncodeTiled
         replace = library.cuTensorMapReplaceAddress
@@ -69,10 +70,14 @@ def launcher(compiled: Any) -> "Launcher | None":
     The driver's own description of the kernel must match the parameters that the signature gives.
     """
     library, metadata = _library(), compiled.metadata
+    # Clusters need an attribute of the launch, cooperative grids another, and scratch memory has to be allocated for each
+    # launch: Triton's launcher does that.
     if library is None or metadata.target.backend != "cuda" or metadata.num_ctas != 1:
         return None
     if any(getattr(metadata, name, 0) for name in ("launch_cooperative_grid", "global_scratch_size", "profile_scratch_size")):
         return None
+    # One for each descriptor that the kernel reads as a tensor map; without them Triton passes addresses, shapes and strides
+    # instead.
     maps = list(getattr(metadata, "tensordesc_meta", None) or ())
     fields, encodings = list[_Field](), dict[int, Any]()
     for i, type_name in enumerate(compiled.src.signature.values()):
@@ -84,6 +89,8 @@ def launcher(compiled: Any) -> "Launcher | None":
         elif type_name[:10] == "tensordesc" and maps and not (maps[0]["fp4_padded"] or maps[0].get("is_im2col")):
             encodings[i] = maps.pop(0)
             dims = len(encodings[i]["block_size"])
+            # The kernel's parameters for a descriptor: the map, its shape of 32-bit numbers, and its strides of 64-bit ones, as
+            # one string of bytes.
             fields.append((i, f"{_MAP + 12 * dims}s", (_MAP, *[4] * dims, *[8] * dims)))
         else:
             return None
@@ -100,6 +107,7 @@ def _unused(library: Any, function: int, sizes: Sequence[int]) -> int | None:
         if size.value != (sizes[count] if count < len(sizes) else 8):
             return None
         count += 1
+    # More than one, because `itemgetter` of a single index returns no tuple (`Launcher._pick`).
     return count - len(sizes) if count >= len(sizes) > 1 else None
 
 
@@ -110,6 +118,7 @@ class Launcher:
     def __init__(self, library: Any, compiled: Any, fields: Sequence[_Field], encodings: dict[int, Any], unused: int) -> None:
         metadata = compiled.metadata
         self._library, self._launch, self._function = library, library.cuLaunchKernelEx, compiled.function
+        # The third dimension of the grid, then a block of threads: Triton's programs are one-dimensional, of 32 threads a warp.
         self._fixed = 1, 32 * metadata.num_warps, 1, 1, metadata.shared
         self._attributes = (ctypes.addressof(_EARLY), 1) if getattr(metadata, "launch_pdl", False) else (0, 0)
         self._encodings = encodings
@@ -117,6 +126,7 @@ class Launcher:
         code, at, self._offsets = "=" + _CONFIG, struct.calcsize("=" + _CONFIG), list[int]()
         self._places = dict[int, int]()  #: of arguments in the buffer, by index
         for i, form, sizes in fields:
+            # 8 bytes for every other argument, whatever its size: `bind` writes their addresses by words of 8 bytes.
             pad = -at % (_ALIGNED if sizes[0] == _MAP else 8)
             code += f"{pad}x{form}"
             at += pad
@@ -124,6 +134,7 @@ class Launcher:
             for size in sizes:
                 self._offsets.append(at)
                 at += size
+        # The last 8 bytes stay 0: the address of scratch memory that the kernel is declared with and does not use.
         self._bytes = at + -at % 8 + 8
         self._offsets += [self._bytes - 8] * unused
         self._format = struct.Struct(code)
@@ -133,6 +144,8 @@ class Launcher:
     def buffer(self) -> tuple[Any, int, int, int]:
         """(a buffer, where arguments start in it, the addresses of its configuration and of its list of parameters)."""
         count = len(self._offsets)
+        # [configuration | arguments | addresses of the arguments], all in one block, so that packing is one call of `struct`.
+        # The configuration begins at a multiple of 64, as tensor maps within the arguments have to.
         storage = (ctypes.c_char * (self._bytes + _ALIGNED + 8 * count))()
         skip = -ctypes.addressof(storage) % _ALIGNED
         config = ctypes.addressof(storage) + skip
@@ -169,6 +182,7 @@ class Launcher:
         buffer = buffer or self.buffer()
         storage, skip, config, parameters = buffer
         self.pack(buffer, programs, columns, 0, arguments)
+        # A view of the buffer in words of 8 bytes, so that the stream and single addresses can be assigned.
         octets = memoryview(storage).cast("B")[skip : skip + self._bytes + 8 * len(self._offsets)]
         words, launch, function, replace = (
             octets.cast("Q"),
@@ -177,6 +191,8 @@ class Launcher:
             self._library.cuTensorMapReplaceAddress,
         )
         maps = [(n, config + self._places[i]) for i, n in changing if i in self._encodings]
+        # The list of parameters then points to the caller's slot instead of the buffer: one pack of all slots changes every
+        # launch.
         for i, n in changing:
             if i not in self._encodings:
                 words[self._bytes // 8 + self._offsets.index(self._places[i])] = slots + 8 * n
@@ -184,6 +200,7 @@ class Launcher:
         def run(stream: int, values: Sequence[Any]) -> bool:
             words[_STREAM] = stream
             for n, target in maps:
+                # a map is opaque, so only the driver can exchange the address in it
                 if status := replace(target, values[n]):
                     raise RuntimeError(f"CUDA error {status} in the address of a tensor map: {self._message(status)}")
             status = launch(config, function, parameters, None)
@@ -199,6 +216,7 @@ class Launcher:
             for i in self._encodings:
                 arguments[i] = self._packed(arguments[i], i)
         storage, at, *_ = buffer
+        # `_pick` leaves out the kernel's constants, which it does not have as parameters.
         self._format.pack_into(storage, at, programs, columns, *self._fixed, stream, *self._attributes, *self._pick(arguments))
 
     def _packed(self, descriptor: Any, argument: int) -> bytes:
@@ -212,6 +230,8 @@ class Launcher:
     def _encode(self, descriptor: Any, about: Any) -> bytes:
         """The tensor map of a descriptor, its shape and its strides, kept with it."""
         dims, size = len(descriptor.shape), about["elem_size"]
+        # The engine counts dimensions from the innermost one, and strides in bytes, without that of the innermost, which is
+        # dense.
         shape, strides, box = descriptor.shape[::-1], [n * size for n in descriptor.strides[-2::-1]], about["block_size"][::-1]
         storage = (ctypes.c_char * (_MAP + _ALIGNED))()
         skip = -ctypes.addressof(storage) % _ALIGNED

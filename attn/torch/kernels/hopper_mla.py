@@ -28,18 +28,22 @@ def attend(arrays: tuple[Any, ...], factors: tuple[float, float], plan: MLALaunc
 
     arrays: the kernel's pointers; factors: of scores, into base 2, and of values.
     """
+    # (out, lse, partial, partial_lse, query, None, cache, starts, lengths, limits, table of shares, block table, indices)
     out, lse, _, _, query, _, cache, *_, block_table, indices = arrays
     strides = (*out.stride()[:2], *query.stride()[:2], *cache.stride()[:2])
+    # Pages are copied in boxes by a tensor map; rows that a list names one by one are copied by threads.
     desc, (topk, indices_t) = None, (0, 0)
     if indices is None:
         desc = descriptor(cache.data_ptr(), cache.dtype, *map_of(cache.shape, cache.stride()))
     else:
         topk, indices_t = indices.shape[1], indices.stride(0)
+    # one split of all keys, longer than any sequence
     split, lse_h = plan.split if plan.splits > 1 else 1 << 30, 0 if lse is None else lse.stride(0)
     numbers = plan.tiles, plan.splits, split, topk, cache.shape[0], lse_h, block_table.stride(0), indices_t
     kernel = _prepared(signature_of(arrays, strides), query.shape[1], cache.shape[1], plan.shares is not None)
     try:
         kernel(plan.programs(requests), arrays, desc, *factors, *numbers, *strides, columns=plan.splits)
+    # as in `hopper_prefill`: only the compiler's errors turn it off
     except Exception as error:
         hopper.turn_off("hopper_mla", error)
         raise

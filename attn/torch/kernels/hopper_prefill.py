@@ -35,10 +35,12 @@ def serves(
     """Whether the kernel supports these shapes, dtypes and addresses; the caller checks features. negate: whether the scale is
     negative."""
     size, width = query.shape[-1], value_cache.shape[-1]
+    # Whether the bulk engine copies queries: only whole rows as they are in memory, so not with the sign of a negative scale.
     copied = copies(group, query.stride(), negate, not query.data_ptr() % 16)
     if query.dtype not in (torch.bfloat16, torch.float16) or not fits(size, width, copied, group, page):
         return False
     for cache in (key_cache, value_cache):
+        # a tensor map takes addresses and strides of multiples of 16 bytes, which are 8 elements
         if cache.dtype != query.dtype or cache.data_ptr() % 16 or functools.reduce(or_, cache.stride()[:-1]) % 8:
             return False
     return True
@@ -55,6 +57,7 @@ def prefill(
     `seq_lens` [R + 1] says where those of each request begin.
     """
     key_cache, block_table = arrays[3], arrays[7]
+    # Callers leave the last ones out: MLA's prompts and dense calls have no spans, prefixes and flags.
     arrays = (*arrays, *[None] * (_ARRAYS - len(arrays)))
     page = ROWS if block_table is None else key_cache.shape[1]
     _planned(arrays, page, params, ragged)(arrays, factors, programs)
@@ -77,6 +80,8 @@ class _PlannedLaunch(NamedTuple):
         grid, arrays, numbers = self.launch(arrays, factors, programs)
         try:
             self.kernel(grid, arrays, *numbers)
+        # The compiler's errors turn the kernel off and raise `CannotCompile`, for which `on_device` makes the call again;
+        # others pass.
         except Exception as error:
             hopper.turn_off("hopper_prefill", error)
             raise
@@ -89,9 +94,13 @@ class _PlannedLaunch(NamedTuple):
         assert query is not None and key is not None and value is not None
         dtype, (q_map, k_map, v_map) = query.dtype, self.maps
         k_desc, v_desc = descriptor(key.data_ptr(), dtype, *k_map), descriptor(value.data_ptr(), dtype, *v_map)
+        # The kernel takes three maps in any case; without a copy it does not read this one.
         q_desc = k_desc if q_map is None else descriptor(query.data_ptr(), dtype, *q_map)
+        # Units of work are taken from a counter, and the kernel leaves both at 0: a fixed order gave some programs three times
+        # the work of others (16q2k 16/8x128: 322 -> 431 TFLOP/s, benchmarks/notes/triton.md).
         counters = memory_of_stream(query.device, 0, 2)[1]
         numbers = q_desc, k_desc, v_desc, *factors, *self.numbers, *self.strides
+        # programs stay on their multiprocessors and take unit after unit, so more of them than units have nothing to do
         return min(self.tiles, programs), (*arrays, counters), numbers
 
 
@@ -128,9 +137,11 @@ class EqualPrompts:
             # the lists of a plan that is made during a capture are the graph's memory (`numbers`)
             if not (stream and torch.cuda.is_current_stream_capturing()):
                 self._last = now, planned
+        # The plan is of arrays at multiples of 16 bytes, which shapes and strides do not tell.
         if planned is None or (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15:
             return None
         plan, lists, copied = planned
+        # [B, H, S, D] whose batch and rows are not one dimension of a constant stride, as the kernel's [T, H, D] has to be
         if copied:
             query = query.transpose(1, 2).contiguous()
         output = query.new_empty((q[0], q[2], q[1], q[3]))
@@ -140,6 +151,7 @@ class EqualPrompts:
     def bound(self, general: Repeated, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Repeated:
         """Return `general`, which makes such calls, for arrays of these shapes, strides and dtypes: see `Prepared.again`."""
         planned = self._planned(query, key, value, stream_of(query.device)) if hopper.is_on("hopper_prefill") else None
+        # a launch that is repeated has no copy of the queries before it
         if planned is None or planned[2]:
             return general
         plan, lists, _ = planned
@@ -147,6 +159,7 @@ class EqualPrompts:
         operands = None, None, query, key, value, *lists
         programs, arrays, numbers = plan.launch(operands, self._factors, multiprocessors(query.device))
         addresses = [0 if x is None else x.data_ptr() for x in arrays]
+        # The maps follow the addresses; that of queries is of keys (2) where the engine does not copy queries (`launch`).
         n, q_map = len(addresses), 1 if plan.maps[0] is not None else 2
         changing = (0, 0), (2, 1), (3, 2), (4, 3), (n, q_map), (n + 1, 2), (n + 2, 3)
         shape, held = (batch, rows, heads, size), (lists, arrays[-1])
@@ -164,8 +177,10 @@ class EqualPrompts:
         starts, lens = numbers(batch + 1, 0, rows, *here), numbers(batch, rows, 0, *here)
         table = numbers(batch, 0, 1, *here)[:, None]  # each request in a page of its own
         flat, lists = q.flatten(0, 1), (starts, lens, table, None, None, None, None)
+        # the plan needs the output's strides alone, and each call makes one of its own
         arrays = torch.empty_like(flat, memory_format=torch.contiguous_format), None, flat, k, v, *lists
         params = self._params.seeing(rows, rows)
+        # `flatten` returns a view where it can: another address says that it copied
         return _planned(arrays, ONE_PAGE, params), lists, flat.data_ptr() != q.data_ptr()
 
 

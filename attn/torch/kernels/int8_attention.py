@@ -37,6 +37,7 @@ def _quantize(  # type: ignore[no-untyped-def]
     Queries are multiplied by `factor` and have a scale per row (`shift`: their product with the mean); keys have the mean
     subtracted and one scale.
     """
+    # One dimension of the grid, since the others of CUDA's are limited to 65,535 programs.
     tiles = padded // BLOCK
     pid = tl.program_id(0)
     tile = pid % tiles
@@ -47,16 +48,21 @@ def _quantize(  # type: ignore[no-untyped-def]
     d = tl.arange(0, BLOCK_D)
     live = row < rows
     if not IS_QUERY:
+        # Queries are all there; keys end at the length of their batch entry, and are zeros from there on.
         live = row < tl.load(lens + b)
     at = x + b.to(tl.int64) * x_b + head.to(tl.int64) * x_h + row.to(tl.int64)[:, None] * x_s + d[None, :]
     lanes = live[:, None] & (d < D)[None, :]
     values = tl.load(at, mask=lanes, other=0.0).to(tl.float32)
+    # codes are written for padding too: the attention loads whole tiles of them without a mask
     out = unit.to(tl.int64) * padded + row
     if mean is not None:
+        # head // G is the kv head of a query's head; of keys, G is 1
         middle = tl.load(mean + b.to(tl.int64) * mean_b + head // G * mean_h + d, mask=d < D, other=0.0)
         if shift is not None:
+            # What subtracting the mean took from every score of the row, in base 2: exact queries, before they are rounded.
             tl.store(shift + out, tl.sum(values * middle[None, :], 1) * factor)
         if not IS_QUERY:
+            # columns and rows beyond the array stay 0, or the mean would enter their tile's scale
             values = tl.where(lanes, values - middle[None, :], 0.0)
     if IS_QUERY:
         values = values * factor
@@ -64,11 +70,15 @@ def _quantize(  # type: ignore[no-untyped-def]
     nonfinite = tl.max((tl.abs(values) < float("inf")).to(tl.int32) ^ 1, 1)
     peak = tl.max(tl.abs(values), 1)
     if not IS_QUERY:
+        # one scale for a tile of keys, so that it multiplies whole columns of scores; as a vector, so that both kinds share the
+        # rest
         peak = tl.max(peak, 0) + tl.zeros((BLOCK,), tl.float32)
         nonfinite = tl.max(nonfinite, 0) + tl.zeros((BLOCK,), tl.int32)
     inverse = tl.where(peak > 1e-30, 127.0 / peak, 0.0)  # smaller values would not change any score
+    # between -127 and 127: the largest is scaled to 127. A conversion would truncate, so half is added before the floor.
     rounded = tl.floor(tl.where((nonfinite == 0)[:, None], values * inverse[:, None], 0.0) + 0.5)
     tl.store(codes + out[:, None] * BLOCK_D + d[None, :], rounded.to(tl.int8))
+    # codes cannot be NaN; as the scale it makes every score of the row, or of the tile's keys, NaN
     scale = tl.where(nonfinite == 0, tl.where(peak > 1e-30, peak / 127.0, 0.0), float("nan"))
     if IS_QUERY:
         tl.store(scales + out, scale)
@@ -99,6 +109,7 @@ def _step(  # type: ignore[no-untyped-def]
     guard = tl.where(above == float("-inf"), 0.0, above)
     p = tl.exp2(s * scale[:, None] - guard[:, None])
     if MASKED:
+        # a scale of NaN would make weights of masked keys NaN too
         p = tl.where(allowed, p, 0.0)
     shrink = tl.exp2(top - guard)
     norm = norm * shrink + tl.sum(p, 1)
@@ -106,6 +117,7 @@ def _step(  # type: ignore[no-untyped-def]
     at = tl.minimum(j, length - 1) if MASKED else j  # rows past the last key load it again
     if WIDE:
         at = at.to(tl.int64)
+    # A value that is not there is loaded as the last one, with weight 0, instead of by a mask, which costs more instructions.
     v_rows = v_at + at[:, None] * v_s + d[None, :]
     v = tl.load(v_rows) if D == BLOCK_D else tl.load(v_rows, mask=(d < D)[None, :], other=0.0)
     return tl.dot(p.to(v.dtype), v, acc), norm, above
@@ -130,12 +142,14 @@ def _attend(  # type: ignore[no-untyped-def]
     length = tl.load(lens + b)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
+    # The last key that each row sees: both ends are aligned (docs/semantics.md §3), and rows before the first key see none.
     upper = row + length - rows
     high = length
     full = length
     if CAUSAL:
         high = tl.maximum(tl.minimum(length, (tile + 1) * BLOCK_M + length - rows), 0)
         full = tl.maximum(tl.minimum(tile * BLOCK_M + length - rows + 1, high), 0)
+    # Tiles below `full` are seen whole by every row of the tile of queries; only those from there to `high` need a mask.
     full = full // BLOCK_N * BLOCK_N
     at = unit.to(tl.int64) * q_padded + row
     q = tl.load(q_codes + at[:, None] * BLOCK_D + d[None, :])
@@ -146,6 +160,7 @@ def _attend(  # type: ignore[no-untyped-def]
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     norm = tl.zeros((BLOCK_M,), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    # One loop in the source, two in the program: a mask under an `if` would become a select in every tile.
     for part in tl.static_range(2):
         for start in tl.range(full if part else 0, high if part else full, BLOCK_N):
             acc, norm, top = _step(
@@ -159,6 +174,7 @@ def _attend(  # type: ignore[no-untyped-def]
     if lse is not None:
         log = top + tl.log2(norm)
         if shift is not None:
+            # The mean's part of every score, which the softmax does not show but the log-sum-exp does.
             log = log + tl.load(shift + at)
         log = tl.where(norm == 0, float("-inf"), log)
         tl.store(lse + b.to(tl.int64) * lse_b + head.to(tl.int64) * lse_h + row, log * 0.6931471805599453, mask=live)
@@ -188,11 +204,13 @@ def int8_attention(
     key, value, lens, mean = keys
     for name, tensor in (("output", output), ("query", query), ("key", key), ("value", value)):
         check_stride(name, tensor)
+    # Only a log-sum-exp needs what the mean took from the scores.
     launch, has_shift = int8_launch(arch(), size), mean is not None and lse is not None
     keys = keys._replace(mean=None if mean is None else mean.contiguous())
     q_codes, shift = _quantised(query, keys, launch.block_m, scale, is_query=True, has_shift=has_shift)
     k_codes, _ = _quantised(key, keys, launch.block_n, scale)
     tiles = -(-rows // launch.block_m)
+    # Codes have whole tiles of rows, so that every program loads without a mask.
     padded = tiles * launch.block_m, -(-key.shape[1] // launch.block_n) * launch.block_n
     strides = *output.stride()[:3], *((0, 0) if lse is None else lse.stride()[:2]), *value.stride()[:3]
     _attend[(tiles * heads * batch,)](
@@ -215,6 +233,7 @@ def _quantised(
     """Return ((codes, scales), shift) of the queries or keys x [B, rows, heads, D], in tiles of `block` rows."""
     batch, rows, heads, size = x.shape
     tiles, block_d = -(-rows // block), power_of_two(size)
+    # [B, H, S', D'], and a scale for each row of queries or tile of keys
     codes = torch.empty(batch * heads * tiles * block * block_d, dtype=torch.int8, device=x.device)
     scales = torch.empty(batch * heads * tiles * (block if is_query else 1), dtype=torch.float32, device=x.device)
     shift = torch.empty_like(scales) if has_shift else None

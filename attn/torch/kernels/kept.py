@@ -70,20 +70,25 @@ class Keeper:
     def __init__(self, tensors: Iterable[torch.Tensor | None]) -> None:
         """tensors: of the call, then of the batch, as `KeptLaunches` takes them, without None; the first is on the device."""
         self._tensors = [x for x in tensors if x is not None]
+        # Addresses are all that a launch shows of its arguments, so they must tell the tensors apart. An empty tensor has
+        # address 0.
         self._places: dict[int, Origin] = {x.data_ptr(): ("tensor", i) for i, x in enumerate(self._tensors)}
         # two tensors in one place may be in two the next time
         self._complete = len(self._places) == len(self._tensors) and 0 not in self._places
+        # Triton compiles other kernels for other alignments, and a repeated call asks only whether all are aligned.
         self._complete &= not functools.reduce(or_, self._places) % _ALIGNED
         self._temporary, self._of_stream = list[torch.Tensor](), list[tuple[int, int]]()
         self._steps, self._device = list[_Step | _Operation](), 0
         self.kept: KeptLaunches | None = None
 
     def __enter__(self) -> Self:
+        # By thread: layers may run in several threads at once, and each must collect its own launches only.
         keepers[get_ident()] = self
         return self
 
     def __exit__(self, raised: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         del keepers[get_ident()]
+        # A call that raised may have launched a part of its work only.
         if raised is None and self._complete and self._steps:
             sizes = [memory.nbytes for memory in self._temporary]
             self.kept = KeptLaunches(self._tensors, self._device, self._steps, sizes, self._of_stream)
@@ -95,6 +100,7 @@ class Keeper:
     def of_stream(self, memory: tuple[torch.Tensor, torch.Tensor], floats: int, counters: int) -> None:
         for x in memory:
             self._places[x.data_ptr()] = "stream", (len(self._of_stream), int(x is memory[1]))
+        # The extents, not the memory: a repeated call asks for it again, since it grows, and differs by stream and in captures.
         self._of_stream.append((floats, counters))
 
     def launched(
@@ -103,9 +109,11 @@ class Keeper:
         """Add a launch. compiled: None if it was interpreted."""
         changing = list[tuple[int, Origin]]()
         for i, address in enumerate(addresses):
+            # absent arrays are passed as address 0, in every such call
             if address:
                 changing.append((i, self._places.get(address) or self._inside(address)))
         for i, number in enumerate(numbers, len(addresses)):
+            # NumPy's scalars and bools would be taken for maps: launches pass plain numbers
             if type(number) not in (int, float):  # a tensor map
                 at = number.base.data_ptr()
                 changing.append((i, self._places.get(at) or self._inside(at)))
@@ -118,6 +126,7 @@ class Keeper:
     def operated(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> None:
         """Add a call of a function of torch's."""
         views = list[tuple[int, tuple[int, ...] | None, tuple[int, ...], int]]()
+        # Negative indices are of temporary memory: see `_Operation.views`.
         known = [*enumerate(self._tensors), *((-1 - i, x) for i, x in enumerate(self._temporary))]
         for x in tensors:
             owners = [(i, base) for i, base in known if 0 <= x.data_ptr() - base.data_ptr() < _extent(base)]
@@ -131,6 +140,8 @@ class Keeper:
 
     def _inside(self, address: int) -> Origin:
         owners = [(i, address - begin) for i, (begin, end) in enumerate(self._extents) if begin < address < end]
+        # In none, it is a copy that the call made; in several, the next call's tensors may lie elsewhere relative to one
+        # another.
         self._complete &= len(owners) == 1
         return "inside", owners[0] if owners else (0, 0)
 
@@ -151,6 +162,7 @@ class Stages:
 
     def __call__(self, name: Any, run: Callable[[], Any], *tensors: torch.Tensor | None) -> None:
         """Do what `run` does for `tensors`: call it the first time, repeat its launches later."""
+        # A stage that cannot be repeated is kept as None, so that it is not recorded at each call.
         if name not in self._kept:
             with Keeper((*tensors, *self._batch)) as keeper:
                 run()
@@ -194,10 +206,13 @@ class KeptLaunches:
         """like: the tensors of the call; device: of the launches, as Triton numbers it; temporary: bytes of each; streams:
         arguments of each `memory_of_stream`."""
         self._device, self._number, self._of_stream = like[0].device, device, tuple(streams)
+        # None for tensors on the host, where tests run launches of a placeholder for the driver.
         self._index = self._device.index if self._device.type == "cuda" else None
         self._stream = triton.runtime.driver.active.get_current_stream
+        # All temporary memory of a call is one allocation, whose parts begin at multiples of 16 bytes.
         ends = [0, *accumulate(size + -size % _ALIGNED for size in temporary)]
         self._begins, self._elements = ends[:-1], ends[-1] // like[0].itemsize
+        # `dict.fromkeys` keeps their order and leaves out what several launches share.
         places = list(dict.fromkeys(origin for step in steps if isinstance(step, _Step) for _, origin in step.changing))
         self._inside = [origin[1] for origin in places if origin[0] == "inside"]
         # the addresses of a call, in the order in which `__call__` finds them
@@ -215,6 +230,7 @@ class KeptLaunches:
                 continue
             changing = [(i, at[origin]) for i, origin in step.changing]
             bound.append(step.compiled.bind(step.programs, step.columns, step.arguments, changing, ctypes.addressof(slots)))
+        # Whether there are operations at all: without any, a call need not pass its tensors on.
         self._operates = len(bound) > sum([isinstance(step, _Step) for step in steps])
         # memory that launches read, and kernels with their code
         self._held = slots, [step.compiled for step in steps if isinstance(step, _Step)]
@@ -227,6 +243,7 @@ class KeptLaunches:
         thread is launching them, or a graph is captured that may not have them."""
         values: list[Any] = [x.data_ptr() for x in tensors]
         values += batch
+        # One OR of all addresses: its low bits are 0 only if those of all are.
         if functools.reduce(or_, values) % _ALIGNED or is_profiled():
             return False
         if self._index is not None and torch._C._cuda_getDevice() != self._index:
@@ -243,6 +260,7 @@ class KeptLaunches:
             for i, offset in self._inside:
                 values.append(values[i] + offset)
             if self._begins:
+                # Allocated in each call, so that the allocator orders its reuse by streams, and a captured graph gets its own.
                 memory = tensors[0].new_empty(self._elements)
                 address = memory.data_ptr()
                 values += [address + begin for begin in self._begins]
@@ -251,8 +269,10 @@ class KeptLaunches:
             self._pack(*values)
             if self._operates:
                 now[:] = memory, *tensors
+            # a list: where the thread has no context, every launch fails alike, and the caller makes the call again
             return all([launch(stream, values) for launch in launches])
         finally:
+            # No tensor of the call may live on in the record.
             now.clear()
             self._idle.append(idle)
 

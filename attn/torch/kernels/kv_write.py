@@ -9,6 +9,7 @@ from attn.kernels.kv_write import Scales, constants, write
 from attn.kernels.launch import format_of
 from attn.torch.kernels.direct import Prepared, Signature, check_stride, operator, signature_of
 
+# By bytes of an element: kernels compute codes by integers, so that their bits are the same on every architecture.
 _BITS = {1: torch.uint8, 2: torch.uint16}
 
 
@@ -49,12 +50,14 @@ def write_kv_per_token(
 
     Caches: int8 or float8_e4m3fn; scales: [N, P, K] float32 with equal strides and adjacent heads.
     """
+    # the kernel takes the strides of one of them for both (`kv_cache.split` makes them so)
     assert key_scales.stride() == value_scales.stride() and key_scales.stride(2) == 1
     _launch(key, value, key_cache, value_cache, slot_mapping, key_scales, value_scales, per_token=True)
 
 
 def _launch(*arrays: Any, per_token: bool) -> None:
     key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale = arrays
+    # Either may be padded, as engines pad the rows of a batch that a graph is captured for.
     tokens = min(key.shape[0], slot_mapping.shape[0])
     if tokens == 0:
         return
@@ -68,6 +71,7 @@ def _launch(*arrays: Any, per_token: bool) -> None:
         key_cache, value_cache = (cache.view(_BITS[cache.itemsize]) for cache in (key_cache, value_cache))
     strides = (key.stride(0), value.stride(0), *key_cache.stride()[:3], *value_cache.stride()[:3])
     arrays = (key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    # Empty for no scale, and for one of the whole tensor: kernels then read no scale per head.
     scales = tuple([() if scale is None else scale.stride() for scale in (k_scale, v_scale)])
     kernel = _prepared(signature_of(arrays, strides), (heads, size, key_cache.shape[1]), code, scales, per_token)
     kernel(tokens, arrays, *strides)

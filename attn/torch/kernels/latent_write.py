@@ -38,6 +38,7 @@ def write_latents(
     [t, H, L + Dr], both or neither: query[..., Dn:] is copied to absorbed[..., L:].
     """
     tokens, (rank, rope) = min(kv_c.shape[0], slot_mapping.shape[0]), (kv_c.shape[1], k_pe.shape[1])
+    # No queries: the launch then has programs for new rows alone.
     copied, heads, nope = 0, 0, 0
     q_t = q_h = a_t = a_h = 0
     if query is not None and absorbed is not None and rope:
@@ -49,6 +50,7 @@ def write_latents(
         (q_t, q_h, _), (a_t, a_h, _) = query.stride(), absorbed.stride()
     else:
         query = absorbed = None
+    # the kernel has a program for each row of whichever there are more
     if max(tokens, copied) == 0:
         return
     check_stride("cache", cache)
@@ -63,4 +65,5 @@ def write_latents(
     arrays = (kv_c, k_pe, cache, slot_mapping, k_scale, query, absorbed)
     strides = (kv_c.stride(0), k_pe.stride(0), c_block, c_slot, q_t, q_h, a_t, a_h)
     kernel = _prepared(signature_of(arrays, strides), rank, rope, cache.shape[1], code, heads, nope)
+    # One program for a token's row and for its query's rotary part, whichever there is: a launch less than two kernels.
     kernel(max(tokens, copied), arrays, k_factor, tokens, copied, *strides)

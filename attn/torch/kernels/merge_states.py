@@ -50,16 +50,19 @@ def _launch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write the merged state to `output` and `lse`, which may be the state that `outputs` and `lses` hold, and return them."""
     states, tokens, heads, head_size = outputs.shape
+    # S may be 0, for which the kernel stores 0 and -inf; no tokens are no programs, which cannot be launched
     if tokens == 0:
         return output, lse
     for name, tensor in (("output", output), ("outputs", outputs), ("lses", lses), ("other", other), ("other_lse", other_lse)):
         if tensor is not None:
             check_stride(name, tensor)
+    # In place, no element is lost: each program loads all states of its token and heads before it stores the result.
     arrays = (output, lse, outputs, lses, other, other_lse)
     other_t, other_h = (0, 0) if other is None else other.stride()[:2]
     other_lse_h = 0 if other_lse is None else other_lse.stride(0)
     strides = (*output.stride()[:2], *outputs.stride()[:3], other_t, other_h)
     kernel, block_h = _prepared(signature_of(arrays, strides), heads, head_size, nan_is_empty)
+    # Counts and strides of the log-sum-exps are not specialised: they change with the batch, and would compile it each time.
     numbers = states, heads, lse.stride(0), lses.stride(0), lses.stride(1), other_lse_h, *strides
     kernel(tokens, arrays, *numbers, columns=-(-heads // block_h))
     return output, lse
@@ -69,8 +72,10 @@ def _launch(
 def _prepared(signature: Signature, heads: int, size: int, nan_is_empty: bool) -> tuple[Prepared, int]:
     """The kernel for calls that agree in these, and the heads of a program."""
     block_d = power_of_two(size)
+    # 2,048 elements of a float32 state in each program: 16 registers of each thread of four warps
     block_h = min(power_of_two(heads), max(1, 2048 // block_d))
     sizes = {"D": size, "BLOCK_H": block_h, "BLOCK_D": block_d, "num_warps": 4}
+    # the fifth array is `other`: without it the states are all in `outputs`
     return Prepared(merge, STACKED=signature[1][4] is None, NAN_IS_EMPTY=nan_is_empty, **sizes, **FUSED), block_h
 
 

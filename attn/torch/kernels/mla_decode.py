@@ -68,11 +68,13 @@ def mla_decode(
     uneven: cut keys by all lengths, by a plan on the device, instead of each request as the longest one is (all keys only).
     """
     requests, (tokens, heads, width), rank = query_start_loc.shape[0] - 1, query.shape, out.shape[2]
+    # the driver refuses a grid of no programs
     if requests < 1 or tokens == 0 or max_query_len == 0:
         return
     strides = out.stride(2), query.stride(2), cache.stride(2)
     assert strides == (1, 1, 1), f"the last dimensions of out, query and cache have strides {strides}: must be dense"
     name, sparse, on_hopper = arch(), indices is not None, False
+    # it serves 16-bit latents, which have no scale: a cache with one need not be examined
     if prefers_hopper(name, packed) and k_scale is None:
         on_hopper = _hopper_mla().serves(query, cache, rank, fixed_split, sparse)
     topk = indices.shape[1] if indices is not None else 0
@@ -98,14 +100,19 @@ def mla_decode(
             uneven=uneven,
         )
     )
+    # The kernels take every pointer in any case; where there are no states and no table, any tensor will do.
     groups, rows, partial, partial_lse, table = 0, plan.tiles * plan.block_m, out, out, out
     if plan.shares is not None:
         groups = plan.shares.groups
+        # made on the device in each layer: a graph that is replayed with other lengths cuts them anew
         table = shares(query_start_loc, seq_lens, heads, rows, groups, plan.shares.items, plan.block_n)
+    # 0 where one program attends all keys of a row, and stores the result itself
     if states := plan.states(tokens * heads):
         partial = temporary(out.new_empty(states * rank, dtype=torch.float32))
         partial_lse = temporary(out.new_empty(states, dtype=torch.float32))
+    # None: the rotary part of queries, which absorbed queries end with.
     arrays = out, lse, partial, partial_lse, query, None, cache, query_start_loc, seq_lens, limits
+    # Values are the latents themselves, so the scale of a row multiplies both the scores and the result.
     factors = scale * k_factor * LOG2E, k_factor
     if on_hopper:
         _hopper_mla().attend((*arrays, table, block_table, indices), factors, plan, requests)
@@ -125,9 +132,11 @@ def _attend_generally(
     """Launch the first stage, but for `hopper_mla`. arrays: its pointers; factors: of scores, into base 2, and of values."""
     out, lse, _, _, query, _, cache, *_, block_table, indices, _, k_scale = arrays
     if cache.dtype == torch.float8_e4m3fn and plan.attend["BYTES"]:
+        # codes as bytes, for architectures without instructions for e4m3
         arrays = *arrays[:6], cache.view(torch.uint8), *arrays[7:]
     listed = (0, 0) if indices is None else (indices.shape[1], indices.stride(0))
     strides = *listed, *out.stride()[:2], *query.stride()[:2], *cache.stride()[:2]
+    # 64-bit offsets only for caches that need them: they cost instructions in every load
     wide = cache.shape[0] * cache.stride(0) >= 2**31
     kernel = stage(signature_of(arrays, strides), WIDE=wide)
     numbers = plan.splits, plan.split, 0 if lse is None else lse.stride(0), block_table.stride(0)

@@ -33,7 +33,9 @@ class _Launches:
 
     def __init__(self, kinds: Kinds, layer: LayerParams) -> None:
         self._rules = rules = Launches(kinds, layer)
+        # by `keys_below`, which has few values: it decides the tiles of the Hopper kernel
         self._of_prompts = functools.cache(functools.partial(layer.of_prompts, rules.tokens))
+        # None where no request has more tokens than a decode's tile, or where the Hopper kernel takes them.
         self._prefill = None if rules.prefill is None else Prepared(attention, **rules.prefill)
         #: by BLOCK_R, 0 for decodes that stay whole
         self._decode = functools.cache(lambda block_r: Prepared(attention, **rules.decode(block_r)))
@@ -44,32 +46,43 @@ class _Launches:
     ) -> None:
         """Launch them. bounds: requests, tokens and keys of each at most; whole: `paged_attention`'s; prompts: its
         `prefill_programs`, `keys_below` and `singles`."""
+        # The last four are k_scale and the new rows with their slots, so that `mask` is (spans, prefix, is_causal).
         output, lse, starts, sinks, _, _, query, key_cache, value_cache, seq_lens, table, _, tree, *mask = arrays[:-4]
         rules, layer, kv_heads = self._rules, self._rules.layer, self._rules.kv_heads
         num_reqs, max_query_len, max_seq_len = bounds
         factor, v_factor = layer.factor(factors[0]), factors[1]
         lse_h, table_r = 0 if lse is None else lse.stride(0), 0 if table is None else table.stride(0)
         tree_w = 0 if tree is None else tree.shape[1]
+        # In the order of the kernel's parameters; a launch without parts has no states, tiles of parts, and so on.
         numbers, no_plan = (factor, *factors, num_reqs), (0, lse_h, table_r, tree_w, 0, 0, 0)
         if rules.on_hopper:
             pointers = output, lse, query, key_cache, value_cache, starts, seq_lens, table, sinks, *mask
+            # Before the decodes: their launch may then begin while this one runs (`beside`), on the multiprocessors that it
+            # leaves.
             processors, of_prompts = prompts[0] or rules.kinds.processors, self._of_prompts(prompts[1])
             _hopper_prefill().prefill(pointers, of_prompts, (factor, v_factor), processors)
         elif self._prefill is not None:
+            # Each request ends with at most one tile that is not full. The grid is this bound, since the lengths are on the
+            # device.
             tiles = query.shape[0] // rules.prefill_tokens + num_reqs  # type: ignore[union-attr]
             self._prefill(tiles * kv_heads, (None, *arrays), *numbers, *no_plan, *strides)
+        # Without pages (encoders) the prefill serves requests of any length.
         if not (rules.paged and rules.has_decodes(prompts[2])):
             return
         tiles = rules.tiles(num_reqs, query.shape[0])  # type: ignore[union-attr]
         split_kv = rules.parts(tiles, max_seq_len, whole)
         if split_kv is None:
+            # one program more beside a prefill: it waits for that, so that no later launch starts before the prefill ends
             self._decode(0)(tiles * kv_heads + rules.beside, (None, *arrays), *numbers, *no_plan, *strides)
             return
         states, floats = rules.states(num_reqs, split_kv)
+        # One allocation: the parts' states, their log-sum-exps, and behind these the plan, which tells the merge each request's
+        # parts.
         scratch = temporary(query.new_empty(floats, dtype=torch.float32))  # type: ignore[union-attr]
         plan = states, lse_h, table_r, tree_w, split_kv.split_tiles, split_kv.max_splits, split_kv.whole_from
         programs = split_kv.items * kv_heads + rules.beside
         self._decode(split_kv.block_r)(programs, (scratch, *arrays), *numbers, *plan, *strides)
+        # Tiles of rows of a request: several only where prompts are in the decodes' launch.
         most = -(-max_query_len // rules.tokens) if rules.kinds.together else 1
         of_merge = (scratch, *arrays[: len(OF_MERGE)])
         self._merge(num_reqs * rules.rows, of_merge, v_factor, states, lse_h, *strides[:2], columns=most)
@@ -149,16 +162,19 @@ def paged_attention(
     graph.
     """
     num_reqs, (tokens, heads, size) = query_start_loc.shape[0] - 1, query.shape
+    # the driver refuses a grid of no programs
     if num_reqs < 1 or tokens == 0 or max_query_len == 0:
         return
     name = arch()
     if output_scale is not None:
+        # The kernel stores e4m3 codes as bytes: not every architecture has the type.
         output = output.view(torch.uint8)
     if slots is not None:
         assert max_query_len == 1 and key is not None and value is not None
         # slices of one projection are read where they are
         key, value = (x if x.stride()[1:] == (size, 1) else x.contiguous() for x in (key, value))
     if key_cache.dtype == torch.float8_e4m3fn and not converts_e4m3(name):
+        # read as bytes and converted by the kernel (`converts_e4m3`)
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
     arrays = (
         output, lse, query_start_loc, sinks, v_scale, output_scale, query, key_cache, value_cache, seq_lens, block_table,
@@ -168,16 +184,21 @@ def paged_attention(
     rules = (scale, soft_cap, left, right, tree_right, chunk_size, span_window, fixed_split, pattern)
     of = (output.stride(), query.stride(), key_cache.stride(), value_cache.stride())
     strides, same, wide = strides_of(*of, max(key_cache.shape[0], value_cache.shape[0]), block_table is not None)
+    # strides of new rows, whose heads are contiguous by now
     strides += (0, 0) if key is None or value is None else (key.stride(0), value.stride(0))
     shape, group, stored = (heads, size, *key_cache.shape[1:]), heads // key_cache.shape[-2], key_cache.itemsize
     serves, tuned = False, _UNTUNED
     if name == "sm_90" and max_query_len > 1 and hopper.is_on("hopper_prefill"):
+        # keys in a row [S, K, D] have no pages: 128 stands for a size that the kernel takes
         page = shape[2] if len(shape) == 5 else 128
         serves = _hopper_prefill().serves(query, key_cache, value_cache, group, page, scale < 0)
+    # With a fixed split no measured launch: its tiles would depend on which batch was timed, and so would a request's bits.
     if TUNED and not fixed_split:
         tuned = tuple([TUNED.get((step, name, group, size, query.itemsize, stored)) for step in ("decode", "prefill")])
     scales = (None if k_scale is None else k_scale.stride(), None if v_scale is None else v_scale.stride())
     together = together and not fixed_split and packs_rows(name, query.itemsize)
+    # More tokens than any decode's tile holds are one kind: 16 by the rules, 256 rows in a measured tile. A record for every
+    # length of the longest prompt would never be found again.
     queries = min(max_query_len, TOGETHER if together else (256 if TUNED else 16) + 1)
     flags, signature = (same, wide, serves, together), signature_of(arrays, strides)
     launches = _launches(name, signature, shape, scales, rules, queries, flags, tuned)

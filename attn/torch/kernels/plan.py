@@ -28,8 +28,10 @@ def shares(
     first, and a block's first part, its last item, whose state is the group's second.
     """
     num_reqs = seq_lens.shape[0]
+    # int32, as the lengths are. Not zeroed: programs read the items between their group's two bounds only.
     table = temporary(seq_lens.new_empty(2 * groups + FIELDS * items))
     arrays = (table, query_start_loc, seq_lens)
+    # the kernel holds all requests in one vector, whose size is a power of two: another number of them seldom compiles again
     kernel = _prepared(signature_of(arrays), heads, block_n, block_of(num_reqs))
     kernel(groups, arrays, num_reqs, groups, rows)
     return table

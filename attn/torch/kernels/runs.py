@@ -43,6 +43,8 @@ class Runs:
         if keys not in self._sequences:
             device, end = self.first.device, self.first + self.number
             begins = torch.arange(0, len(end) * keys, keys, dtype=torch.int32, device=device)
+            # Three sequences for each request, so that the kernel of sequences attends runs: rows before and after attend
+            # themselves, and the caller sets them to 0.
             starts = torch.stack((begins, begins + self.first, begins + end), 1).flatten()
             starts = torch.nn.functional.pad(starts, (0, 1), value=len(end) * keys)
             at = torch.arange(keys, dtype=torch.int32, device=device)
