@@ -27,6 +27,7 @@ def aligned(tensor: torch.Tensor, strides: bool = True) -> torch.Tensor:
         return torch.ops.attn.aligned(tensor, strides)
     address: int | torch.SymInt
     try:
+        # outside of graphs the address itself: a storage may begin anywhere, as one of another library's memory does
         address = tensor.data_ptr()
     except RuntimeError:  # within a transform, such as `torch.vmap`
         address = _offset(tensor)
@@ -44,6 +45,7 @@ def _at(tensor: torch.Tensor, address: int | torch.SymInt, strides: bool) -> tor
         *outer, last = tensor.stride()
         # from the right: an outer stride may be a symbol, and a graph that branches on it has a guard
         ok = last == 1 and all(step * tensor.element_size() % _VECTOR == 0 for step in reversed(outer))
+    # `contiguous` would return a dense tensor at an odd address as it is
     return tensor if ok else tensor.clone(memory_format=torch.contiguous_format)
 
 

@@ -28,6 +28,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 def bits_of(tensor: torch.Tensor) -> "np.ndarray[Any, Any]":
     """Return a copy of a tensor as `attn.testing.bits` stores its dtype."""
+    # `copy` below: on a CPU all of the above may share the tensor's memory, which its owner writes to later
     host = tensor.detach().cpu().contiguous()
     if host.dtype not in _CARRIED:
         return host.numpy().copy()
@@ -42,6 +43,7 @@ def static(tensors: Iterable[Any]) -> list[Any] | None:
     facts: list[Any] = [recorded := torch.is_grad_enabled()]
     for x in tensors:
         if type(x) is torch.Tensor:
+            # one flat list: a tuple for each tensor would have to be made and hashed too
             facts += x.shape, x.stride(), x.dtype, x.device
             if recorded:
                 facts.append(x.requires_grad)
@@ -53,6 +55,7 @@ def static(tensors: Iterable[Any]) -> list[Any] | None:
 
 
 #: Compares tensors' types, dtypes, devices, shapes, strides and `requires_grad` with those of others, in one call.
+#: Private to torch. Without it every call takes the way of the first one, by `static`.
 _Guards: Any = getattr(getattr(torch._C, "_dynamo", None) and torch._C._dynamo.guards, "TensorGuards", None)
 
 
@@ -76,6 +79,7 @@ class Facts:
         """Remember tensors that have these facts, so that `hold` recognises others that have them."""
         if _Guards is not None:
             present = [x for x in tensors if x is not None]
+            # Dimensions are compared by these lists; one of None would match any size.
             sizes, strides = [list(x.shape) for x in present], [list(x.stride()) for x in present]
             self._check = _Guards(*present, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
             self._recorded = torch.is_grad_enabled()
@@ -95,6 +99,7 @@ def facts_of(tensors: Sequence[Any], last: Facts | None) -> Facts | None:
         return last
     known = static(tensors)
     facts = None if known is None else _facts(tuple(known))
+    # Seen twice in a row: only then is it likely that a third call has them, and worth making the guards.
     if facts is not None and facts is last:
         facts.watch(tensors)
     return facts
@@ -131,6 +136,7 @@ def _from_dlpack(array: Any) -> torch.Tensor:
             "jax backend"
         )
     devices = array.devices()
+    # DLPack describes memory of one device
     if len(devices) != 1:
         raise DeviceError(f"the array is on {len(devices)} devices: gather it on one before passing it to torch")
     try:
@@ -147,6 +153,7 @@ def to_numpy(x: torch.Tensor, like: Any = None) -> "np.ndarray[Any, Any]":
     """
     if x.requires_grad:
         raise ValueError("a tensor that requires grad cannot leave torch, gradients do not cross: pass tensor.detach()")
+    # lazy conjugation and negation are flags of a tensor, which NumPy's arrays do not have
     x = x.detach().cpu().resolve_conj().resolve_neg()
     name = _CARRIED.get(x.dtype)
     try:

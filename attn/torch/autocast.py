@@ -14,6 +14,7 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
     if not enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
+    # a mask of bools stays: autocast concerns floats
     return tuple(x.to(dtype) if x is not None and _is_cast(x, device) else x for x in tensors)
 
 

@@ -38,16 +38,19 @@ def tune(kernel: str, shape: tuple[int, int, int, int], run: Callable[[], Any], 
     """
     rule, name = _RULES[kernel], arch()
     key = (kernel, name, *shape)
-    if key in TUNED:
-        return TUNED[key]
+    # without the lock, which a thread that measures holds for seconds
+    if (tuned := TUNED.get(key)) is not None:
+        return tuned
     with _lock():
         path = cache_file.path("launches", _device_name(device))
+        # once a path, also where the file is missing or another machine's
         if path not in _loaded:
             _loaded.add(path)
             stored = cache_file.read(path, _owner(device), _entry) if path.exists() else []
             TUNED.update([] if isinstance(stored, str) else stored)
         if key not in TUNED and not _capturing(device):
             TUNED[key] = _fastest(key, rule(name, *shape), run)
+            # A file is of one device, and this process may have tuned several.
             launches = sorted((key, launch) for key, launch in TUNED.items() if key[1] == arch())
             entries = [{"key": list(key), "launch": list(astuple(launch))} for key, launch in launches]
             cache_file.write(path, _owner(device), entries)
@@ -57,6 +60,7 @@ def tune(kernel: str, shape: tuple[int, int, int, int], run: Callable[[], Any], 
 def _fastest(key: tuple[Any, ...], by_rule: Launch, run: Callable[[], Any]) -> Launch:
     times: dict[Launch, float] = {}
     for candidate in (by_rule, *_around(by_rule, least=key[2])):
+        # the kernel's launcher looks the candidate up here, as it will the chosen one
         TUNED[key] = candidate
         try:
             times[candidate] = _time(run)
@@ -74,6 +78,7 @@ def _fastest(key: tuple[Any, ...], by_rule: Launch, run: Callable[[], Any]) -> L
 
 def _around(by_rule: Launch, least: int) -> Iterator[Launch]:
     """Yield the rule's launch with one number halved or doubled (one stage more or less), if that launch is valid."""
+    # A tile must hold a group's heads (`least`), and products on tensor cores have at least 16 rows and keys.
     for field, low, high in (("block_m", max(16, least), 256), ("block_n", 16, 128), ("num_warps", 1, 8)):
         for value in (getattr(by_rule, field) // 2, getattr(by_rule, field) * 2):
             if low <= value <= high:
@@ -119,6 +124,7 @@ def _entry(entry: dict[str, Any]) -> tuple[tuple[Any, ...], Launch]:
     if kernel not in _RULES or name != arch() or len(shape) != 4 or any(type(n) is not int or n < 1 for n in whole):
         raise ValueError(f"{entry} is not a valid launch")
     launch = Launch(*numbers)
+    # a file that was edited could otherwise ask for tiles that the kernels compute wrongly or do not compile
     if any(n & (n - 1) for n in numbers[:3]) or launch.block_m < max(16, shape[0]) or launch.block_n < 16:
         raise ValueError(f"{entry} is not a valid launch: tiles and warps must be powers of two, and tiles must hold a group")
     return (kernel, name, *shape), launch

@@ -82,8 +82,10 @@ def scaled_dot_product_attention(
         query, key, value = inputs  # whether torch's result has their broadcast dimensions depends on which of them are 0
     if scale is not None:
         scale = known(scale)
+        # Backends of the registry and torch's own function are given a positive scale: `fold_sign` says why.
         query, scale = fold_sign(query, scale), abs(scale)
     elif not empty:
+        # torch's default. A forced backend says itself what it thinks of heads of size 0.
         scale = max(1, known(query.shape[-1])) ** -0.5
     if additive and requested is not None:
         raise UnsupportedError(f"{requested}: attn_mask of {attn_mask.dtype}: additive masks are not supported")  # type: ignore[union-attr]
@@ -97,17 +99,21 @@ def scaled_dot_product_attention(
     if is_causal and key.shape[-2] > rows:
         key, value = key[..., :rows, :], value[..., :rows, :]  # keys that no row sees
     if is_causal and key.shape[-2] < rows:
+        # Top left, as torch has it: the registry's backends align the last row with the last key, so only a mask says this.
         attn_mask = torch.ones(rows, key.shape[-2], dtype=torch.bool, device=query.device).tril()
         is_causal = False
     lead = query.shape[:-3]
     mask = None
     if attn_mask is not None:
+        # A mask [..., H, L, S] gets the query's leading dimensions, which are flattened to one below; its own last three may
+        # stay 1.
         mask = torch.broadcast_to(attn_mask, (*lead, *attn_mask.shape[-3:])) if attn_mask.ndim > 3 else attn_mask
         mask = mask.reshape(-1, *mask.shape[-3:]) if mask.ndim > 3 else mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
     if width > query.shape[-1]:
         query, key = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key))  # zeros do not change scores
     elif width < query.shape[-1]:
         value = F.pad(value, (0, query.shape[-1] - width))
+    # [B, L, H, E], as the registry's backends take it
     q, k, v = ((x.flatten(0, -4) if lead else x[None]).transpose(1, 2) for x in (query, key, value))
     wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     impl = impl_for(properties_of(q, k, scale, is_causal, mask, wants_grad, requested))
@@ -123,10 +129,12 @@ def _checked(
     inputs = (query, key, value)
     q, k, v = (x.shape for x in inputs)
     outer = -3 if enable_gqa else -2
+    # Ranks first: the indices below would raise IndexError for a tensor of too few dimensions.
     ok = len(q) >= 3 and len(q) == len(k) == len(v) and q[-1] == k[-1] and k[-2] == v[-2]
     if ok and enable_gqa:
         ok = k[-3] == v[-3] and (k[-3] == 0 or q[-3] % k[-3] == 0)
     if ok and not q[:outer] == k[:outer] == v[:outer]:
+        # Grouped heads without the flag, in words of their own: the shapes alone only fail to broadcast.
         if not enable_gqa and k[-3] == v[-3] != q[-3] and 1 not in (k[-3], q[-3]):
             raise ShapeError(f"key has {k[-3]} heads, query {q[-3]}: must be equal unless enable_gqa=True")
         try:
@@ -157,6 +165,7 @@ def _check_mask(mask: torch.Tensor, query: torch.Tensor, scores: tuple[int, ...]
         raise DTypeError(f"attn_mask has dtype {mask.dtype}: must be bool, float32 or the query's {query.dtype}")
     if mask.device != query.device:
         raise DeviceError(f"attn_mask is on {mask.device}: must be on the query's {query.device}")
+    # `zip` from the right: a mask may lack leading dimensions
     within = 2 <= mask.ndim <= len(scores)
     if not within or any(have not in (1, want) for have, want in zip(mask.shape[::-1], scores[::-1], strict=False)):
         shape = list(mask.shape)

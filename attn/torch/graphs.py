@@ -69,8 +69,10 @@ def live_key(layer: Any) -> str:
 
 def paged_key(impl: Any, spec: KVCacheSpec) -> str:
     """Text from which a paged implementation can be rebuilt. Its per-head vectors are passed with each call."""
+    # What the constructor takes, so that the graph needs no layer: a serialised one runs in a process that has none.
     names = ("num_heads", "head_size", "num_kv_heads", "kv_cache_dtype", "logits_soft_cap", "attn_type")
     arguments = {name: getattr(impl, name) for name in (*names, "kv_sharing_target_layer_name")}
+    # as they were passed: the constructor folds the sign and completes the window again
     arguments |= {"scale": impl.signed_scale, "sliding_window": impl.window}
     reach = {name: getattr(impl.mask, name) for name in ("chunk_size", "span_window")}
     arguments |= {name: value for name, value in reach.items() if value is not None}
@@ -84,7 +86,9 @@ def _made(key: str, lse: bool) -> tuple[Any, KVCacheSpec]:
     described = json.loads(key)
     for part in (described["arguments"], described["spec"]):
         if isinstance(window := part["sliding_window"], list):
+            # JSON has no tuples, which windows are
             part["sliding_window"] = tuple(window)
+    # Shared by all layers with this text, which therefore have equal rules; vectors of each head come with the call.
     impl = resolve_obj_by_qualname(described["impl"])(**described["arguments"])
     impl.need_to_return_lse_for_decode = lse
     impl.batch_invariant = described.get("batch_invariant", False)
@@ -118,10 +122,12 @@ class _Numbers(NamedTuple):
 def call(layer: Any, query: Tensor, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, out: tuple[int, int]) -> Any:
     """Call a layer's `impl.forward` as one operator of the graph. out: (heads, width) of a row of the output."""
     impl, batch = layer.impl, attn_metadata
+    # The operator has no derivative: torch would compute the forward pass and fail, or cut the gradient, in the backward one.
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value)):
         raise UnsupportedError(f"{impl.backend.get_name()}: gradients in a graph not supported (call under torch.no_grad())")
     if batch is None:
         return query.new_zeros(query.shape[0], *out)
+    # Tensors that the layer holds are inputs of the operator, or the graph would have those of its tracing as constants.
     indices = getattr(getattr(impl, "indexer", None), "topk_indices", None)
     weights = [getattr(impl, "sinks", None), impl.alibi_slopes, indices, layer._k_scale, layer._v_scale]
     bounds, with_lse = (batch.num_actual_tokens, batch.max_query_len, batch.max_seq_len), impl.need_to_return_lse_for_decode
@@ -171,13 +177,16 @@ def _layer(
         common = CommonAttentionMetadata(
             **arrays,
             num_reqs=arrays["seq_lens"].shape[0],
+            # A graph of other extents than the batch's has rows of padding; the device knows the batch's own number.
             num_actual_tokens=min(facts.num_actual_tokens, int(arrays["query_start_loc"][-1])),
             max_query_len=facts.max_query_len,
             max_seq_len=facts.max_seq_len,
             causal=bool(facts.causal) if is_causal is None else is_causal.cpu().numpy(),
         )
+        # `fast_build`: block ids and slots would be fetched to be checked
         metadata = impl.backend.get_builder_cls()(spec, device=query.device).build(0, common, fast_build=True)
     result = impl.forward(owner, query, key, value, kv_cache, metadata)
+    # Set on a live layer after the graph was compiled, as engines do: the graph's outputs are fixed.
     if isinstance(result, tuple) is not lse:
         raise UnsupportedError(f"{layer.removeprefix(_LIVE)}: this graph was compiled for a layer that returns lse={lse}")
     return result if lse else (result, query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32)))
@@ -202,6 +211,7 @@ def _(query, key, value, kv_cache, batch, weights, numbers, layer):  # type: ign
 def _living_batch(handle: int, tensors: list[Tensor | None]) -> Any:
     """The metadata object with this handle, if it is alive and holds these tensors."""
     batch = alive.get(handle)
+    # The handle may be that of an earlier batch, where a graph holds it as a constant: the tensors decide.
     same = batch is not None and all(map(_same, batch.tensors(), tensors))
     return batch if same else None
 
@@ -244,6 +254,7 @@ def _dense(
     query, key, value = aligned(query), aligned(key), aligned(value)  # a graph is traced without addresses
     call = DenseCall(query, key, value, present, None if lens is None else tuple(lens), mask)
     out: Tensor = _made_dense(impl)._attend(call)
+    # the fake implementation promises a contiguous result
     return out.contiguous()
 
 

@@ -32,17 +32,21 @@ def lightning_indexer(
     starts, lens = query_start_loc.tolist(), seq_lens.tolist()
     for r, total in enumerate(lens):
         request_rows = slice(starts[r], starts[r + 1])
+        # rows of a request without keys keep their scores of -inf, and so indices of -1
         if request_rows.start == request_rows.stop or total == 0:
             continue
         keys = key_cache[block_table[r, : -(-total // page)].long()].flatten(0, 1)[:total].float()
         j = torch.arange(total, device=query.device)
+        # rows at a time, so that memory does not grow with a prompt's length times its context
         step = max(1, _SCORES_AT_ONCE // (query.shape[1] * total))
         for first in range(request_rows.start, request_rows.stop, step):
             rows = slice(first, min(first + step, request_rows.stop))
             dots = torch.relu(query[rows].float() @ keys.T)
             logits = torch.bmm(weights[rows, None].float(), dots)[:, 0]
+            # both ends are aligned: the last row is at the last position
             position = torch.arange(rows.start, rows.stop, device=query.device) - request_rows.stop + total
             scores[rows, :total] = torch.where(j <= position[:, None], logits, -torch.inf)
+    # `topk` sorts, so that scores of -inf come last; a table may have fewer slots than are asked for
     best, indices = scores.topk(min(topk, columns), dim=1)
     indices = torch.where(best > -torch.inf, indices, -1).to(torch.int32)
     return torch.nn.functional.pad(indices, (0, topk - indices.shape[1]), value=-1), scores

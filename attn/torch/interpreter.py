@@ -24,6 +24,7 @@ logger = init_logger(__name__)
 
 def interpreting() -> bool:
     """Whether Triton's kernels are interpreted in this process (TRITON_INTERPRET)."""
+    # asked first, because selection asks this for each layer, and importing Triton takes long
     if "TRITON_INTERPRET" not in os.environ or not installed("triton"):
         return False
     import triton
@@ -50,12 +51,15 @@ def correct_bfloat16() -> None:
     from triton.runtime import interpreter
 
     builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    # Kept for all other dtypes: only conversions from and to bfloat16 are replaced.
     plain_cast = builder.cast_impl
 
     def widened(x: Any) -> Any:
         element = x.dtype.scalar
         if element == tl.bfloat16:
+            # bfloat16 is the upper half of float32
             return (x.data.astype(np.uint32) << 16).view(np.float32)
+        # NumPy has no fp8: the interpreter holds its bits too
         if element.is_floating() and element.primitive_bitwidth == 8:
             return interpreter._convert_float(x.data, element, tl.float32, None).view(np.float32)
         return x.data
@@ -78,5 +82,6 @@ def correct_bfloat16() -> None:
 def _nearest(values: Any) -> Any:
     """The bits of float32 values rounded to bfloat16, to nearest even; NaN stays NaN."""
     bits = values.view(np.uint32)
+    # Half of the lower 16 bits, less one unless the bit that stays is odd: a tie goes to the even neighbour.
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)

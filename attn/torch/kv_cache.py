@@ -46,6 +46,7 @@ def allocate(
         order = backend.get_kv_cache_stride_order()
     element = element_type(spec.kv_cache_dtype, spec.dtype)
     physical = torch.zeros([shape[i] for i in order], dtype=element, device=device)
+    # the inverse permutation: the caller sees logical dimensions, memory has the order asked for
     return physical.permute([order.index(i) for i in range(len(order))])
 
 
@@ -79,6 +80,7 @@ def check_scale(name: str, value: Any, num_kv_heads: int) -> torch.Tensor:
 
 def of_scale(scale: Any) -> Any:
     """The part of a scale that a call's launches depend on: its value, if the host has it."""
+    # launches read these from the device, so the value may change; a scalar on the host is an argument of theirs
     if isinstance(scale, torch.Tensor) and (scale.ndim or scale.device.type != "cpu"):
         return scale.shape, scale.stride(), scale.dtype, scale.device, scale.requires_grad
     return float(scale)
@@ -111,6 +113,7 @@ def split(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.T
             f"kv_cache has shape {list(kv_cache.shape)}: P * K * {head_size} must be a multiple of 4, so that the "
             "float32 scales after the codes of a block are aligned"
         )
+    # Scales are float32 views of the bytes behind a block's codes, so each block must be one run, at a multiple of 4 bytes.
     strides = kv_cache.stride()
     begin = 0 if torch.compiler.is_compiling() else kv_cache.storage_offset()  # not traced
     if not kv_cache[:1, :1].is_contiguous() or any(stride % 4 for stride in (begin, *strides[:2])):
@@ -129,6 +132,7 @@ def own_scale(x: torch.Tensor, element: torch.dtype) -> torch.Tensor:
     largest = x.abs().amax(-1).to(torch.float32)
     # divided by a tensor: on a GPU torch multiplies by the reciprocal of a number, which gives another scale in some cases
     scale = largest / torch.full_like(largest, DTYPES[dtype_name(element)].max)
+    # An infinite scale would turn finite elements of the row into 0, where NaN shows that something is wrong.
     return torch.where(scale.isfinite(), scale, torch.nan)
 
 
@@ -152,6 +156,7 @@ def write(
         if isinstance(scale, torch.Tensor) and scale.ndim == 3:
             token_scale = own_scale(new.detach(), cache.dtype)
             parts.append((token_scale, scale))
+            # a token of zeros: 0 / 0 would be NaN
             scale = torch.where(token_scale == 0, 1, token_scale)
         parts.append((encode(new.detach(), cache.dtype, scale), cache))
     put(parts, slot_mapping)
@@ -172,6 +177,7 @@ def put(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], slot_mapping: torch.
     slots = slots[source]
     at = slots.clamp(min=0)  # slots is still -1 if no token is real: then slot 0 keeps its content
     for rows, cache in parts:
+        # block and offset, since a cache of any strides has no view in which a slot is one index
         index = (at // cache.shape[1], at % cache.shape[1])
         if cache.itemsize == 1:
             rows, cache = rows.view(torch.uint8), cache.view(torch.uint8)  # many operators do not support fp8
@@ -186,8 +192,10 @@ def encode(x: torch.Tensor, element: torch.dtype, scale: torch.Tensor | float) -
     """
     if not is_quantised(element):
         return x.to(element)
+    # divided in float32 and rounded once, to the code
     x = x.to(torch.promote_types(x.dtype, torch.float32)) / per_head(scale, x.device)
     largest = DTYPES[dtype_name(element)].max
+    # torch converts what is too large for e5m2 to infinity, and what is too large for int8 to anything
     x = x.clamp(-largest, largest)
     return x.nan_to_num(nan=0.0).round().to(element) if element == torch.int8 else x.to(element)
 
@@ -198,6 +206,7 @@ def gather(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     cache: [N, P, K, D] of any strides; blocks: [B] int. Returns a copy. Slots past the sequence's end contain arbitrary data:
     cut them off before computing.
     """
+    # not every release of torch indexes fp8
     stored = cache.view(torch.uint8) if cache.itemsize == 1 else cache
     pages = stored.index_select(0, blocks).view(cache.dtype)
     return pages.permute(2, 0, 1, 3).reshape(cache.shape[2], -1, cache.shape[3])

@@ -55,6 +55,7 @@ class _Module(BaseLayer, nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        # A model that is created under `with torch.device("cuda")` has its layers there, though they have no parameters.
         default = torch.get_default_device()
         self._home = None if default.type in _NOWHERE else default
 
@@ -73,8 +74,10 @@ class _Module(BaseLayer, nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move scales and sinks with the module without casting them, and select a backend for a new dtype of activations."""
+        # `nn.Module` passes a function only; what it does to dtypes shows when it converts an empty tensor.
         dtype = cast_by(fn, self.selection.request.dtype, self._q_scale.device)
         if dtype != self.selection.request.dtype:
+            # Before anything is moved: a dtype that no backend serves raises and leaves the layer as it was.
             self._cast(dtype)
         kept = {name: values for name, values in self._buffers.items() if name in _KEPT and values is not None}
         super()._apply(fn, recurse)
@@ -83,6 +86,7 @@ class _Module(BaseLayer, nn.Module):
             assert moved is not None
             if moved.device != values.device:
                 self._home = moved.device
+            # the values from before, moved: `.half()` would have rounded them
             self._buffers[name] = values.to(moved.device)
         return self
 
@@ -127,12 +131,14 @@ class Attention(BaseAttention, _Module):
 
     def _finish(self) -> None:
         sinks = self._made_from[2].get("sinks")
+        # The first call registers them; later ones follow a new dtype, and must not replace values that were loaded meanwhile.
         if not hasattr(self, "sinks"):
             if sinks is None or isinstance(sinks, nn.Parameter):
                 self.register_parameter("sinks", sinks)
             else:
                 self.register_buffer("sinks", self.impl.sinks)
         self._share_sinks()
+        # Text with which a graph rebuilds the implementation; one that is traced into every graph needs none.
         is_traced = self.impl.traceable and type(self.impl).traces is AttentionImpl.traces  # every call
         self.graph_key = "" if is_traced else graphs.paged_key(self.impl, self.kv_cache_spec)
 
@@ -168,6 +174,7 @@ class Attention(BaseAttention, _Module):
             return self._with_weights(result, query, key, value, kv_cache, attn_metadata)
         if torch.compiler.is_compiling():
             self._in_graph()
+            # A pair may be traced for some batches only: its parts decide which backends serve.
             if attn_metadata is not None and not self.impl.traces(attn_metadata):
                 shape = (self.impl.num_heads, self.impl.head_size)
                 return graphs.call(self, query, key, value, kv_cache, attn_metadata, shape)
@@ -220,6 +227,7 @@ class MLAAttention(BaseMLAAttention, _Module):
     def _cast(self, dtype: str) -> None:
         before = self.impl
         super()._cast(dtype)
+        # the layer's constructor sets these on the implementation that it made
         self.impl.prefill_backend, self.impl.prefill_features = before.prefill_backend, before.prefill_features
 
     def _finish(self) -> None:

@@ -20,10 +20,12 @@ def merge_attn_states(
     Returns (output [T, H, D] in the first output's dtype, lse [H, T] float32, or float64 if all are). Raises `ShapeError`.
     """
     check_states(outputs, lses)
+    # states of several dtypes cannot be stacked for the kernel
     if len({output.dtype for output in outputs}) > 1 or not _has_kernel(outputs, lses):
         return merged(Ops, outputs, lses, nan_is_empty)
     from attn.torch.kernels.merge_states import merge_states, merge_two_states
 
+    # two are read where they are; stacking copies them
     if len(outputs) == 2:
         return merge_two_states(outputs[0], lses[0], outputs[1], lses[1], nan_is_empty)
     stacked = (x if isinstance(x, torch.Tensor) else torch.stack(list(x)) for x in (outputs, lses))
@@ -49,6 +51,7 @@ def merge_into(output: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, oth
 def _has_kernel(outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> bool:
     """Whether the Triton kernel supports these tensors: dtypes, device, dense rows, no gradients."""
     return (
+        # the kernel has no derivative, the formula has
         all(x.is_cuda and x.stride(-1) == 1 and not x.requires_grad for x in [*outputs, *lses])
         and {output.dtype for output in outputs} <= {torch.float32, torch.float16, torch.bfloat16}
         and all(lse.dtype == torch.float32 for lse in lses)

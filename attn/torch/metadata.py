@@ -36,6 +36,7 @@ _bounds = attrgetter(*_BOUNDS)
 _MOST = 64  #: calls of one kind of batch to keep
 _counter = itertools.count(1)
 #: Every live batch by its `handle`, for operators of a graph. A handle is never reused.
+#: Weak, so that a graph keeps no batch alive.
 alive: "weakref.WeakValueDictionary[int, PagedAttentionMetadata]" = weakref.WeakValueDictionary()
 
 
@@ -91,6 +92,7 @@ def shared_calls(batch_key: tuple[Any, ...]) -> dict[Any, Any]:
 
 def keep(kept: dict[Any, Any], key: Any, value: Any) -> Any:
     """Add a value to what is kept of one kind of batch, which is bounded; return it."""
+    # All at once: which of them would be needed again is unknown, and a record is made again by one call.
     if len(kept) >= _MOST:
         kept.clear()
     kept[key] = value
@@ -177,12 +179,14 @@ class PagedAttentionMetadata(AttentionMetadata):
 
     def kept(self) -> Kept:
         """What layers keep of their calls over this batch, until a field is assigned; a tensor may be changed in place."""
+        # Compared by identity: an engine that assigns a new tensor starts anew, one that writes in place does not.
         fields, kept = self._launched_by(self), self.__dict__.get("_kept")
         if kept is None or not all(map(is_, kept.fields, fields)):
             kept = self.__dict__["_kept"] = Kept(type(self), fields)
         return kept  # type: ignore[no-any-return]
 
     def __getstate__(self) -> dict[str, Any]:
+        # launches hold addresses of this process, and cannot be pickled
         return {name: value for name, value in self.__dict__.items() if name != "_kept"}
 
     def tensors(self) -> list[torch.Tensor | None]:
@@ -237,6 +241,7 @@ class PagedAttentionMetadata(AttentionMetadata):
             (r, *_) = long.nonzero().flatten().tolist()
             bound = f"at most {columns * block_size} ({columns} blocks of {block_size} in its table row)"
             raise MetadataError("seq_lens", r, int(seq_lens[r]), bound)
+        # only entries for a request's tokens are read; what follows may be anything
         used = (seq_lens + block_size - 1) // block_size
         live = torch.arange(columns, device=table.device) < used[:, None]
         wild = live & ((table < 0) | (table >= num_blocks))
@@ -260,6 +265,7 @@ def check_device(backend: Any, batch: Any, query: torch.Tensor) -> None:
     """Raise `DeviceError` unless a batch is on the query's device, and Triton's kernels run there."""
     device, name = query.device, backend.get_name()
     is_interpreted = getattr(backend, "is_interpreted", None)
+    # Triton has kernels for tensors on a CPU only where it interprets them.
     if device.type == "cpu" and not torch.compiler.is_compiling() and is_interpreted is not None and not is_interpreted():
         platforms = ", ".join(backend.capabilities.platforms)
         raise DeviceError(
@@ -298,6 +304,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
             batch.on_host().validate(spec.block_size, spec.num_blocks)
         mask = batch.mask
         if not mask.is_plain:
+            # in the order of its fields: tree, spans, prefix, is_causal
             mask = BatchMask(*map(self._put, mask, (torch.bool, torch.int32, torch.int32, torch.bool)))
             mask = mask.map(torch.Tensor.contiguous)  # kernels compute addresses from shapes
         return self._built(batch, arrays, mask, fast_build)
@@ -316,6 +323,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
             assert batch.query_start_loc_cpu is not None
             selected, begin = batch.select(first, last), int(batch.query_start_loc_cpu[first])
             starts, rows = arrays[0][first : last + 1], slice(begin, begin + selected.num_actual_tokens)
+            # Views, unless an address is not a multiple of 16 bytes: only the starts are counted anew.
             arrays = [starts - begin if begin else starts, *(x[requests] for x in arrays[1:3]), arrays[3][rows]]
             arrays = [aligned(x, strides=False) for x in arrays]
             if not mask.is_plain:
@@ -340,6 +348,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         """Return the batch's `ARRAYS` on the device: those of NumPy's in one copy, which the device makes while the host goes
         on; tensors that are there already as they are. And the rows of the block table, if they were read."""
         target = None if self.device is None else torch.device(self.device)
+        # a CPU needs no staged copy: tensors share the arrays' memory
         if target is None or target.type == "cpu":
             return [self._put(getattr(batch, name), dtype) for name, dtype in zip(ARRAYS, _DTYPES, strict=True)], None
         arrays = batch.query_start_loc, batch.seq_lens, batch.pages or batch.block_table, batch.slot_mapping
@@ -389,9 +398,11 @@ def _copies(
         else:
             pages = Pages.of(table, seq_lens, block_size)
             parts[_TABLE] = pages or table.reshape(-1)
+        # Rows of which each begins where the last one's full width ends are the table itself, and need no gather.
         if pages is not None and not (pages.packed and pages.size == table.shape[0] * table.shape[1]):
             columns, parts[_BEGINS] = table.shape[1], pages.begins
     if _SLOTS in parts:
+        # Two words each, so that all arrays are in one of int32.
         parts[_SLOTS] = np.ascontiguousarray(parts[_SLOTS], np.int64).view(np.int32)
     on_device = [*arrays, None]
     if parts:
@@ -417,6 +428,7 @@ def put_together(parts: "Sequence[IntArray | Pages]", device: torch.device) -> l
     for part in parts:
         n = part.size
         at.append(len(sizes))
+        # The padding to 16 bytes is a part of its own: one `split_with_sizes` of all takes less time than a slice for each.
         sizes += (n, -n % 4) if n % 4 else (n,)
         size += n + -n % 4
     staged = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")

@@ -19,6 +19,7 @@ _SCORES_AT_ONCE = 1 << 25  # elements: 128 MiB of float32 scores
 
 def cast_by(fn: Callable[[torch.Tensor], torch.Tensor], dtype: str, device: Any = "cpu") -> str:
     """Return the dtype of activations after a conversion of their module: `fn` is the argument of `nn.Module._apply`."""
+    # on the module's device, since the function may move too
     return dtype_name(fn(torch.empty(0, dtype=getattr(torch, dtype), device=device)).dtype)
 
 
@@ -61,6 +62,7 @@ class Ops:
     @staticmethod
     def fixed_max(x: torch.Tensor) -> torch.Tensor:
         """The maximum over the last axis, without a gradient; -inf over an empty axis."""
+        # Detached: the maximum cancels in the softmax, so its gradient is 0. `amax` refuses an empty axis.
         return x.detach().amax(-1) if x.shape[-1] else x.new_full(x.shape[:-1], -torch.inf)
 
     @staticmethod
@@ -99,6 +101,7 @@ class Ops:
         """Run a batch over a new cache that holds key, value [S, K, D] at `slots` [S]. Returns out [T, H, D], or with lse."""
         layer, device = layer.to(query.device), query.device
         cache = layer.new_kv_cache(num_blocks, device)
+        # The write first, of keys at any slots: `forward` would write the batch's own tokens only.
         layer.impl.do_kv_cache_update(layer, key, value, cache, torch.as_tensor(slots, device=device))
         return layer.impl.forward(layer, query, None, None, cache, layer.build(batch, device=device))
 
@@ -116,6 +119,7 @@ class Ops:
 
         impl, at = layer.impl, blocks.to(kv_cache.device, torch.int64)
         part = parts_of(layer.backend, kv_cache, impl.kv_cache_dtype, impl.head_size)[0]
+        # as integers: not every release of torch indexes fp8
         stored, *scales = (raw(x)[at].view(x.dtype).flatten(0, 1) for x in part)
         if getattr(impl, "kv_lora_rank", None) is not None:
             return _rows.decode(stored[:, 0], impl.kv_cache_dtype, layer._k_scale)

@@ -67,6 +67,7 @@ class CudaPlatform(TorchPlatform):
     def device(self) -> Device:
         if not torch.cuda.is_available():
             return Device("torch", "cuda", "NVIDIA GPU (none here)")
+        # of the current device, once a process: selection asks for no other, so a host of several kinds of GPU is taken for one
         major, minor = torch.cuda.get_device_capability()
         return Device("torch", "cuda", torch.cuda.get_device_name(), f"sm_{major}{minor}")
 
@@ -245,6 +246,7 @@ class XpuPlatform(TorchPlatform):
 
     @functools.cache  # noqa: B019
     def device(self) -> Device:
+        # builds of torch for other devices may lack the module
         present = hasattr(torch, "xpu") and torch.xpu.is_available()
         return Device("torch", "xpu", torch.xpu.get_device_name() if present else "Intel GPU (none here)")
 

@@ -24,6 +24,7 @@ from attn.torch.ops import Part, parts_of, stored_bits
 
 Array = npt.NDArray[Any]
 
+# Bits are moved as integers: a conversion of floats could change a NaN's.
 _INTEGERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 _MARGIN = 2  #: rows before and after the output that must not be written
@@ -89,6 +90,7 @@ class TorchRunner(BaseRunner):
         kv_cache, parts = self._cache(call)
         if layer is not None and kv_cache is not None and call.key_cache is not None:
             cache = layer.new_kv_cache(call.key_cache.shape[0], self.device)
+            # The layer's own cache has the layout that is filled with the case's bytes, or the test would test another one.
             assert (cache.shape, cache.stride(), cache.dtype) == (kv_cache.shape, kv_cache.stride(), kv_cache.dtype)
         builder = self._builder(call)
 
@@ -123,6 +125,7 @@ class TorchRunner(BaseRunner):
         """Return (the implementation's result, the rows next to its output that it must not write)."""
         rows, scaled = call.query.shape[0], call.case.output_scale is not None
         query, key, value = self._rows(call)
+        # before and behind: an index of either sign that runs too far shows
         buffer = query.new_full((rows + 2 * _MARGIN, *call.output_shape[1:]), torch.nan)
         if scaled:
             buffer = buffer.to(torch.float8_e4m3fn)
@@ -169,6 +172,7 @@ class TorchRunner(BaseRunner):
             begin = 0
             for tensor in part:
                 end = begin + tensor.shape[-1] * tensor.itemsize // stored.itemsize
+                # a part's bytes among those of the row: codes first, then the scale of the token and head
                 rows = np.array(stored[..., begin:end], order="C").view(_INTEGERS[tensor.itemsize])
                 raw(tensor).copy_(torch.from_numpy(rows))
                 begin = end
@@ -183,6 +187,7 @@ class TorchRunner(BaseRunner):
 def views(rows: torch.Tensor) -> torch.Tensor:
     """Copy rows [T, ...] to views of rows that are wider by 3 elements, in front."""
     flat = rows.flatten(1)
+    # 3 elements: rows of a multiple of 16 bytes then have no address and no stride that is one, in any dtype
     return torch.cat([flat.new_zeros(len(flat), 3), flat], 1)[:, 3:].view(rows.shape)
 
 
