@@ -18,7 +18,7 @@ from attn.errors import BackendLoadError, UnsupportedError  # noqa: E402
 from attn.integrations import transformers as attn_transformers  # noqa: E402
 from attn.integrations.transformers import dispatch, packing  # noqa: E402
 from attn.integrations.transformers.batching import WINDOWS_IN_PAGES  # noqa: E402
-from tests.integrations.tiny_transformers import batch, batching, decoder, encoder, model_of  # noqa: E402
+from tests.integrations.tiny_transformers import CACHE, batch, batching, decoder, encoder, model_of  # noqa: E402
 from tests.levels import full, sampled  # noqa: E402
 
 GRAPHS = (("llama", "attn"), ("gemma2", "attn"), ("gpt_oss", "attn:TORCH_SDPA"), ("bert", "attn:CPU_ATTN"))
@@ -258,7 +258,7 @@ def test_requested_weights_are_eagers(kind, padding):
     for name in ("eager", "attn", "attn:TORCH_SDPA"):
         model.set_attn_implementation(name)
         first = model(**inputs, output_attentions=True, use_cache=True)
-        step = {"input_ids": inputs["input_ids"][:, :1], "past_key_values": first.past_key_values}
+        step = {"input_ids": inputs["input_ids"][:, :1], CACHE: first[CACHE]}
         longer = torch.cat([inputs["attention_mask"], inputs["attention_mask"].new_ones(len(real), 1)], 1)
         second = model(**step, attention_mask=longer, output_attentions=True)
         found[name] = [w.transpose(1, 2)[real] for w in first.attentions] + list(second.attentions)
@@ -421,7 +421,7 @@ def test_single_rows_in_a_graph_are_captured_where_a_backend_has_an_operator_for
         model.set_attn_implementation(name)
         cache = transformers.StaticCache(config=model.config, max_cache_len=24)
         step = torch.compile(model, fullgraph=True, backend=compiler) if name == "attn" else model
-        given = {**inputs, "past_key_values": cache}
+        given = {**inputs, CACHE: cache}
         found = [model(**given).logits[:, -1:]]
         for _ in range(3):
             there = torch.cat([given["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import transformers
 
+#: The name of a model's argument, and of a field of its output, for the cache of keys and values: another before 5.24.
+CACHE = "cache" if "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters else "past_key_values"
 SHARP = 12.0
 VOCABULARY = 64
 SMALL = {

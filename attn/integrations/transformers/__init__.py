@@ -36,6 +36,8 @@ formula (`attn.weights`).
 
 transformers 5.4 is the oldest version with these attention and mask interfaces. Its continuous batching reads a window's keys
 correctly from 5.16 on; before 5.18 it stores keys and values in separate tensors, which no view joins, so they are gathered.
+From 5.24 on models store keys themselves and pass all of them on, gathered: `paged` lets them pass the cache on instead
+(`hand_over_caches`).
 """
 
 import contextlib
@@ -54,6 +56,7 @@ from attn.integrations.transformers.batching import (
     attend_paged,
     dotted,
     graphs_where_possible,
+    hand_over_caches,
     installed,
     paged_backends,
     paged_name,
@@ -123,6 +126,7 @@ def paged(model: Any, backend: str | None = None) -> Generator[Any, None, None]:
     register()
     backend = None if backend is None else AttentionBackendEnum[backend].name  # it may be passed in another case
     refuse_unpaged(model, backend)
+    hand_over_caches()
     before = model.config._attn_implementation
     model.config._attn_implementation = paged_name() if backend is None else f"{paged_name()}:{backend}"
     try:

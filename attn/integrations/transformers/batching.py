@@ -29,6 +29,8 @@ OLDEST, WINDOWS_IN_PAGES = (5, 4), (5, 16)
 #: The oldest whose CUDA graphs of continuous batching suit every step that they are replayed for: older ones keep the largest
 #: length of the step that was captured. The oldest that stores a layer's keys and values in one tensor.
 GRAPHS, JOINED = (5, 6), (5, 18)
+#: The oldest whose models store a step's keys themselves, and pass all keys of its requests, gathered, to an implementation.
+STORED_BY_MODELS = (5, 24)
 #: A name that continuous batching accepts for an implementation without masks: transformers looks for "flash" in the name,
 #: and some versions also for the prefix.
 PAGED, PREFIX = "attn_flash", "paged|"
@@ -166,6 +168,30 @@ def graphs_where_possible(model: Any, backend: str | None) -> Generator[None, No
         del model.init_continuous_batching
         if before is not None:
             model.init_continuous_batching = before
+
+
+def hand_over_caches() -> None:
+    """Let `attend_paged` store keys and read pages, as with older versions: for good, for models of its names only.
+
+    The caches of `STORED_BY_MODELS` and later then leave an update to it: a layer passes its new keys on, and the cache.
+    """
+    if installed() < STORED_BY_MODELS:
+        return
+    from transformers.generation.continuous_batching import PagedAttentionCache
+
+    update: Any = PagedAttentionCache.update
+    if update.__module__ == __name__:
+        return
+
+    def handed_over(
+        self: Any, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if "cache" in kwargs or PAGED not in (self.config._attn_implementation or ""):
+            return update(self, key_states, value_states, layer_idx, kwargs)  # type: ignore[no-any-return]
+        kwargs["cache"] = self
+        return key_states, value_states
+
+    PagedAttentionCache.update = handed_over  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -68,7 +68,7 @@ def pages_of(cache: Any, index: int, kwargs: dict[str, Any]) -> LayerCache:
         indices = {**lists, "read_index": [slots] * len(lists["read_index"])}  # the cache reads that of the layer's kind
         if not together:
             return cache.update(key, value, layer_idx=index, **indices)  # type: ignore[no-any-return]
-        key, value = cache.update(key, value, layer_idx=index, kwargs={**kwargs, **indices})
+        key, value = cache.update(key, value, layer_idx=index, kwargs={**kwargs, **indices, "cache": cache})
         return key[0].transpose(0, 1), value[0].transpose(0, 1)
 
     return LayerCache(

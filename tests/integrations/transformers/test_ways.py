@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 from attn.errors import UnsupportedError  # noqa: E402
 from attn.integrations import transformers as attn_transformers  # noqa: E402
 from attn.integrations.transformers import batching, dispatch  # noqa: E402
-from tests.integrations.tiny_transformers import batch, model_of  # noqa: E402
+from tests.integrations.tiny_transformers import CACHE, batch, model_of  # noqa: E402
 from tests.levels import sampled  # noqa: E402
 
 NEW = 8
@@ -101,15 +101,13 @@ def pieces(model):
         cache = transformers.EncoderDecoderCache(cache, transformers.DynamicCache())
     found = []
     for piece in ids.split([3, 1, 6, 4, 9], dim=1):
-        found.append(model(**{**given, name: piece}, past_key_values=cache).logits)
+        found.append(model(**given, **{name: piece, CACHE: cache}).logits)
     return found
 
 
 def whole_cache(model):
     """A cache that keeps all keys, of windows too: steps of one row see the last of them."""
-    return [
-        x for padding in ("none", "left") for x in generated(model, batch(padding), past_key_values=transformers.DynamicCache())
-    ]
+    return [x for padding in ("none", "left") for x in generated(model, batch(padding), **{CACHE: transformers.DynamicCache()})]
 
 
 def second_turn(model):
@@ -120,18 +118,18 @@ def second_turn(model):
         first = model.generate(**inputs, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
         ids = torch.cat([first.sequences, batch("none", rows=6)["input_ids"]], 1)
         mask = torch.cat([inputs["attention_mask"], torch.ones(2, ids.shape[1] - 17, dtype=torch.long)], 1)
-        found += generated(model, {"input_ids": ids, "attention_mask": mask}, past_key_values=first.past_key_values)
+        found += generated(model, {"input_ids": ids, "attention_mask": mask}, **{CACHE: first[CACHE]})
     return found
 
 
 def prefix_reuse(model):
     """Two continuations of one cached prefix."""
     ids = batch("none", rows=21)["input_ids"][:1]
-    prefix = model(input_ids=ids[:, :12], past_key_values=transformers.DynamicCache(config=model.config)).past_key_values
+    prefix = model(input_ids=ids[:, :12], **{CACHE: transformers.DynamicCache(config=model.config)})[CACHE]
     found = []
     for more in (ids, torch.cat([ids[:, :12], ids[:, 15:]], 1)):
         inputs = {"input_ids": more, "attention_mask": torch.ones_like(more)}
-        found += generated(model, inputs, past_key_values=copy.deepcopy(prefix))
+        found += generated(model, inputs, **{CACHE: copy.deepcopy(prefix)})
     return found
 
 
