@@ -25,6 +25,7 @@ class _Impls:
 
 _choices: dict[tuple[Any, ...], str] = {}  # names in `_Impls`
 _MOST = 256  #: choices to keep
+# The function that judges a call by data (`min_keys`, `key_multiple`), to recognise backends that have their own.
 _WHY_NOT_CALL = DiffusionAttentionBackend.why_not_call.__func__  # type: ignore[attr-defined]
 
 
@@ -53,6 +54,7 @@ class CallProperties(NamedTuple):
     def constant(self) -> "CallProperties":
         """Specialise a graph that is being traced: symbolic numbers of heads, head size, scale and error budget become
         constants of it; rows and keys may have any value except 1."""
+        # torch guards on sizes of 0 and 1 in any case; another number as a constant would compile a graph for each length.
         rows, keys = (1 if size == 1 else 0 for size in (self.rows, self.keys))
         num_heads, num_kv_heads, head_size = (known(size) for size in (self.num_heads, self.num_kv_heads, self.head_size))
         return self._replace(
@@ -114,6 +116,7 @@ def _description(*call: Any) -> str:  # the fields one by one: a graph has no co
     key = (generation(), envs.read(ENV_VAR), envs.read("ATTN_DISABLE"), *call[:-2], *sizes_that_decide(*call[-2:]))
     description = _choices.get(key)
     if description is None:
+        # Implementations stay in `_Impls`: a graph may have the name of one. They hold no memory but their constants.
         if len(_choices) >= _MOST:
             _choices.clear()
         description = _choices[key] = _choose(CallProperties(*call))
@@ -125,6 +128,7 @@ def sizes_that_decide(rows: int, keys: int) -> tuple[int, ...]:
     most, multiple = _limits(generation())
     if not multiple:
         return (rows, keys)
+    # What `why_not_call` compares: too few keys, keys of a multiple, and rows equal to keys for causal backends.
     return (rows_that_decide(rows), min(keys, most), math.gcd(keys, multiple), rows == keys or not rows or not keys)
 
 
@@ -133,6 +137,7 @@ def _limits(registries: int) -> tuple[int, int]:
     """Return the largest `min_keys` and the least common `key_multiple` of the registered backends; (0, 0) if one judges calls
     by a `why_not_call` of its own."""
     members = [DiffusionAttentionBackendEnum[name] for name in DiffusionAttentionBackendEnum.names()]
+    # those of JAX would import it
     loaded = [member.candidate().backend for member in members if not str(member.value or "").startswith("attn.jax.")]
     backends: list[Any] = [backend for backend in loaded if hasattr(backend, "why_not_call")]
     if any(backend.why_not_call.__func__ is not _WHY_NOT_CALL for backend in backends):
@@ -157,9 +162,11 @@ def _choose(call: CallProperties) -> str:
         rows=call.rows or None,
         keys=call.keys or None,
     )
+    # Tensors on the host are served there, also on a machine with a GPU.
     platform = platform_for("torch", "cpu" if call.device_type == "cpu" else None)
     backend = select_diffusion(request, backend=call.backend, framework="torch", platform=platform).require()
     arguments = (call.num_heads, call.head_size, call.scale, call.causal, call.num_kv_heads)
+    # an attribute's name, since graphs read it from a class
     description = re.sub(r"\W", "_", f"{backend.__module__}:{backend.__qualname__}{arguments}")
     setattr(_Impls, description, backend.get_impl_cls()(*arguments))
     return description

@@ -22,6 +22,7 @@ class DiffusionAttention(BaseDiffusionAttention, nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Select a backend for a new dtype of activations. Raises `UnsupportedError` if none serves them."""
+        # before the module's own tensors move: a dtype that no backend serves leaves the layer as it was
         dtype = cast_by(fn, self.selection.request.dtype)
         if dtype != self.selection.request.dtype:
             self._choose(replace(self.selection.request, dtype=dtype))

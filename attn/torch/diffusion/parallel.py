@@ -52,9 +52,11 @@ class SequenceParallelAttention(BaseSequenceParallel, nn.Module):
         return self._attend(query, key, value, attn_metadata)
 
     def _exchanged(self, x: torch.Tensor, split: int, join: int) -> torch.Tensor:
+        # [W, ...]: the exchange sends slice i to rank i, and takes contiguous arrays only
         sent = x.unflatten(split, (self.size, x.shape[split] // self.size)).movedim(split, 0).contiguous()
         got = torch.empty_like(sent)
         dist.all_to_all_single(got, sent, group=self.group)
+        # in the order of ranks, which is that of the sequence and of the heads
         return got.movedim(0, join).flatten(join, join + 1)
 
     def _gathered(self, x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -66,6 +68,7 @@ class SequenceParallelAttention(BaseSequenceParallel, nn.Module):
         return None if x is None else x.chunk(self.size, 2)[self.rank]
 
     def _passed(self, arrays: list[torch.Tensor | None]) -> Callable[[], list[torch.Tensor | None]]:
+        # point-to-point operations take ranks of the whole job, not of the group
         group: Any = self.group or dist.group.WORLD
         after = dist.get_global_rank(group, (self.rank + 1) % self.size)
         before = dist.get_global_rank(group, (self.rank - 1) % self.size)
@@ -73,9 +76,11 @@ class SequenceParallelAttention(BaseSequenceParallel, nn.Module):
         moves = []
         for sent, received in zip(arrays, arrived, strict=True):
             if sent is not None and received is not None:
+                # not every library of a process group sends bools; the view shares memory with what is returned
                 sent, received = (x.view(torch.uint8) if x.dtype == torch.bool else x for x in (sent.contiguous(), received))
                 moves.append(dist.P2POp(dist.isend, sent, after, group))
                 moves.append(dist.P2POp(dist.irecv, received, before, group))
+        # All at once: a ring in which each rank first sends and then receives could wait for itself.
         requests = dist.batch_isend_irecv(moves)
 
         def waited() -> list[torch.Tensor | None]:

@@ -22,6 +22,7 @@ def dense(backend: Any, call: DenseArrays) -> Array:
 
     def tensor(values: Array) -> torch.Tensor:
         made = torch.from_numpy(values.copy()).to(device, getattr(torch, case.dtype))
+        # rows wider than a head's, at addresses that are no multiple of 16 bytes
         if case.layout == "fused":
             return views(made.flatten(0, 1)).unflatten(0, made.shape[:2])
         return made if case.layout == "heads" else made.transpose(1, 2).contiguous().transpose(1, 2)
@@ -65,6 +66,7 @@ def vast(backend: Any, case: DenseCase) -> Iterator[Sampled]:
             query[b, row, h] = query[b, row, h] / 4 + strength * key[b, target, h // group]
     meta = DiffusionAttentionMetadata(joint_strategy="rear" if case.rear else "front", kv_lens=case.lens or None)
     for b, length in enumerate(case.lens):
+        # keys past an entry's length may hold anything, and must not be read into a result
         key[b, length:] = value[b, length:] = torch.nan
     tensors = [query, key, value]
     if case.joint[1]:

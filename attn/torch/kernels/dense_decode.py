@@ -121,7 +121,7 @@ def _decode(  # type: ignore[no-untyped-def]
         tl.store(scratch + out_row[:, None] * D + d[None, :], result, mask=(row < G)[:, None] & inside)
         tl.store(logs + out_row, log, mask=row < G)
         tl.debug_barrier()  # every thread has stored before the counter says so
-        # Release: the stores above are seen by whoever sees this count. Acquire: the program that counts last sees those of all
+        # Release: the stores above are visible where this count is. Acquire: the program that counts last sees those of all
         # others, if it reads past its L1 cache, which may hold older lines (`.cg` below).
         if tl.atomic_add(counters + at, 1, sem="acq_rel") == splits - 1:
             # No other program of this launch counts here any more, and the next launch on the stream has to find 0

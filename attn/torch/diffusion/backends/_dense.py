@@ -39,12 +39,14 @@ class DenseImpl(DenseAttentionImpl):
         value: torch.Tensor,
         attn_metadata: DiffusionAttentionMetadata | None = None,
     ) -> torch.Tensor:
+        # Checked before the operator all the same (`_prepared`): an error then shows where the graph is traced.
         if self.traceable or not torch.compiler.is_compiling() or (self.traces_rows and query.shape[1] == 1):
             return super().forward(query, key, value, attn_metadata)
         return graphs.dense(self, self._prepared(query, key, value, attn_metadata))
 
     def _prepared(self, *args: Any) -> DenseCall:
         call = super()._prepared(*args)
+        # after all checks: a copy of arrays that are then refused would be in vain
         return call._replace(query=aligned(call.query), key=aligned(call.key), value=aligned(call.value))
 
     def launcher(
@@ -56,6 +58,7 @@ class DenseImpl(DenseAttentionImpl):
         return self._attend_heads_first
 
     def _attend_heads_first(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        # views [B, S, H, D]: kernels take any strides of the outer dimensions
         q, k, v = (aligned(x.transpose(1, 2)) for x in (query, key, value))
         return self._attend(DenseCall(fold_sign(q, self.signed_scale), k, v))
 
@@ -76,8 +79,10 @@ def pack(call: DenseCall) -> tuple[torch.Tensor, torch.Tensor, Any]:
     """
     key, value = call.key.flatten(0, 1), call.value.flatten(0, 1)
     if call.present is None:
+        # all present: views, if batch and length are one dimension in memory
         return key, value, np.full(call.key.shape[0], call.key.shape[1], np.int32)
     lens = call.present.sum(1).cpu().numpy() if call.lens is None else np.array(call.lens)
+    # `nonzero` waits for the device, because its size is a number of the host
     at = call.present.flatten().nonzero()[:, 0]
     return key.index_select(0, at), value.index_select(0, at), lens.astype(np.int32)
 
@@ -97,12 +102,15 @@ def without_keys_zeroed(
 
     If every row sees a key, the output is returned without being read.
     """
+    # only a mask of keys, or more rows than keys under causality, leaves rows without a key
     if call.present is None and not (causal and call.query.shape[1] > call.key.shape[1]):
         return out, lse
+    # either infinity: libraries differ in what they return for such rows
     empty = lse.isinf()
     return torch.where(empty.transpose(1, 2)[..., None], 0, out), torch.where(empty, -torch.inf, lse)
 
 
 def bottom_right(rows: int, keys: int, device: torch.device) -> torch.Tensor:
     """Return the causal mask [S, M], True = attend, aligned so that the last row sees every key."""
+    # the diagonal that ends in the lower right corner
     return torch.ones(rows, keys, dtype=torch.bool, device=device).tril(keys - rows)

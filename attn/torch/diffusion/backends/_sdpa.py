@@ -26,6 +26,7 @@ class SDPABase(DenseImpl):
     def _attend(self, call: DenseCall) -> torch.Tensor:
         query, (key, value, mask) = call.query, masked(call)
         rows, length = query.shape[1], key.shape[1]
+        # torch's `is_causal` aligns top left, which is bottom right of a square only, and excludes a mask
         square = self.causal and rows == length and mask is None
         if self.causal and not square:
             triangle = bottom_right(rows, length, query.device)
@@ -39,10 +40,12 @@ class SDPABase(DenseImpl):
             scale=self.scale,
             enable_gqa=self.num_heads != self.num_kv_heads,
         ).transpose(1, 2)
+        # kernels of torch differ in a row without a key: NaN, 0 or a mean of values
         return out if mask is None else torch.where(mask.any(-1).transpose(1, 2)[..., None], out, 0)
 
     def _attend_heads_first(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         rows, length = query.shape[2], key.shape[2]
+        # such rows need a triangle as their mask
         if self.causal and rows != length:
             return super()._attend_heads_first(query, key, value)
         return F.scaled_dot_product_attention(

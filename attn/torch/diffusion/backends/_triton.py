@@ -28,6 +28,7 @@ class TritonImpl(DenseImpl):
 
     def _attend_lse(self, call: DenseCall) -> tuple[torch.Tensor, torch.Tensor]:
         batch, rows = call.query.shape[:2]
+        # in memory [H, B, S], which is the paged kernel's [H, T] without a copy
         lse = torch.empty(self.num_heads, batch, rows, dtype=torch.float32, device=call.query.device).transpose(0, 1)
         return self._launch(call, lse), lse
 
@@ -45,7 +46,9 @@ def present_first(call: DenseCall) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     batch, length = key.shape[:2]
     if call.present is None:
         return key, value, torch.full((batch,), length, dtype=torch.int32, device=key.device)
+    # with `lens` the present keys are first already
     if call.lens is None:
+        # stable, so that the order of keys, and with it the result's bits, does not change between calls
         order = (~call.present).to(torch.uint8).argsort(dim=1, stable=True)[..., None, None]
         key, value = (x.gather(1, order.expand_as(x)) for x in (key, value))
     return key, value, call.present.sum(1, dtype=torch.int32)

@@ -38,7 +38,9 @@ class AscendAttentionImpl(DenseImpl, backend=AscendAttentionBackend):
         mask = call.mask if call.present is None else call.present[:, None, None, :]
         rules = {}
         if mask is not None:
+            # a full mask and the compressed causal one exclude each other: causality becomes part of the mask
             mask = mask & bottom_right(rows, length, query.device) if self.causal else mask
+            # [B, 1 or H, S, M], a shape that the function documents
             full = (query.shape[0], 1 if mask.shape[1] == 1 else self.num_heads, rows, length)
             rules = {"atten_mask": ~mask.expand(full), "sparse_mode": _DEFAULT_MASK}
         elif self.causal:
@@ -49,6 +51,7 @@ class AscendAttentionImpl(DenseImpl, backend=AscendAttentionBackend):
         )[0]
         if mask is not None:
             out = torch.where(mask.any(-1).transpose(1, 2)[..., None], out, 0)
+        # the first rows are before the first key
         elif self.causal and rows > length:
             out[:, : rows - length] = 0
         return out

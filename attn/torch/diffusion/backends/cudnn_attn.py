@@ -34,6 +34,7 @@ class CuDNNAttentionImpl(SDPABase, backend=CuDNNAttentionBackend):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
         general = super().launcher(query, key, value)
+        # as in `_attend_heads_first`: such a call needs a mask
         if self.causal and query.shape[1] != key.shape[1]:
             return general
 

@@ -27,6 +27,7 @@ class FlashAttentionBackend(DiffusionAttentionBackend):
 
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
+        # asked last, because it imports packages
         return super().why_not(request, device) or providers.why_none(Request(request.head_size, request.dtype), device)
 
 
@@ -53,6 +54,7 @@ class FlashAttentionImpl(DenseImpl, backend=FlashAttentionBackend):
             max_query_len=rows,
             max_seq_len=max(1, int(lens.max())),
             scale=self.scale,
+            # causality is bottom right in all providers
             window=(None, 0 if self.causal else None),
         )
         out, lse = provider.attend(provider.load(), ragged)

@@ -30,6 +30,8 @@ class FlashInferAttentionImpl(DenseImpl, backend=FlashInferAttentionBackend):
 
     def _attend_lse(self, call: DenseCall) -> tuple[torch.Tensor, torch.Tensor]:
         arch = arch_of(call.query.device)
+        # 1e-3 in bfloat16, more than a log-sum-exp may be wrong by; the output, which the same sums divide, is within its
+        # tolerance
         if arch.startswith("sm_") and not arch.startswith(("sm_90", "sm_10")):
             raise UnsupportedError(
                 f"FLASHINFER_ATTN: lse on {arch}: FlashInfer's FA2 kernels sum rounded weights (supports sm_90, sm_10*)"
@@ -42,8 +44,10 @@ class FlashInferAttentionImpl(DenseImpl, backend=FlashInferAttentionBackend):
         query, (batch, rows) = call.query, call.query.shape[:2]
         key, value, lens = pack(call)
         shape = (self.num_heads, self.num_kv_heads, self.head_size)
+        # a plan reads lengths on the host, which `pack` has fetched
         wrapper = _planned(query.device, query.dtype, rows, tuple(lens.tolist()), shape, self.causal, self.scale)
         out, lse = wrapper.run(query.flatten(0, 1).contiguous(), key.contiguous(), value.contiguous(), return_lse=True)
+        # the wrapper's log-sum-exp is base 2, [T, H]
         out, lse = out.unflatten(0, (batch, rows)), (lse * LN2).unflatten(0, (batch, rows)).transpose(1, 2)
         return without_keys_zeroed(call, out, lse, self.causal)
 

@@ -35,9 +35,11 @@ class SDPAImpl(SDPABase, backend=SDPABackend):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
         general = super().launcher(query, key, value)
+        # FlashAttention's operator takes heads of a multiple of 8, which torch's function would pad
         if query.shape[1] != 1 or not query.is_cuda or query.shape[3] % 8:
             return general
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        # asked once, for all calls of the shape
         params = SDPAParams(q, k, v, None, 0.0, False, self.num_heads != self.num_kv_heads)  # type: ignore[call-arg]
         return self._by_flash_attention if can_use_flash_attention(params) else general
 
@@ -56,6 +58,7 @@ class SDPAImpl(SDPABase, backend=SDPABackend):
         out = query.new_empty(batch, self.num_heads, rows, self.head_size)
         lse = query.new_empty(batch, self.num_heads, rows, dtype=wide)
         triangle = bottom_right(rows, key.shape[1], query.device) if self.causal else None
+        # at least one row at a time, whatever it takes
         step = max(1, _SCORES_AT_ONCE // max(1, batch * self.num_heads * key.shape[1]))
         for start in range(0, rows, step):
             part = slice(start, start + step)
@@ -65,6 +68,7 @@ class SDPAImpl(SDPABase, backend=SDPABackend):
             if triangle is not None:
                 scores = scores.masked_fill(~triangle[part], -torch.inf)
             log = scores.logsumexp(-1)
+            # a row without a key: -inf minus -inf would be NaN
             weights = torch.where(log[..., None] == -torch.inf, 0, torch.exp(scores - log[..., None]))
             out[:, :, part], lse[:, :, part] = (weights @ v).to(query.dtype), log
         return out.transpose(1, 2), lse

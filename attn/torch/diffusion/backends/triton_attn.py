@@ -39,6 +39,7 @@ class TritonAttentionImpl(TritonImpl, backend=TritonAttentionBackend):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
         general = super().launcher(query, key, value)
+        # Prompts that attend themselves have a launch of their own on Hopper; other rows over other keys take the general way.
         if query.shape[1] > 1:
             return self._prompts(general) if query.shape[1] == key.shape[1] else general
         from attn.torch.kernels.dense_decode import decoder
@@ -50,6 +51,7 @@ class TritonAttentionImpl(TritonImpl, backend=TritonAttentionBackend):
         """Return a launch of the Hopper kernel alone, which reads keys where they are; `general` where it does not serve."""
         from attn.torch.kernels.direct import arch, on_device
 
+        # `is_on` logs why not, so it is asked on Hopper only
         if arch() != "sm_90" or not hopper.is_on("hopper_prefill"):
             return general
         from attn.torch.kernels import hopper_prefill
@@ -58,9 +60,11 @@ class TritonAttentionImpl(TritonImpl, backend=TritonAttentionBackend):
 
         @on_device
         def launch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            # asked again: a launch that failed to compile turns the kernel off, and `on_device` repeats the call
             out = prompts(query, key, value) if hopper.is_on("hopper_prefill") else None
             return general(query, key, value) if out is None else out
 
+        # `Decoder` has `bound` too: callers ask for it where a step repeats
         launch.bound = functools.partial(prompts.bound, launch)  # type: ignore[attr-defined]
         return launch
 
@@ -82,10 +86,12 @@ class TritonAttentionImpl(TritonImpl, backend=TritonAttentionBackend):
         lens: torch.Tensor | None = None
         pages: torch.Tensor | None = None
         if call.present is None and rows == length:
+            # read where they are, as an encoder's keys, without pages
             caches = [x.flatten(0, 1) for x in (key, value)]
         else:
             key, value, lens = present_first(call)
             if short := -length % _PAGE:
+                # whole pages for each batch entry; a page of padding is never read, since `lens` ends before it
                 key, value = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, short)) for x in (key, value))
             caches = [x.contiguous().view(-1, _PAGE, *x.shape[2:]) for x in (key, value)]
             pages = torch.arange(caches[0].shape[0], dtype=torch.int32, device=device).view(batch, -1)
@@ -103,6 +109,7 @@ class TritonAttentionImpl(TritonImpl, backend=TritonAttentionBackend):
             max_seq_len=length,
             scale=self.scale,
             right=0 if self.causal else None,
+            # the number of keys that rows see decides the size of the Hopper kernel's tiles
             keys_below=keys_below(length, rows, UNBOUNDED, 0 if self.causal else UNBOUNDED),
         )
         return out.unflatten(0, (batch, rows))

@@ -33,7 +33,10 @@ class TritonInt8AttentionImpl(TritonImpl, backend=TritonInt8AttentionBackend):
 def _mean(call: DenseCall) -> torch.Tensor:
     """Return the mean [B, K, D] float32 of the present keys; 0 if there are none."""
     if call.present is None:
+        # float32, as the kernel takes it: rounded to the keys' dtype it would be another vector than their mean
         return call.key.mean(1, dtype=torch.float32)
     present = call.present[:, :, None, None]
+    # an entry without keys: 0 / 0 would be NaN
     count = call.present.sum(1)[:, None, None].clamp(min=1)
+    # absent keys may be NaN
     return torch.where(present, call.key, 0).sum(1, dtype=torch.float32) / count
