@@ -44,6 +44,7 @@ def exact(log: torch.Tensor) -> torch.Tensor:
 
 def all_exact(log: torch.Tensor) -> bool:
     """Return `exact(log).all()`, in fewer operators."""
+    # 1 / 0 is infinite, so one sum finds zeros beside what is not finite.
     return math.isfinite((log + log.reciprocal()).sum().item())
 
 
@@ -51,6 +52,7 @@ def correct(work: Work, rules: RequestParams, log: torch.Tensor) -> None:
     """Recompute by definition the rows with an lse of 0 (log [H, n]); `work` must be filled with the kernel's result."""
     rows = (log == 0).any(0).nonzero()
     if rows.numel():
+        # all rows between the first and the last such row, in one call: they are few
         start, stop = int(rows[0]), int(rows[-1]) + 1
         low, high = rules.reach(work.position + start, work.position + stop - 1, work.end)
         _ragged.attend(work.narrow(start, stop, low, high), rules)

@@ -112,6 +112,7 @@ def _bound(function: Callable[..., Any], *arguments: Any, **named: Any) -> Bound
     """Return a closure over a package's function and the arguments that were derived once for a batch."""
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **more: Any) -> State:
+        # some versions return more: the probabilities that dropout would need
         return function(query, key, value, *arguments, **named, **more)[:2]  # type: ignore[no-any-return]
 
     return attend
@@ -127,10 +128,12 @@ def _mask_mod(to_vector: Callable[[Any, Any], Any], layer: LayerMask, names: tup
 
     def mask_mod(batch: Any, head: Any, row: Any, key: Any, lens: Any, arrays: Any) -> Any:
         request, q_row, key = batch[0], row[0], key[0]
+        # positions of rows: both ends are aligned (docs/semantics.md §3)
         context = lens.seqlen_k - lens.seqlen_q
         # the rows of a tile past the request's last are computed too, and must not be read past the batch's last
         at = lens.offset_q + q_row * (q_row < lens.seqlen_q)
         mask = Visibility(layer, BatchMask(**dict(zip(names, arrays or (), strict=True))))
+        # The one formula of the library, on the compiler's symbols: `mask_mod` is traced once for each kind of mask.
         seen = mask.allowed(q_row + context, key, request, at, context, lens.seqlen_q)
         return to_vector(seen, type(seen))
 
@@ -139,6 +142,7 @@ def _mask_mod(to_vector: Callable[[Any, Any], Any], layer: LayerMask, names: tup
 
 
 def _fa4(module: Any, call: VarlenCall) -> Bound:
+    # `causal` excludes tiles that no row sees; beside a window the kernel takes both bounds from that.
     plain = call.causal and call.window[0] is None
     window = (None, None) if plain else call.window
     if call.block_table is not None and 64 < call.query.shape[2] <= 96 and not plain and window == (None, None):
@@ -148,10 +152,12 @@ def _fa4(module: Any, call: VarlenCall) -> Bound:
     if call.mask is not None:
         arrays = {name: array for name, array in call.mask.batch._asdict().items() if array is not None}
         mask_mod = _mask_mod(module.utils.scalar_to_ssa, call.mask.layer, tuple(arrays))
+        # in place of causality and window, which the mask decides too
         rules = {"mask_mod": mask_mod, "aux_tensors": list(arrays.values()) or None}
     return _bound(
         module.flash_attn_varlen_func,
         cu_seqlens_q=call.starts,
+        # over pages the lengths say where keys end (`seqused_k`)
         cu_seqlens_k=call.key_starts if call.block_table is None else None,
         max_seqlen_q=call.max_query_len,
         max_seqlen_k=call.max_seq_len,
@@ -245,6 +251,7 @@ class Provider:
 
     def attend(self, module: Any, call: VarlenCall) -> State:
         """Attend a call, with what `load` returned."""
+        # passed by name only where there are some: not every provider takes them
         slopes = {} if call.alibi_slopes is None else {"alibi_slopes": call.alibi_slopes}
         return self.bind(module, call)(call.query, call.key, call.value, **slopes)
 
@@ -253,6 +260,7 @@ class Provider:
 
         The package is imported only if there is no other reason. A failed import is a reason too.
         """
+        # The record first, since the rest imports the package, which may take seconds.
         why = self.capabilities.reasons(request, device)
         for rule, sizes in self.sizes_on:
             if device is not None and arch_matches(device.arch, rule) and request.head_size not in sizes:
@@ -379,6 +387,7 @@ def chosen(request: Request, arch: str) -> Provider:
 
     Raises `UnsupportedError` with every provider's reasons if none serves the request.
     """
+    # without an architecture (tests on a CPU) only the record's other limits are judged
     device = Device("torch", "cuda", arch=arch) if arch else None
     provider = best(request, device)
     if provider is None:

@@ -15,7 +15,9 @@ import torch
 WORKSPACE = 128 << 20  #: bytes for split keys' partial results, as FlashInfer's documentation recommends
 
 _workspaces: dict[tuple[torch.device, str], torch.Tensor] = {}
+# Wrappers that no batch has, by device and by what their kernels are chosen by.
 _idle: dict[Any, list[Any]] = defaultdict(list)
+# Recorded after each plan: passed when the device has copied it from the wrapper's memory.
 _copied: weakref.WeakKeyDictionary[Any, torch.cuda.Event] = weakref.WeakKeyDictionary()
 
 

@@ -68,12 +68,14 @@ def backend_for(arch: str, group: Group, block_size: int | None, logs: bool) -> 
 
     group: with first = last = 0, so that the result is cached for all equal layers. logs: whether a log-sum-exp is needed.
     """
+    # a prefix: sm_100 and sm_103, sm_120 and sm_121
     name = {"sm_10": "trtllm-gen", "sm_12": "xqa"}.get(arch[:5])
     if name is None or group.soft_cap or block_size not in _PAGES[name]:
         return None
     decode = group.wrapper == "decode"
     if name == "xqa" and (not decode or logs or group.num_heads > _XQA_RATIO * group.num_kv_heads):
         return None
+    # prefill kernels have windows under causality only
     if not decode and not group.causal and group.window_left >= 0:
         return None
     # decode also reads e4m3 caches: trtllm-gen with bfloat16 queries, XQA with either dtype
@@ -113,6 +115,7 @@ def run(
     # XQA's semaphores at the start of its workspace must be zero between calls, so the wrappers' workspace cannot be used
     held = workspace(query.device, backend)
     rules: dict[str, Any] = {"window_left": group.window_left, "kv_layout": "NHD", "backend": backend, "return_lse": logs}
+    # both products have a factor each: the softmax scale with that of keys, and that of values
     scale = group.scale * k_scale
     if group.wrapper == "prefill":
         first_rows, first_keys = meta.prefill_bounds(group.first)

@@ -41,6 +41,7 @@ class MaskKey(NamedTuple):
         batch, layer = mask.batch, mask.layer
         ranges = batch.has_ranges
         return cls(
+            # Only spans are cut by it, so layers that differ in it share a plan of batches without any.
             layer._replace(span_window=ranges and bool(layer.span_window)),
             batch.tree is not None,
             batch.is_causal is not None,
@@ -108,6 +109,7 @@ class FlexPlan:
 
 def block_rows(tokens: int, requests: int) -> int:
     """Return the rows per block: more if requests are long enough to fill them, since a block has rows of one request."""
+    # blocks of 64 are at least half full from 32 rows a request on; rows of padding are computed like any others
     return 64 if tokens >= 32 * requests else 16
 
 
@@ -127,22 +129,29 @@ def lay_out(
     new = starts[1:] - starts[:-1]
     blocks = -(-new // block)
     ends = blocks.cumsum(0)
+    # Blocks of all requests in a line, by an upper bound: how many there are is known on the device only.
     number = torch.arange(extent(meta.num_actual_tokens, meta.num_reqs, block), device=device)
+    # `right`: a request without rows has no block, and is passed over. Blocks past the last one are of the last request, not
+    # live.
     owner = torch.searchsorted(ends, number, right=True).clamp(max=meta.num_reqs - 1)
+    # [blocks, block], counted within the request; from its own number of rows on they are padding
     token = (number - (ends - blocks)[owner])[:, None] * block + torch.arange(block, device=device)
     live = token < new[owner][:, None]
     context, total = (lens - new)[owner], lens[owner]
     position = token + context[:, None]
 
     places, width = _places(table, lens, num_pages, page), 0
+    # A node of a tree is found at trees_from + (request * width + row) * width + column.
     trees_from = places.shape[0]
     if masks.tree:
         width = meta.mask.tree.shape[1]
         places = torch.cat((places, meta.mask.tree.flatten().to(torch.int32)))
+    # longer requests have no tree and are causal (docs/semantics.md §11)
     branches = (new <= width)[owner]
     facts: tuple[torch.Tensor, ...] = (
         (owner * num_pages)[:, None],
         position,
+        # a length of 0: padding sees no key
         torch.where(live, total[:, None], 0),
         context[:, None],
         torch.where(branches[:, None] & live, trees_from + (owner[:, None] * width + token) * width, -1),
@@ -155,21 +164,28 @@ def lay_out(
         span_from, span_to, prefix = _ranges(meta, masks, owner, token, position, live)
         facts = (*facts, ordered[:, None], span_from, span_to, prefix[:, None])
         seeing = span_from <= span_to
+        # the least and the largest key of the spans of a block's rows; beyond the cache, and -1, where it has none
         spans = (torch.where(seeing, span_from, num_pages * page).amin(1), torch.where(seeing, span_to, -1).amax(1))
     rows = torch.stack([x.expand_as(token) for x in facts], 2).to(torch.int64)
 
+    # the block's last position, padding excluded
     first, last = position[:, 0], torch.minimum(position[:, -1], total - 1)
+    # Keys that some row of the block sees, and below, those that all of them see: pages within the latter need no mask.
     begin, reach = visible.bounds(first, last, total, spans, prefix, ordered & ~branches, torch)
     common, shared = visible.common(first, last, total, ordered & ~branches, torch)
+    # nodes of a tree see each other by its mask; the context all of them see
     shared = torch.where(branches, torch.minimum(shared, context), shared)
     low = begin // page
+    # a block without rows visits no page
     high = torch.where(live[:, 0], torch.maximum(-(-reach // page), low), low)
+    # Pages low..whole and until..high are masked, whole..until are seen completely.
     whole = torch.minimum(torch.maximum(-(-common // page), low), high)
     until = torch.minimum(torch.maximum(shared // page, whole), high)
 
     back = torch.arange(meta.num_actual_tokens, device=device)
     request = torch.searchsorted(starts[1:], back, right=True, out_int32=True)
     back = (ends - blocks)[request] * block + back - starts[request]
+    # padding reads the batch's first token, whose result is dropped
     source = torch.where(live, starts[owner][:, None] + token, 0).flatten()
     at, length = rows.flatten(0, 1)[back, 1:3].T
     unseeing = length == 0
@@ -181,6 +197,7 @@ def lay_out(
     if masks.ranges:
         unseeing &= (bounds[:, 6] > bounds[:, 7]) & (bounds[:, 8] == 0)
     columns = _columns(table, num_pages)
+    # both masked runs in one list
     masked = _named(table, owner, whole - low + high - until, low, whole - low, until, columns)
     full = _named(table, owner, until - whole, whole, until - whole, until, columns)
     return FlexPlan(source, back, rows, (*masked, *full), places, unseeing)
@@ -228,6 +245,7 @@ def _named(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (count, pages [blocks, columns]): `run` entries of the table from `start` on, then those from `then` on."""
     column = torch.arange(columns, device=table.device)
+    # column c is entry start + c of the first run, or then + c - run of the second
     entry = torch.where(column < run[:, None], start[:, None] + column, (then - run)[:, None] + column)
     pages = table[owner[:, None], entry.clamp(0, table.shape[1] - 1)]
     return count.to(torch.int32), torch.where(column < count[:, None], pages, 0).to(torch.int32)
@@ -239,8 +257,10 @@ def _places(table: torch.Tensor, lens: torch.Tensor, num_pages: int, page: int) 
     index = torch.arange(columns, device=table.device, dtype=torch.int32).expand(requests, columns)
     used = index < -(-lens[:, None] // page)
     first = torch.arange(requests, device=table.device)[:, None] * num_pages
+    # Entries past a request's tokens may be anything; they go to one element more, which nothing reads.
     at = torch.where(used, first + table, requests * num_pages)
     places = torch.full((requests * num_pages + 1,), -1, dtype=torch.int32, device=table.device)
+    # the maximum, because the order in which a scatter writes to one element is not defined
     return places.scatter_reduce_(0, at.flatten(), index.flatten(), "amax")
 
 
@@ -251,11 +271,13 @@ def _mods(
     masks, page, (left, right) = rules.masks, rules.page, rules.masks.layer.window
 
     def key_of(q: Any, kv: Any) -> tuple[Any, Any]:
+        # -1 for a page of another request: then j is negative, and `inside` is false
         index = places[facts[q, 0] + kv // page]
         return index, index * page + kv % page
 
     def by_order(q: Any, j: Any, inside: Any) -> Any:
         """Whether causality, or a tree, and the window allow a key."""
+        # positive for later keys
         distance = j - facts[q, 1]
         seen = inside
         if left is not None:
@@ -270,6 +292,7 @@ def _mods(
             return seen & (distance <= 0)
         new, branch = j - facts[q, 3], facts[q, 4]
         among = (new >= 0) & inside & (branch >= 0)
+        # index 0 where there is no node: a mod is computed for every key, and must read within the array
         related = places[torch.where(among, branch + new, 0)] == 1
         return seen & torch.where(branch >= 0, (new < 0) | (among & related), distance <= 0)
 
@@ -339,6 +362,7 @@ def program(rules: FlexRules, shape: ProgramShape, backend: str) -> Callable[...
 
     # The compiler limits the programs per code object, and treats a number that changes between calls of one name as a
     # variable. So each set of rules has its own code object and name.
+    # the same in every process, unlike `hash` of strings
     name = f"flex_{zlib.crc32(repr((rules, shape, backend)).encode()):08x}"
     renamed = types.FunctionType(run.__code__.replace(co_name=name), run.__globals__, name, None, run.__closure__)
     return torch.compile(renamed, backend=backend, fullgraph=True)
@@ -357,6 +381,7 @@ def kernel_options(rules: FlexRules, shape: ProgramShape) -> dict[str, Any] | No
     """Return the compiler's kernel options: which kernel to use, and its tiles."""
     if shape.device == "cpu":
         return None
+    # FlashAttention's kernel has tiles of its own
     return {"BACKEND": "FLASH"} if shape.flash else dict(tiles(rules, shape.head_size * shape.dtype.itemsize))
 
 
@@ -366,6 +391,7 @@ _SHARED_MEMORY = 96 << 10  #: limit in bytes for a tile of queries and two of ke
 def tiles(rules: FlexRules, row: int) -> dict[str, int]:
     """Return the kernel's tiles on a GPU for heads of `row` bytes: they divide a block and a page, and fit shared memory."""
     rows = rules.block if row <= 512 else min(rules.block, 32)
+    # two stages of keys and of values, beside the queries
     room = (_SHARED_MEMORY - rows * row) // (4 * row)
     keys = next(n for n in (64, 32, 16) if rules.page % n == 0 and (n <= room or n == 16))
     return {"BLOCK_M": rows, "BLOCK_N": keys, "num_stages": 2, "num_warps": 4}

@@ -42,6 +42,7 @@ def _of_installation() -> tuple[str, ...]:
     """Return why this installation lacks the back end; empty if it has it."""
     from torch.nn.attention import flex_attention as flex
 
+    # the names of back ends are a literal type, which is all that says whether this one exists
     if "FLASH" not in typing.get_args(getattr(flex, "_Backend", None)):
         return (f"PyTorch {torch.__version__} has no FLASH back end",)
     version = version_of("flash-attn-4")
@@ -58,6 +59,7 @@ def gave_up(error: Exception) -> bool:
     from torch._dynamo.exc import TorchDynamoException
     from torch._inductor.exc import InductorError
 
+    # an error of the call itself, as of memory, would be raised by the Triton kernel too
     if not isinstance(error, TorchDynamoException | InductorError):
         return False
     reason = str(error).strip().partition("\n")[0]

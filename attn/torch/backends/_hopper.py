@@ -13,6 +13,7 @@ def off_paths(kernel: str, device: Device | None) -> tuple[str, ...]:
 
     device: None means the GPU of this machine. Without Triton the result is empty, since the backend itself is unavailable.
     """
+    # a device that is asked about need not be present; the installed Triton is this machine's in any case
     if not (_is_here() if device is None else (device.platform, device.arch) == ("cuda", "sm_90")) or not hopper.has_triton():
         return ()
     why = hopper.why_off(kernel)

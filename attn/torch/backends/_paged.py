@@ -137,6 +137,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
     def _float32(values: Any) -> torch.Tensor:
         """Convert to float32. A float32 tensor is not copied, so weights loaded into it later take effect."""
         if isinstance(values, torch.Tensor):
+            # `.to` returns a float32 tensor itself: a parameter stays the parameter
             return values.to(torch.float32)
         on_meta = torch.get_default_device().type == "meta"  # where the values would be lost
         return torch.as_tensor(values, dtype=torch.float32, device="cpu" if on_meta else None)
@@ -146,6 +147,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         if not isinstance(tensor, torch.Tensor):
             check_array(self.backend, name, tensor, "torch")
         shape = tensor.shape
+        # by the dimensions, since nearly every call ends here: a comparison of whole shapes makes a tuple first
         if len(shape) == 3 and shape[1] == heads and shape[2] == self.head_size:
             return tensor
         if len(shape) != 2 or shape[1] != heads * self.head_size:
@@ -182,20 +184,27 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> Any:
+        # As they were passed: kept launches are of these, not of the views and copies that follow.
         qkv = query, key, value
         scale, signature, known, shared = None, None, None, None
         if output_scale is not None or output_block_scale is not None:
             scale = self._check_output_scale(query, output_scale, output_block_scale)
+        # Nothing is kept of a call with an output scale, nor in a graph, which records the call itself.
         elif isinstance(attn_metadata, PagedAttentionMetadata) and not torch.compiler.is_compiling():
             kept = attn_metadata.kept()
             signature = self._signature(layer, query, kept.facts((*qkv, kv_cache, output)))
+            # First the calls over this batch (a layer of the same shape before), then those over batches of its kind (an
+            # earlier step).
             known = kept.calls.get(signature)
             if known is None and signature is not None and not envs.debug("device"):
                 batch_key = self._kind_of_batch(attn_metadata, kv_cache)
                 shared = None if batch_key is None else kept.shared_calls
                 if shared is not None and (known := shared.get((signature, batch_key))) is not None:
+                    # What was derived from the other batch (`held`) is not of this one.
                     kept.calls[signature] = known = known._replace(held={})
             if known is not None and known.launches is not None:
+                # A call that passed its checks, repeated by its launches alone: 16 us of the host where the whole call takes 99
+                # (64 decodes, timed without a GPU).
                 result = self._repeat(known, kept.addresses, layer, qkv, kv_cache, output)
                 if result is not None:
                     return result
@@ -206,8 +215,10 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         out = output
         if output is None and not (self.makes_output and attn_metadata is not None):
             out = torch.empty_like(query, dtype=out_dtype)
+        # a known call's output was checked; one of [T, H * D] still has to be viewed by heads
         elif output is not None and (known is None or output.shape != query.shape):
             out = self._check_output(query, output, out_dtype)
+        # a profiling run: it measures memory, and has neither a batch nor a cache
         if attn_metadata is None:
             assert out is not None
             out.zero_()
@@ -215,9 +226,11 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         if known is None:
             self._check_call(layer, query, key, value, kv_cache, attn_metadata)
         self._move_to(query.device)
+        # After the checks, which name the caller's own tensors.
         query = aligned(fold_sign(query, self.signed_scale))
         lse = None
         if self.need_to_return_lse_for_decode:
+            # heads outermost, as vLLM's interface returns it (docs/semantics.md §1)
             lse = query.new_empty(self.num_heads, query.shape[0], dtype=torch.promote_types(query.dtype, torch.float32))
         held = {} if known is None else known.held
         mask = held.get("mask")
@@ -225,6 +238,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             mask = held["mask"] = self.visible(attn_metadata)
         # the fields in their order: by name, making a call takes twice as long
         call = PagedCall._make((query, attn_metadata, mask, kv_cache, key, value, layer, out, lse, scale, 1.0, 1.0, held))
+        # Nothing is kept under ATTN_DEBUG=device, which checks ids and slots in each call.
         if known is not None or signature is None or envs.debug("device"):
             made = self._run(call, None if known is None else known.stages)
         else:
@@ -235,6 +249,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
                 made = self._run(call, stages)
             of = made if out is None else out
             assert of is not None
+            # only now: a call that raised leaves no record that would spare the next one its checks
             kept.calls[signature] = known = Known(of.shape, of.stride(), lse is not None, launches, stages, held)
             if known.launches is not None and shared is not None:
                 keep(shared, (signature, batch_key), known._replace(held={}))
@@ -244,6 +259,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
     def _kind_of_batch(self, attn_metadata: PagedAttentionMetadata, kv_cache: Any) -> Any:
         """Return what the launches that `_run_first` keeps depend on of a batch beside its `Kept.shared_calls`; None if they
         must not be repeated over another batch."""
+        # the longest request is an argument of most kernels, so it is the same in launches that are repeated
         return attn_metadata.max_seq_len
 
     def _stages(self, call: PagedCall) -> "Stages | None":
@@ -296,6 +312,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             out = torch.empty_strided(known.shape, known.strides, dtype=query.dtype, device=query.device)
         if known.has_lse:
             lse = query.new_empty(self.num_heads, known.shape[0], dtype=torch.float32)
+        # in the order in which the first call gave them to its `Keeper`
         tensors = [x for x in self._launched(layer, out, lse, *qkv, kv_cache) if x is not None]
         if not known.launches(tensors, batch):
             return None
@@ -322,9 +339,11 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         for per_head in (self.sinks, self.alibi_slopes):
             if per_head is not None and per_head.device != query.device:
                 return None
+            # addresses differ from layer to layer and are passed to each launch; what kernels are compiled for may not
             facts.append(None if per_head is None else (per_head.dtype, per_head.stride()))
         if self._quantised:
             facts += map(caches.of_scale, (layer._k_scale, layer._v_scale))
+            # FlashInfer's kernels take the scales as numbers
             facts += (getattr(layer, f"{prefix}_scale_float", None) for prefix in ("_k", "_v"))
         return tuple(facts)
 
@@ -341,6 +360,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
     ) -> torch.Tensor:
         key, value = self._by_head("key", key, self.num_kv_heads), self._by_head("value", value, self.num_kv_heads)
         key_cache, value_cache, scales = self._parts(kv_cache)
+        # by operators of torch: on CPUs, in traced graphs, and for dtypes that the kernel does not write
         if not self._writes_by_kernel(key, kv_cache):
             caches.write(key, value, key_cache, value_cache, slot_mapping, *(scales or (layer._k_scale, layer._v_scale)))
             return kv_cache
@@ -350,6 +370,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             write_kv_per_token(key, value, key_cache, value_cache, *scales, slot_mapping)
         else:
             coded = caches.is_quantised(kv_cache.dtype)
+            # a cache of floats has no scales to divide by, whatever the layer's are
             of_cache = [self._on(kv_cache.device, scale) if coded else None for scale in (layer._k_scale, layer._v_scale)]
             write_kv(key, value, key_cache, value_cache, slot_mapping, *of_cache)
         return kv_cache
@@ -364,6 +385,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
     def _on(device: torch.device, scale: Any) -> torch.Tensor:
         """Return a scale on the device. A scalar from the host is filled in, since graph capture does not allow the copy."""
         is_tensor = isinstance(scale, torch.Tensor)
+        # as it is: its address is what a kept launch exchanges
         if is_tensor and scale.device == device and scale.dtype == torch.float32 and not scale.requires_grad:
             return scale  # type: ignore[no-any-return]
         on_host = not is_tensor or (scale.ndim == 0 and scale.device.type == "cpu")
@@ -413,6 +435,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         attn_metadata: PagedAttentionMetadata,
     ) -> None:
         """Check ranks, shapes, dtypes and devices, without reading tensor values."""
+        # In the order in which a message helps most: what the batch is, dtypes, shapes, devices, and the cache at last.
         check_built(self.backend, attn_metadata, PagedAttentionMetadata)
         if query.dtype not in self._elements:
             raise dtype_error(self, "query", query)
@@ -430,6 +453,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         if self.attn_type not in ENCODER_TYPES:
             self._check_cache(layer, query, kv_cache, attn_metadata.block_size)
             if not torch.compiler.is_compiling() and envs.debug("device"):
+                # reads the device's values, which no other check does
                 attn_metadata.check_ids(*self._parts(kv_cache)[0].shape[:2])
 
     def _check_output_scale(self, query: torch.Tensor, output_scale: Any, output_block_scale: Any) -> torch.Tensor:
@@ -449,6 +473,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
     def _check_output(self, query: torch.Tensor, output: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
         """Return the buffer as [T, H, D]. Raises unless its shape, dtype and device match: the output is never cast."""
         name = self.backend.get_name()
+        # [T, H, D] or [T, H * D], as engines allocate it
         if output.numel() != query.numel() or output.shape[0] != query.shape[0]:
             raise ShapeError(f"{name}: output has shape {list(output.shape)}: must be {list(query.shape)}, like the query")
         if output.dtype != out_dtype:
@@ -465,6 +490,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         if torch.compiler.is_compiling():  # extents may be symbols, which must not leave the graph
             page = self._check_extent(kv_cache)
         else:
+            # A layer's cache is nearly always the one of its last call: its shape was checked then.
             shape, page = self._known_extent
             if shape is None or not isinstance(kv_cache, torch.Tensor) or kv_cache.shape != shape:
                 page = self._check_extent(kv_cache)
@@ -486,6 +512,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
     def _check_extent(self, kv_cache: Any) -> int:
         """Return a cache's block size. Raises unless it is a tensor of the backend's layout with this layer's heads."""
         name = self.backend.get_name()
+        # of an empty cache, since only the number of dimensions is asked for
         rank = len(self.backend.get_kv_cache_shape(0, 0, self.num_kv_heads, self.head_size, self.kv_cache_dtype))
         if kv_cache is not None and not isinstance(kv_cache, torch.Tensor):
             raise TypeError(f"{name}: kv_cache must be a torch.Tensor, got {type(kv_cache).__name__}")

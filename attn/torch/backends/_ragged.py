@@ -52,6 +52,7 @@ def all_finite(x: torch.Tensor) -> bool:
 def fold(query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     """Fold [n, H, D] to [K, G * n, D]: the heads of a group become rows, head by head."""
     n, num_heads, head_size = query.shape
+    # query head h reads kv head h // G, so the heads of a group are neighbours
     by_group = query.view(n, num_kv_heads, num_heads // num_kv_heads, head_size)
     return by_group.permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_size)
 
@@ -91,6 +92,7 @@ class Work:
 
     def narrow(self, start: int, stop: int, low: int, high: int) -> "Work":
         """Return rows start..stop over keys low..high (counted from key 0 of the request)."""
+        # views, so that filling the part fills the whole
         keys = slice(low - self.first_key, high - self.first_key)
         return Work(
             self.query[start:stop],
@@ -142,6 +144,7 @@ class RequestParams:
         False as well if a row before the sequence, which may see no key, is not dropped.
         """
         batch = self.mask.batch
+        # Spans and prefixes may show keys to a row before the sequence; without them `drop_empty_rows` takes such rows away.
         undropped = batch.has_ranges and self.context < 0
         return not undropped and all(extra is None for extra in (self.soft_cap, self.slopes, batch.tree, self.k_scale))
 
@@ -154,6 +157,7 @@ class RequestParams:
         (tree, spans, prefix, _), reach = self.mask.batch, None
         if spans is not None:
             ranges = spans[first - self.context : last + 1 - self.context]
+            # (-1, -1) is no span
             ranges = ranges[ranges[:, 1] >= 0]
             reach = (int(ranges[:, 0].min()), int(ranges[:, 1].max())) if len(ranges) else None
         ordered = self.mask.layer.causal and tree is None
@@ -174,6 +178,7 @@ class RequestParams:
             return None
         device = work.query.device
         key = torch.arange(work.first_key, work.end, device=device, dtype=torch.int32)
+        # [n, 1] beside keys [m]: the formula broadcasts to [n, m]
         position = torch.arange(work.position, work.last + 1, device=device, dtype=torch.int32)[:, None]
         here = Visibility(self.mask.layer, self.mask.batch.map(lambda array: torch.as_tensor(array, device=device)))
         return here.allowed(position, key, 0, position - self.context, self.context)
@@ -191,6 +196,7 @@ class RequestParams:
         if self.mask.batch.has_ranges:  # then rows at any position may see a key
             return work
         right = self.mask.window[1]
+        # A row at p sees keys up to p + right, none if that is before the first key. Such rows lead, since positions ascend.
         empty = n if m == 0 else 0 if right is None else min(n, max(0, work.first_key - right - work.position))
         if empty == 0:
             return work
@@ -204,6 +210,7 @@ def attend(work: Work, rules: RequestParams) -> None:
     Masked scores are replaced by -inf, never multiplied, so NaN in masked keys has no effect. A row that sees no key is 0,
     and its lse is -inf.
     """
+    # float64 stays, narrower dtypes are widened once for both products
     exact = torch.promote_types(work.query.dtype, torch.float32)
     work = work.as_type(exact)
     # only masked values matter, and the check costs a pass over the values
@@ -217,6 +224,7 @@ def attend(work: Work, rules: RequestParams) -> None:
         if seen is not None:
             scores = torch.where(seen, scores, -torch.inf)
         top = scores.amax(-1, keepdim=True)
+        # a row without a key: -inf minus -inf would be NaN, where exp(-inf - 0) is 0
         top = torch.where(top == -torch.inf, 0, top)
         weights = torch.exp(scores - top)
         norm = weights.sum(-1, keepdim=True)
@@ -229,6 +237,7 @@ def attend(work: Work, rules: RequestParams) -> None:
 def _scores(work: Work, rules: RequestParams, exact: torch.dtype) -> torch.Tensor:
     """Return the scores [K, G, n, m] in dtype `exact`, unmasked."""
     n, num_kv_heads = work.query.shape[0], work.key.shape[0]
+    # scale, cap, bias, mask: the order of docs/semantics.md §2
     scores = torch.bmm(fold(work.query, num_kv_heads).to(exact), work.key.transpose(1, 2)).unflatten(1, (-1, n)) * rules.scale
     if rules.k_scale is not None:
         scores = scores * rules.k_scale.view(-1, 1, 1, 1)
@@ -252,6 +261,7 @@ def _weighted_sum(weights: torch.Tensor, value: torch.Tensor, seen: torch.Tensor
         return torch.bmm(weights.flatten(1, 2), value).unflatten(1, (-1, n))
     finite = value.isfinite()
     summed = torch.bmm(weights.flatten(1, 2), torch.where(finite, value, 0)).unflatten(1, (-1, n))
+    # One key at a time: they are few, and the product of all would bring 0 * NaN to rows that do not see them.
     for j in (~finite).any(-1).any(0).nonzero().flatten().tolist():
         alone = weights[..., j, None] * torch.where(finite[:, j], 0, value[:, j])[:, None, None]
         summed = summed + torch.where(seen[:, j, None], alone, 0)
@@ -266,6 +276,7 @@ def weigh(rules: RequestParams, result: torch.Tensor, log: torch.Tensor | None) 
         result = result * rules.v_scale
     if rules.sinks is not None:
         assert log is not None
+        # once, after all keys: docs/semantics.md §7
         factor = torch.sigmoid(log - rules.sinks[:, None]).T[..., None]
         result = torch.where(log.T[..., None] == -torch.inf, 0, result * factor)
     return result
@@ -293,7 +304,9 @@ class RaggedAttentionImpl(PagedAttentionImpl):
                 continue
             position = total - (stop - start)
             request_rules = rules if mask.batch.is_plain else _of_request(rules, mask, r, slice(start, stop), position)
+            # Pages in front of a window are not gathered; the engine may have given them to another request.
             low, _ = request_rules.reach(position, total - 1, total)
+            # no row may reach a key: then no page is gathered either
             low = min(low, total)
             blocks = call.meta.block_table[r, low // block_size : -(-total // block_size)]
             tokens = slice(low % block_size, low % block_size + total - low)
@@ -328,6 +341,7 @@ class RaggedAttentionImpl(PagedAttentionImpl):
             )
         mask = Visibility(self.mask._replace(causal=causal), BatchMask(spans=None if spans is None else spans[0]))
         rules = self._rules(mask)
+        # [B * H], request by request, as the heads below
         slopes, sinks = (None if x is None else x.repeat(batch) for x in (rules.slopes, rules.sinks))
         m = key.shape[1]
         rules = replace(rules, slopes=slopes, sinks=sinks, context=m - n)
@@ -379,6 +393,7 @@ class RaggedAttentionImpl(PagedAttentionImpl):
         if not caches.is_quantised(kv_cache.dtype) or self.kv_cache_dtype in PER_TOKEN_HEAD:
             return rules
         k_scale, v_scale = (self._by_kv_head(scale, kv_cache.device) for scale in (layer._k_scale, layer._v_scale))
+        # a factor of all scores, before the soft cap as the scale is
         if isinstance(k_scale, float):
             return replace(rules, scale=rules.scale * k_scale, v_scale=v_scale)
         return replace(rules, k_scale=k_scale, v_scale=v_scale)
@@ -396,7 +411,9 @@ def _of_request(rules: RequestParams, mask: Visibility, request: int, rows: slic
     request_mask = mask.select(request, rows)
     if request_mask.batch.tree is not None and position < 0:
         n = rows.stop - rows.start
+        # a tree's nodes are in the cache when their rows attend, or their ancestors would be missing
         raise MetadataError("seq_lens", request, position + n, f"at least {n}, the tokens of its tree")
     if request_mask.batch.prefix is not None and not request_mask.batch.prefix[0]:
+        # a prefix of 0 is none: without it fused kernels may serve the request (`plain`)
         request_mask = request_mask._replace(batch=request_mask.batch._replace(prefix=None))
     return replace(rules, mask=request_mask, context=position)

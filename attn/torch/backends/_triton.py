@@ -66,12 +66,14 @@ class TritonMetadataBuilder(PagedAttentionMetadataBuilder):
     ) -> PagedAttentionMetadata:
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if not torch.compiler.is_compiling():
+            # for `writes_apart`, which reads the host's block table when a layer first asks
             metadata.kept().batch = common_attn_metadata
         return metadata
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> PagedAttentionMetadata:
         """Build a batch whose launches do not follow its lengths, so that a captured graph suits any lengths in its bounds."""
         metadata = self.build(0, common_attn_metadata)
+        # Without the host's lengths a layer has no plan (`_plan`), and its launches serve every batch.
         metadata.query_start_loc_cpu = metadata.seq_lens_cpu = None
         return metadata
 
@@ -127,6 +129,7 @@ class _BatchPlan(NamedTuple):
         return self.singles and not self.writes
 
 
+# The launches of a batch whose lengths only the device knows: correct for any, with all multiprocessors for each.
 _UNKNOWN = _BatchPlan()
 
 
@@ -154,6 +157,7 @@ class TritonPagedImpl(PagedAttentionImpl):
     def _kind_of_batch(self, attn_metadata: PagedAttentionMetadata, kv_cache: Any) -> Any:
         plan, keys = _UNKNOWN if kv_cache is None else self._plan(attn_metadata, kv_cache), attn_metadata.max_seq_len
         if not self._fixed_split():
+            # Bounds above CUT are launched alike, so that a step with another longest request is of a known kind.
             keys = min(keys, CUT)
         # tiles of keys are of a multiple of 16; another number of measured launches: some were measured since
         return plan, -(-keys // 16), len(TUNED), envs.switch("ATTN_AUTOTUNE")
@@ -168,6 +172,8 @@ class TritonPagedImpl(PagedAttentionImpl):
         with Keeper((*tensors, *call.meta.tensors())) as keeper:
             self._run(call)
         if keeper.kept is not None and call.kv_cache is not None:
+            # Launches that leave something out for this kind of batch must not be captured: a graph is replayed with other
+            # lengths.
             keeper.kept.of_batch = not self._plan(call.meta, call.kv_cache).serves_others
         return keeper.kept
 
@@ -186,6 +192,7 @@ class TritonPagedImpl(PagedAttentionImpl):
             return False
         if self._keeps_scales or type(self).do_kv_cache_update is not PagedAttentionImpl.do_kv_cache_update:
             return False
+        # whether pages are apart is known of this batch only, and a graph is replayed with others
         return self._plan(call.meta, call.kv_cache).writes and not is_captured(call.query)
 
     def _attend(self, call: PagedCall, writes: bool = False) -> None:
@@ -194,6 +201,7 @@ class TritonPagedImpl(PagedAttentionImpl):
         meta, (key_cache, value_cache, token_scales) = call.meta, self._parts(call.kv_cache)
         plan = self._plan(meta, key_cache)
         if not plan.serves_others and is_captured(call.query):
+            # all other numbers of the plan are only a matter of speed
             plan = plan._replace(singles=True)
         scales = {"k_scale": token_scales[0], "v_scale": token_scales[1]} if token_scales is not None else self._scales(call)
         arguments: dict[str, Any] = dict(
@@ -214,9 +222,12 @@ class TritonPagedImpl(PagedAttentionImpl):
             from attn.torch import autotune
             from attn.torch.kernels.kept import unkept
 
+            # A mixed batch is measured as a prefill; the launch of its decodes is tuned by a batch of decodes alone.
             phase = "decode" if meta.max_query_len == 1 else "prefill"
             sizes = (call.query.element_size(), key_cache.element_size())
+            # measured launches are of the kernels apart: prompts in the decodes' launch have a rule of their own
             launch = functools.partial(paged_attention, **{**arguments, "together": False})
+            # what is measured is launched many times and belongs to no call
             with unkept():
                 autotune.tune(phase, (self.num_heads // self.num_kv_heads, self.head_size, *sizes), launch, call.query.device)
         paged_attention(**arguments)
@@ -232,6 +243,8 @@ class TritonPagedImpl(PagedAttentionImpl):
         if self._fixed_split() or torch.compiler.is_compiling() or start is None or seq_lens is None or not key_cache.is_cuda:
             return _UNKNOWN
         kept, plain = attn_metadata.kept(), not self._keeps_scales and self.kv_sharing_target_layer_name is None
+        # Shared by layers over the batch. One with another pattern or causality takes the plan of the first of its shape: every
+        # plan is correct for it, and only its speed follows from that.
         plans, itemsize = kept.plans, key_cache.element_size()
         shape = (self.num_heads, self.num_kv_heads, self.head_size, self.window, itemsize, plain)
         if shape not in plans:
@@ -250,23 +263,32 @@ class TritonPagedImpl(PagedAttentionImpl):
         from attn.kernels.launch import TOGETHER, are_whole, packs_rows, prefill_programs, run_together
 
         group, left = self.num_heads // self.num_kv_heads, self.window[0]
+        # what a request's rows see together: a window of each, so `left` keys before the first row's own
         keys = seq_lens if left is None else np.minimum(seq_lens, left + q_lens)
         has_prompts = most > 1 and (most > 16 or most * group > TOGETHER)  # else a decode's tile holds each request
         packs = self.head_size <= 128 and packs_rows(arch, max(itemsize, 2)) and not self._sparse()
         if has_prompts and packs and most <= TOGETHER:
+            # tiles of TOGETHER rows, a row for each token and query head of a kv head
             blocks = -(-q_lens * group // TOGETHER)
             if run_together(q_lens, keys, blocks, self.num_kv_heads, processors):
+                # each tile reads its request's keys, so a request counts as often as it has tiles
                 return _BatchPlan(0, None, are_whole(np.repeat(keys, blocks), self.num_kv_heads, processors), True)
+        # up to 16 tokens a request, a decode's tile holds them all; in a batch with longer ones it serves single tokens only
         decodes = keys[(q_lens > 0) & (q_lens <= (most if most <= 16 else 1))]
         programs, below, whole = 0, None, are_whole(decodes, self.num_kv_heads, processors)
         if has_prompts:
+            # float64: rows times keys of a prompt exceed 32 bits
             rows, of_rows = q_lens[q_lens > 1].astype(np.float64), seq_lens[q_lens > 1]
             full = 0.0 if left is None else np.clip(of_rows - left - 1, 0, rows)  # rows that see a whole window
+            # (row, key) pairs: row i of n over m keys sees m - n + 1 + i of them, or a whole window of left + 1
             pairs = float(np.sum((rows - full) * (of_rows - (rows - 1 + full) / 2) + full * ((left or 0) + 1)))
             if left is None and not self.mask.causal:
                 pairs = float(rows @ of_rows)
+            # keys and values of the decodes, which are bound by reading these
             nbytes = 2 * self.num_kv_heads * self.head_size * itemsize * int(keys[q_lens == 1].sum())
+            # 4: a multiplication and an addition in each of both products
             programs = prefill_programs(4 * self.num_heads * self.head_size * pairs, nbytes, processors)
+            # keys that a row sees on average, which decide the size of the Hopper kernel's tiles
             seen = pairs / max(1.0, float(rows.sum()))
             below = keys_below(seen, 0, UNBOUNDED, 0 if self.mask.causal else UNBOUNDED)
         return _BatchPlan(programs, below, whole, singles=bool((q_lens == 1).any()))
@@ -321,6 +343,7 @@ class TritonPagedImpl(PagedAttentionImpl):
             return torch.empty_like(query)
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         self._move_to(device)
+        # a kernel of its own: no plan, no merge in a launch of its own, and little for the host to do
         if n == 1 and self.has_row_operator:
             rows = self._decoder(device, query.dtype)
             return rows(*(x.transpose(1, 2) for x in (query, key, value)), self.sinks, valid)
@@ -330,10 +353,12 @@ class TritonPagedImpl(PagedAttentionImpl):
             keys = [x.flatten(0, 1) for x in (key, value)]
             starts, outside = (numbers(batch + 1, 0, n, *here), None) if valid is None else valid.sequences(n)
         else:
+            # Requests become entries of a cache of one run: `begins` are the rows of their first keys.
             *keys, stride = _in_row(key, value)
             starts, begins = numbers(batch + 1, 0, n, *here), numbers(batch, 0, stride, *here)
             lens = numbers(batch, m, 0, *here) if valid is None else valid.number
             table = (begins if valid is None else begins + valid.first)[:, None]
+            # Only the number of keys is known here, up to a multiple of 64 so that a chat's next token asks no new question.
             if not self._fixed_split() and device.type == "cuda":
                 whole = are_all_whole(batch, -(-m // 64) * 64, self.num_kv_heads, multiprocessors(device))
         output = query.new_empty(batch * n, heads, size)
@@ -364,6 +389,7 @@ class TritonPagedImpl(PagedAttentionImpl):
     @property
     def has_row_operator(self) -> bool:  # type: ignore[override]
         """Not fixed by the constructor: the layer says afterwards whether its results depend on the batch."""
+        # its splits follow the batch, and it has neither biases nor patterns
         return not (self._fixed_split() or self.alibi_slopes is not None or self._sparse() or self.mask.chunk_size)
 
     def row_launcher(self, device: torch.device, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
@@ -373,6 +399,7 @@ class TritonPagedImpl(PagedAttentionImpl):
         from attn.torch.kernels.dense_decode import decoder
 
         self._move_to(device)
+        # keys left of the row, and its own
         window = None if self.window[0] is None else self.window[0] + 1
         shape = self.num_heads, self.num_kv_heads, self.head_size
         return decoder(device, dtype, shape, self.signed_scale, self.logits_soft_cap or 0.0, window)
@@ -402,6 +429,7 @@ def _in_row(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch
 
     Copies them if that is no whole number, or another one for values.
     """
+    # The copies of the first turn have strides that pass in the second.
     for _ in range(2):
         strides = [divmod(x.stride(0), x.stride(1)) for x in (key, value)]
         if key.shape[0] == 1 or (strides[0] == strides[1] and strides[0][1] == 0):

@@ -27,6 +27,7 @@ def fill(
     empty = log.isinf()
     log = torch.where(empty, -torch.inf, log)
     if sinks is not None:
+        # before empty rows are cleared, for which the factor is NaN if the sink is -inf too
         out = out * torch.sigmoid(log - sinks[:, None]).T[..., None]
     output[: len(out)] = torch.where(empty.T[..., None], 0, out)
     if lse is not None:
@@ -62,6 +63,7 @@ def page_list(block_table: torch.Tensor, lens: Any, block_size: int, first: int 
     indptr = np.concatenate([[0], np.cumsum(pages)])
     row = np.repeat(np.arange(first, first + len(pages)), pages)
     column = np.arange(indptr[-1]) - np.repeat(indptr[:-1], pages)
+    # one index into the flat table for each page: a gather, instead of a loop over requests
     at = torch.from_numpy(row * block_table.shape[1] + column).to(block_table.device)
     return int32(indptr), block_table.reshape(-1)[at]
 
@@ -79,6 +81,7 @@ def token_slots(block_table: torch.Tensor, block_size: int, requests: Any, begin
     block_table: [.., B] on the device; requests, begin, end: [n] on the host, begin <= end.
     """
     counts = end - begin
+    # each token's position in its request
     token = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts - begin, counts)
     at = np.repeat(requests, counts) * block_table.shape[1] + token // block_size
     device = block_table.device
@@ -88,6 +91,7 @@ def token_slots(block_table: torch.Tensor, block_size: int, requests: Any, begin
 
 def decodes_first(starts: Any) -> int:
     """Return the number of requests at the start of a batch with one query each; starts: [R + 1] on the host."""
+    # a request without rows ends the decodes too, since rows and requests then no longer agree
     longer = np.flatnonzero(np.diff(starts) != 1)
     return int(longer[0]) if len(longer) else len(starts) - 1
 

@@ -66,5 +66,6 @@ class BlocksparseFlashAttentionImpl(_triton.TritonPagedImpl, backend=Blocksparse
 
     def _sparse(self) -> list[int]:
         p = self.params
+        # As Phi-3-small's own kernel has it: columns are spread over all heads of the layer, at least one apart.
         shift = 0 if p.homo_head else max(1, p.vert_stride // (p.total_heads or self.num_heads))
         return [p.block_size, p.local_blocks, p.vert_stride, shift, p.head_offset]

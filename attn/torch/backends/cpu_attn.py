@@ -62,6 +62,7 @@ class CPUAttentionImpl(RaggedAttentionImpl, backend=CPUAttentionBackend):
         return _Store(keys, 0).take(runs, num_kv_heads)[0], _Store(values, 1).take(runs, num_kv_heads)[0]
 
     def _attend_one(self, work: Work, rules: RequestParams) -> None:
+        # torch's kernel returns no log-sum-exp of -inf
         work = rules.drop_empty_rows(work)
         if work.query.shape[0] and not (rules.plain() and _prefill(work, rules)):
             _ragged.attend(work, rules)
@@ -87,14 +88,17 @@ class _Store:
     def __init__(self, pages: torch.Tensor, index: int) -> None:
         """pages: [N, K, P, D], with `_in_runs(pages)`. index: of the thread's buffers, 0 or 1."""
         self.dtype, self.head_size, self.index = pages.dtype, pages.shape[3], index
+        # a row is the page of one head, which `index_select` copies as one run
         self.table = pages.view(-1, pages.shape[2] * pages.shape[3])
         if self.dtype.itemsize == 1:
+            # codes of fp8, which it does not copy in every release
             self.table = self.table.view(torch.uint8)
         self.shape = (-1, -1)
 
     def take(self, runs: torch.Tensor, heads: int) -> torch.Tensor:
         """Gather runs [heads * B], head by head, to [1, heads, B * P, D]; the next call overwrites the result."""
         shape = (runs.shape[0], heads)
+        # requests of one length have one view, made once
         if shape != self.shape:
             self.shape = shape
             self.buffer = _buffer(self.index, (runs.shape[0], self.table.shape[1]), self.table.dtype)
@@ -112,6 +116,7 @@ def _buffer(index: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Ten
     buffer = kept[index]
     if buffer is None or buffer.numel() < length:
         with torch.inference_mode(False):  # an inference tensor could not be written outside inference mode
+            # the device is named, because `torch.set_default_device` may say another
             buffer = torch.empty(length, dtype=torch.uint8, device="cpu")
         if length <= _KEEP:
             kept[index] = buffer
@@ -125,6 +130,7 @@ def _decode(call: PagedCall, rules: RequestParams, one_by_one: bool) -> list[int
     computes the end of an array in another way than the rest, so a request's bits would depend on its index in the batch.
     """
     starts, lengths = (lens.tolist() for lens in call.meta.host_lens())
+    # a request without keys is left to the definition
     decodes = [r for r, total in enumerate(lengths) if total > 0 and starts[r + 1] - starts[r] == 1]
     others = set(range(len(lengths))).difference(decodes)
     if decodes:
@@ -145,6 +151,7 @@ def _decode_batch(
     _, num_kv_heads, block_size, head_size = kv_cache[0].shape
     element = _compute_dtype(query, kv_cache)
     rows = torch.tensor([starts[r] for r in decodes])
+    # the heads of a group become rows of one product: their keys are read once
     queries = query.index_select(0, rows).to(element).view(len(decodes), num_kv_heads, -1, head_size)
     keys, values = _Store(kv_cache[0], 0), _Store(kv_cache[1], 1)
     threads = torch.get_num_threads()
@@ -156,6 +163,7 @@ def _decode_batch(
         blocks = last - first
         tokens = slice(low - first * block_size, total - first * block_size)
         pages = runs[r, :, first:last].flatten()
+        # 2: keys and values; each thread attends some heads, whose keys are then in its core's cache
         step = threads * max(1, _HOT // (2 * blocks * block_size * head_size * kv_cache.itemsize))
         for head in range(0, num_kv_heads, step):
             heads = min(step, num_kv_heads - head)
@@ -171,6 +179,7 @@ def _decode_batch(
     if not _cpu_kernel.all_exact(log):
         exact = _cpu_kernel.exact(log).all(1).tolist()
         inexact = [r for r, known in zip(decodes, exact, strict=True) if not known]
+    # also rows that are not exact: the caller attends their requests again
     call.output.index_copy_(0, rows, _ragged.weigh(rules, result, log.T).to(call.output.dtype))
     if call.lse is not None:
         call.lse.index_copy_(1, rows, log.T.to(call.lse.dtype))
@@ -204,6 +213,7 @@ def _rows(work: Work, rules: RequestParams, mask: torch.Tensor | None) -> bool:
     n, num_heads, _ = work.query.shape
     num_kv_heads = work.key.shape[0]
     square = mask is None and not rules.see_all(work)
+    # a square's mask is the kernel's own, of rows of one head
     folded = n <= _FEW and not square
     if folded:
         query = _ragged.fold(work.query, num_kv_heads)

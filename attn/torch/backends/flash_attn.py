@@ -100,10 +100,13 @@ class FlashAttentionImpl(PagedAttentionImpl, backend=FlashAttentionBackend):
         if rows == 0:
             return torch.empty_like(query) if output is None else output
         unpadded = query if rows == query.shape[0] else query[:rows]
+        # derived from the batch once for all layers of this shape
         if "attend" not in held:
             held["attend"] = self._bind(call, unpadded, key, value, is_paged)
         slopes = {} if self.alibi_slopes is None else {"alibi_slopes": self.alibi_slopes}
+        # slopes are a layer's own, and passed with each call
         out, log = held["attend"](unpadded, key, value, **slopes)
+        # nothing left to correct: the provider's output is the result
         is_complete = self.sinks is None and call.lse is None and not self._may_lack_keys(call)
         if is_complete and output is None and unpadded is query and out.is_contiguous():
             return out  # type: ignore[no-any-return]
@@ -121,7 +124,9 @@ class FlashAttentionImpl(PagedAttentionImpl, backend=FlashAttentionBackend):
         meta, (layer, batch) = call.meta, call.mask
         assert isinstance(meta, FlashAttentionMetadata) and meta.key_starts is not None
         longest = meta.max_seq_len if is_paged else meta.max_query_len
+        # Only batches with masks need FlashAttention 4: others keep the provider that serves them best.
         asked = frozenset[str]() if batch.is_plain else batch_features(batch)
+        # a chunk as long as the longest request hides nothing
         window_is_all = not asked and (layer.chunk_size is None or layer.chunk_size >= longest)
         provided = VarlenCall(
             query=query,
@@ -145,6 +150,7 @@ class FlashAttentionImpl(PagedAttentionImpl, backend=FlashAttentionBackend):
             features = request.features | asked
             request = replace(request, dtype=dtype_name(call.query.dtype), block_size=block_size, features=features)
             provider = self._provider(request, arch_of(call.query.device))
+            # with its module: a look-up in `sys.modules` is left out of each call
             self._chosen[chosen_by] = provider, provider.load()
         provider, module = self._chosen[chosen_by]
         return provider.bind(module, provided)

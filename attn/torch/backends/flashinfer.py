@@ -68,6 +68,7 @@ class FlashInferMetadata(trtllm.UnplannedMetadata):
     def plan(self, group: Group) -> None:
         """Plan this batch in the group's wrapper in `plans`."""
         assert self.block_size is not None
+        # Plans are made on the host from lengths there; without the caller's mirrors this waits for the device, once a batch.
         starts, lens = self._host_lens(group)
         wrapper = self.plans[group]
         rules = {
@@ -82,6 +83,7 @@ class FlashInferMetadata(trtllm.UnplannedMetadata):
             plan(wrapper, self.seq_lens.device, int32(starts), int32(starts), *heads, causal=group.causal, **rules)
             return
         pages = page_list(self.block_table, lens, self.block_size, group.first)
+        # tokens in each request's last page: 1 to P, not 0 to P - 1
         last = int32(np.where(lens > 0, (lens - 1) % self.block_size + 1, 0))
         paged = (*pages, last, *heads, self.block_size)
         if group.wrapper == "decode":
@@ -109,9 +111,11 @@ class FlashInferMetadata(trtllm.UnplannedMetadata):
                 use_cuda_graph=True,
                 use_tensor_cores=dense,
                 paged_kv_indptr_buffer=buffer(self.num_reqs + 1),
+                # as many page ids as any replay may have: the widest table, all of it
                 paged_kv_indices_buffer=buffer(self.block_table.numel()),
                 paged_kv_last_page_len_buffer=buffer(self.num_reqs),
             )
+        # by the mean number of rows of a request: see FEW_ROWS
         few = group.wrapper == "prefill" and self._host_lens(group)[0][-1] < FEW_ROWS * (group.last - group.first)
         kernels = "fa2" if few and not group.lse else "auto"
         # a paged wrapper's first plan chooses its kernels (FA2 or FA3) from the dtypes, and later plans keep them
@@ -134,6 +138,7 @@ class FlashInferMetadataBuilder(PagedAttentionMetadataBuilder):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # Strong: a graph reads the buffers of these wrappers for as long as it may be replayed.
         self._graphs: dict[int, FlashInferMetadata] = {}
 
     def extend(self, metadata: FlashInferMetadata, batch: CommonAttentionMetadata, fast_build: bool) -> None:
@@ -144,6 +149,7 @@ class FlashInferMetadataBuilder(PagedAttentionMetadataBuilder):
         """
         metadata.num_decodes = decodes_first(metadata.host_lens()[0])
         graph = self._graphs.get(metadata.num_reqs)
+        # only a batch of decodes alone can be replayed
         if graph is not None and metadata.num_decodes == metadata.num_reqs:
             self._check_room(metadata, graph.block_table.numel())
             metadata.plans, metadata.captured = graph.plans, True
@@ -218,10 +224,12 @@ class FlashInferImpl(PagedAttentionImpl, backend=FlashInferBackend):
         scales = {}
         if self._quantised:
             scales = {"k_scale": call.layer._k_scale_float, "v_scale": call.layer._v_scale_float}
+        # sinks are applied from the log-sum-exp, after the kernel
         held, logs = {} if call.held is None else call.held, call.lse is not None or self.sinks is not None
         if "parts" not in held:
             held["parts"] = self._parts_of(call, logs)
         for group, part, unplanned in held["parts"]:
+            # which depends on lengths: a request without rows or keys takes the wrappers
             if unplanned and trtllm.fits(meta, group, logs):
                 state = trtllm.run(unplanned, group, meta, call.query[part].contiguous(), keys, logs, **scales)
                 self._fill(call, part, *state)
@@ -256,6 +264,7 @@ class FlashInferImpl(PagedAttentionImpl, backend=FlashInferBackend):
             last,
             *(self.num_heads, self.num_kv_heads, self.head_size),
             causal=call.causal,
+            # -1 is no bound
             window_left=-1 if call.window[0] is None else call.window[0],
             soft_cap=self.logits_soft_cap or 0.0,
             scale=self.scale,
@@ -266,9 +275,11 @@ class FlashInferImpl(PagedAttentionImpl, backend=FlashInferBackend):
 
     def _planned(self, call: PagedCall, group: Group, part: slice, keys: tuple[Any, ...], scales: dict[str, float]) -> None:
         """Compute one part of the batch by its planned wrapper, in the output itself where nothing is left to do."""
+        # the log-sum-exp says which rows saw no key, of which the kernel's output is undefined
         with_log = call.lse is not None or self.sinks is not None or self._may_lack_keys(call)
         assert isinstance(call.meta, FlashInferMetadata)
         run, query, output = call.meta.planned(group).run, call.query, call.output
+        # one part without padding: the tensors themselves, without a view each
         if part.stop - part.start < query.shape[0]:
             query, output = query[part], output[part]
         if with_log:

@@ -52,6 +52,7 @@ class FlexAttentionMetadata(PagedAttentionMetadata):
             table, lens = self.block_table, self.seq_lens
             if page == 0:  # a request's keys are laid out like its rows
                 lens = self.query_start_loc[1:] - self.query_start_loc[:-1]
+                # exclusive sum: lens // -block is minus the blocks of the request itself
                 first = (-(-lens // block)).cumsum(0) + lens // -block
                 columns = max(1, -(-self.max_query_len // block))
                 table = first[:, None] + torch.arange(columns, device=lens.device)
@@ -78,8 +79,10 @@ class FlexAttentionMetadataBuilder(PagedAttentionMetadataBuilder):
         if left is None or batch.mask.has_ranges:
             begin = np.zeros_like(lens)
         else:
+            # pages in front of the first row's window may have been given to another request
             begin = np.maximum(lens - query_lens - left, 0) // page
         live = (index >= begin[:, None]) & (index < -(-lens // page)[:, None])
+        # negative numbers, all different, in place of entries that are not live: only live ones can be equal neighbours
         ordered = np.sort(np.where(live, table, -1 - index), 1)
         twice = np.argwhere((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0))
         if len(twice):
@@ -108,6 +111,7 @@ class FlexAttentionBackend(PagedAttentionBackend):
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
         why = super().why_not(request, device)
         if device is not None and device.platform == "cpu":
+            # the compilers that Inductor looks for
             if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
                 why.append("no C++ compiler is installed (g++, or the one set by CXX)")
         elif device is not None and not installed("triton"):
@@ -137,6 +141,7 @@ class FlexAttentionImpl(PagedAttentionImpl, backend=FlexAttentionBackend):
         if ragged:
             blocks = _flex.extent(tokens, meta.num_reqs, block)
             plan = meta.planned(blocks, 0, block, masks)
+            # keys laid out like the rows become a cache with a page for each block
             key, value = (x[plan.source].unflatten(0, (blocks, block)) for x in (key, value))
         else:
             plan = meta.planned(key.shape[0], key.shape[1], block, masks)
@@ -151,6 +156,7 @@ class FlexAttentionImpl(PagedAttentionImpl, backend=FlexAttentionBackend):
         flash = flash and not (masks.ranges or masks.mixed or masks.layer.chunk_size)  # not compared with the oracle there
         shape = ProgramShape(query.dtype, self.num_heads, self.num_kv_heads, self.head_size, query.device.type, flash)
         slopes = query.new_zeros(self.num_heads, dtype=torch.float32) if self.alibi_slopes is None else self.alibi_slopes
+        # each request begins a block; padding is a copy of the first row
         laid = query[plan.source].unflatten(0, (-1, block))
         scores = self.num_heads * block * key.shape[0] * key.shape[1]
         step = max(1, _SCORES_AT_ONCE // scores) if uncompiled else len(laid)
@@ -158,6 +164,7 @@ class FlexAttentionImpl(PagedAttentionImpl, backend=FlexAttentionBackend):
             parts = []
             for chunk, rows, lists in plan.split(step):
                 queries = laid[chunk]
+                # one program for any number of blocks, pages and requests
                 _flex.vary(0, queries, rows, *lists, key, value, plan.places)
                 _flex.vary(1, lists[1], lists[3])
                 parts.append(_run(rules, shape, uncompiled, (queries, key, value, rows, lists, plan.places, slopes)))
@@ -165,6 +172,7 @@ class FlexAttentionImpl(PagedAttentionImpl, backend=FlexAttentionBackend):
             out = torch.cat([part[0] for part in parts], 2)
             log = torch.cat([part[1].lse for part in parts], 2)[0][:, plan.back]
         else:
+            # 0 stands for a log-sum-exp that is not asked for; -inf clears rows that see no key
             out, log = parts[0], torch.where(plan.unseeing, -torch.inf, 0.0).expand(self.num_heads, -1)
         fill(out[0].transpose(0, 1)[plan.back], log, self.sinks, call.output, call.lse)
 

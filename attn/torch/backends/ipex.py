@@ -79,11 +79,13 @@ class IpexAttentionImpl(PagedAttentionImpl, backend=IpexAttentionBackend):
         starts, lens = meta.host_lens()
         counts = np.diff(starts)
         request = np.repeat(np.arange(len(lens)), counts)  # of each row
+        # keys that each row sees, from the last row of a request backwards
         ends = lens[request] - (starts[request + 1] - 1 - np.arange(len(request))) if causal else lens[request]
         query, output = call.query[: len(request)].contiguous(), call.output[: len(request)]
         keys, values, table = kv_cache[0].contiguous(), kv_cache[1].contiguous(), meta.block_table
         begin = np.clip(lens - counts - (left or 0), 0, lens)  # the first key that some row may not see
         if causal and (left == 0 or _any_nonfinite(values, table, counts, begin, lens)):
+            # each row a request that ends at its own last key: nothing is left to mask
             counts, lens, table = np.ones_like(request), np.maximum(ends, 0), table[torch.from_numpy(request)]
             starts, begin = np.arange(len(request) + 1), np.clip(ends - 1 - (left or 0), 0, None)
         if left is not None:
@@ -91,6 +93,7 @@ class IpexAttentionImpl(PagedAttentionImpl, backend=IpexAttentionBackend):
             lens = lens - begin
         cap = None if left == 0 else self.logits_soft_cap  # a single key has weight 1, whatever its score
         first = decodes_first(starts) if cap is None else 0
+        # 0: no decodes, or none with a key
         if longest := int(lens[:first].max(initial=0)):
             heads = torch.arange(self.num_kv_heads, dtype=torch.int32).repeat_interleave(self.num_heads // self.num_kv_heads)
             _llm().modules.PagedAttention.single_query_cached_kv_attention(
@@ -105,6 +108,7 @@ class IpexAttentionImpl(PagedAttentionImpl, backend=IpexAttentionBackend):
                 block_size=keys.shape[2],
                 max_context_len=longest,
                 alibi_slopes=None,
+                # as long as the longest context, so that it hides nothing; the module's text says why there is one
                 window_size=longest,
             )
         rows = int(starts[first])
@@ -126,6 +130,7 @@ class IpexAttentionImpl(PagedAttentionImpl, backend=IpexAttentionBackend):
                 window_size_left=-1 if left is None else left,
                 softcap=-1.0 if cap is None else cap,
             )
+        # rows that see no key are 0, whatever a kernel wrote
         if (ends <= 0).any():
             output[torch.from_numpy(ends <= 0)] = 0
 
@@ -178,9 +183,11 @@ def _copied(
     pages = -(-count // page)
     row = np.cumsum(pages) - pages  # the first page of each request
     at = np.arange(count.sum()) + np.repeat(row * page - (np.cumsum(count) - count), count)
+    # the padding of a last page copies token 0 of the cache, behind the request's length
     slots = torch.zeros(int(pages.sum()) * page, dtype=torch.int64)
     slots[torch.from_numpy(at)] = token_slots(table, page, np.arange(len(count)), begin, end).long()
     slots = slots.view(-1, 1, page)
+    # rows of D elements in the order of the new pages: [pages, K, P]
     runs = ((slots // page * heads + torch.arange(heads)[:, None]) * page + slots % page).flatten()
     copies = [part.reshape(-1, size).index_select(0, runs).view(-1, heads, page, size) for part in (keys, values)]
     columns = np.arange(max(1, int(pages.max(initial=0))))

@@ -63,6 +63,7 @@ class PairedBackend(PagedAttentionBackend):
             for member, phase in zip(cls.members, _PHASES, strict=True)
             for reason in member.why_not(request, device)
         ]
+        # compared by views of an example, because layouts are functions of each backend
         one, other = (_layout(member, request) for member in cls.members)
         if one != other:
             names = " and ".join(member.get_name() for member in cls.members)
@@ -87,6 +88,7 @@ class PairedBackend(PagedAttentionBackend):
 
 def _layout(backend: type[Any], request: Request) -> tuple[Any, ...]:
     """Return the layout of a cache of 7 blocks: its shape, its order in memory, and the views of keys and values."""
+    # numbers that differ, so that another order of dimensions has another shape
     extent = (7, request.block_size or 16, request.num_kv_heads or 3, request.head_size, request.kv_cache_dtype)
     cache = torch.empty(backend.get_kv_cache_shape(*extent), device="meta")
     views = tuple((x.shape, x.stride(), x.storage_offset()) for x in backend.logical_kv_cache(cache))
@@ -109,12 +111,14 @@ class PairedMetadataBuilder(AttentionMetadataBuilder[Any]):
         `CommonAttentionMetadata.validate`)."""
         batch = common_attn_metadata
         whole: PagedAttentionMetadata = self._builders[0].build(common_prefix_len, batch, fast_build)
+        # Without parts the decodes' backend serves the batch whole.
         ends, parts = (0, decodes_of(batch), batch.num_reqs), list[MemberBatch]()
         if ends[1] == batch.num_reqs:
             return whole
         for member, (first, last) in enumerate(((0, ends[1]), (ends[1], batch.num_reqs))):
             if first < last:
                 meta = self._builders[member].part(whole, batch, first, last, fast_build)
+                # rows follow one another as requests do
                 start = 0 if first == 0 else parts[-1].rows.stop
                 parts.append(MemberBatch(member, slice(start, start + meta.num_actual_tokens), meta))
         whole.parts = tuple(parts)
@@ -137,6 +141,8 @@ def decodes_of(batch: CommonAttentionMetadata) -> int:
         return batch.num_reqs
     prompts = np.flatnonzero(lens > FEW_ROWS)
     first = int(prompts[0]) if len(prompts) else batch.num_reqs
+    # A batch is divided at one place, so that both parts are slices of it. In one of no order, most of what follows the first
+    # prompt may be decodes, which the other backend would serve.
     return first if 2 * len(prompts) > np.count_nonzero(lens[first:]) else batch.num_reqs
 
 
@@ -150,6 +156,7 @@ class PairedImpl(PagedAttentionImpl):
     def _member(self, index: int) -> Any:
         member = self._members[index]
         for name in _SHARED:
+            # at each call: a layer may set them later, as it does with sinks of another dtype
             setattr(member, name, getattr(self, name))
         return member
 
@@ -162,9 +169,11 @@ class PairedImpl(PagedAttentionImpl):
         return self._member(0).do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 
     def _constants(self) -> tuple[Any, ...]:
+        # calls of a pair and of its first backend alone differ, though layers of both may share a batch
         return type(self), *self._member(0)._constants()
 
     def _kind_of_batch(self, attn_metadata: PagedAttentionMetadata, kv_cache: Any) -> Any:
+        # None: the parts' own lengths decide what is launched, of which later batches' records know nothing
         return None if attn_metadata.parts else self._member(0)._kind_of_batch(attn_metadata, kv_cache)
 
     def _stages(self, call: PagedCall) -> Any:
@@ -185,6 +194,7 @@ class PairedImpl(PagedAttentionImpl):
             part = call._replace(
                 query=aligned(call.query[rows]),
                 meta=meta,
+                # the mask of the part's rows, whose arrays are slices of the batch's
                 mask=self.visible(meta),
                 output=call.output[rows],
                 lse=None if call.lse is None else call.lse[:, rows],
@@ -212,6 +222,7 @@ def pair_of(decodes: type[Any], prompts: type[Any]) -> type[PairedBackend]:
     facts: dict[str, Any] = {**here, "name": PAIR.join(names), "members": members}
     if not all(issubclass(member, PagedAttentionBackend) and member.capabilities for member in members):
         return type(here["__qualname__"], (PairedBackend,), {**facts, "impl_cls": PairedImpl})  # it refuses every request
+    # both read the cache, so the lesser limit holds
     spans = [span for member in members if (span := member.max_cache_span) is not None]
     facts |= {
         "metadata_cls": decodes.get_metadata_cls(),
@@ -231,6 +242,7 @@ def pair_of(decodes: type[Any], prompts: type[Any]) -> type[PairedBackend]:
     backend = type(here["__qualname__"], (PairedBackend,), facts)
     impls = [member.get_impl_cls() for member in members]
     kept = {name: getattr(impls[0], name) for name in ("traceable", "attends_keys", "attends_valid_keys")}
+    # a log-sum-exp has rows of both parts
     kept["can_return_lse_for_decode"] = all(impl.can_return_lse_for_decode for impl in impls)
     type("impl_cls", (PairedImpl,), nested["impl_cls"] | kept, backend=backend)
     return backend

@@ -45,6 +45,7 @@ class AiterFlashAttentionImpl(PagedAttentionImpl, backend=AiterFlashAttentionBac
         states = count * self.num_heads * num_splits
         size = states * self.head_size * query.element_size() + 2 * states * 4  # as `paged_attention_v1` counts it
         out = torch.empty_like(query)
+        # scales of a cache that is not quantised
         one = torch.ones(1, dtype=torch.float32, device=query.device)
         lens = meta.seq_lens[:count]
         aiter.paged_attention_v1(
@@ -67,6 +68,7 @@ class AiterFlashAttentionImpl(PagedAttentionImpl, backend=AiterFlashAttentionBac
             fp8_out_scale=None,
             partition_size=_PARTITION,
         )
+        # rows that see no key are 0, whatever the kernel wrote
         call.output[:count] = torch.where((lens > 0)[:, None, None], out, 0)
 
     def _prefill(self, call: PagedCall, first: int) -> None:
@@ -77,6 +79,7 @@ class AiterFlashAttentionImpl(PagedAttentionImpl, backend=AiterFlashAttentionBac
         assert meta.block_size is not None
         starts, lens = meta.host_lens()
         bounds, slots = token_list(meta.block_table, lens[first:], meta.block_size, first)
+        # this function reads no pages
         keys, values = (part.flatten(0, 1).index_select(0, slots) for part in self.backend.logical_kv_cache(call.kv_cache))
         queries = meta.query_start_loc[first:] - meta.query_start_loc[first]
         out, log = aiter.flash_attn_varlen_func(

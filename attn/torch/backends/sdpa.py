@@ -47,6 +47,7 @@ def _sdpa(work: Work, rules: RequestParams) -> None:
     bfloat16 on a CPU). Masks are explicit except for square scores, because `is_causal` aligns its mask top left.
     """
     dtype, group = work.key.dtype, work.query.shape[1] // work.key.shape[0]
+    # as many rows as keys: a square, which torch masks without an array
     if rules.is_causal() and work.position == work.first_key and work.query.shape[0] > 1:
         query, wide = work.query.transpose(0, 1).to(dtype), [x.repeat_interleave(group, 0) for x in (work.key, work.value)]
         result = F.scaled_dot_product_attention(query[None], wide[0][None], wide[1][None], is_causal=True, scale=rules.scale)

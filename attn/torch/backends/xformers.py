@@ -77,16 +77,20 @@ class XFormersMetadata(PagedAttentionMetadata):
         starts, lens = self.host_lens()
         counts = np.diff(starts)
         lens = counts if rule.ragged else lens
+        # Rows before the first key lead, so the last `lens` rows of a request are those that see one.
         counts = np.minimum(counts, lens) if rule.causal else np.where(lens > 0, counts, 0)
         alone = counts == 1 if rule.paged and rule.causal and rule.left is None else np.zeros(len(counts), bool)
         device = self.seq_lens.device
+        # Two calls at most: split-K over pages for single rows, gathered keys for all others.
         for paged, chosen in ((True, alone), (False, (counts > 0) & ~alone)):
             requests = np.flatnonzero(chosen)
             if not len(requests):
                 continue
             n, end = counts[requests], lens[requests]
+            # the last rows of each request
             rows = np.concatenate([np.arange(stop - c, stop) for stop, c in zip(starts[requests + 1], n, strict=True)])
             whole = rows[-1] - rows[0] + 1 == len(rows)
+            # a slice where rows are neighbours: views instead of copies
             at = slice(int(rows[0]), int(rows[-1]) + 1) if whole else torch.from_numpy(rows).to(device)
             if paged:
                 bias_cls = fmha.attn_bias.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
@@ -94,9 +98,11 @@ class XFormersMetadata(PagedAttentionMetadata):
                 mask = bias_cls.from_seqlens(n.tolist(), end.tolist(), table, self.block_size, device=device)
                 yield OperatorCall(at, n.tolist(), None, mask, fmha.triton_splitk.FwOp)
                 continue
+            # the first key that the first row sees
             begin = np.zeros_like(end) if rule.left is None else np.maximum(end - n - rule.left, 0)
             mask = fmha.attn_bias.BlockDiagonalMask.from_seqlens(n.tolist(), (end - begin).tolist(), device=device)
             if rule.left is not None:
+                # its window counts the row's own key
                 mask = mask.make_local_attention_from_bottomright(rule.left + 1)
             elif rule.causal:
                 mask = mask.make_causal_from_bottomright()
@@ -130,6 +136,7 @@ class XFormersAttentionBackend(PagedAttentionBackend):
         causal = request.attn_type == AttentionType.DECODER and Feature.NON_CAUSAL not in request.features
         if Feature.SLIDING_WINDOW in request.features and not causal:
             why.append(f"{Feature.SLIDING_WINDOW.value} without causality not supported")
+        # no bfloat16 on tensor cores before Ampere
         if device is not None and request.dtype == "bfloat16" and arch_matches(device.arch, "sm_7?"):
             why.append(f"dtype=bfloat16 on {device.arch} (supports sm_80+)")
         return why or list(_lacking(device is not None and device.platform == "cuda"))
@@ -153,11 +160,13 @@ class XFormersImpl(PagedAttentionImpl, backend=XFormersAttentionBackend):
         assert isinstance(meta, XFormersMetadata)
         rows, groups = meta.num_actual_tokens, (self.num_kv_heads, self.num_heads // self.num_kv_heads)
         out = torch.empty_like(query[:rows])
+        # rows of no part see no key
         log = torch.full((self.num_heads, rows), -torch.inf, dtype=torch.float32, device=query.device)
         for part in meta.planned(rule):
             gathered = [x if part.slots is None else x.index_select(0, part.slots) for x in (keys, values)]
             # [1, tokens, K, heads per group, D] with a stride of 0 over the heads of a group
             wide = [x[None, :, :, None].expand(-1, -1, -1, groups[1], -1) for x in gathered]
+            # the entry that returns the log-sum-exp; no gradient is computed
             result, state = _fmha().memory_efficient_attention_forward_requires_grad(
                 query[part.rows].unflatten(1, groups)[None], *wide, attn_bias=part.mask, scale=self.scale, op=part.op
             )
@@ -199,5 +208,6 @@ def _installed_lacks(on_gpu: bool) -> tuple[str, ...]:
     package = " ".join(filter(None, ("xformers", version_of("xformers"))))
     why = lacking(package, _fmha(), _NEEDS)
     # without its extension xformers rejects every operator on a GPU, including those from torch and Triton
+    # set when xformers was imported above, which goes on without its extension
     broken = getattr(sys.modules.get("xformers._cpp_lib"), "_cpp_library_load_exception", None)
     return (*why, f"{package} did not load its extension: {broken.__cause__ or broken}") if on_gpu and broken else why
