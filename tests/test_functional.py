@@ -386,6 +386,14 @@ def test_heads_that_do_not_divide_name_the_other_layout():
         attn.attention(np.ones((1, 5, 3, 4)), np.ones((1, 7, 2, 4)), np.ones((1, 7, 2, 4)))
 
 
+@pytest.mark.parametrize("side", [2**31 - 1, 2**40])
+def test_a_window_beyond_every_key_hides_none(side):
+    """Under jax positions are int32, to which a window's bounds are added."""
+    q, k, v = (jnp.asarray(np.random.default_rng(n).standard_normal((9, 2, 8)), jnp.float32) for n in range(3))
+    window = {"window": (side, side), "causal": False}
+    np.testing.assert_array_equal(attn.attention(q, k, v, **window), attn.attention(q, k, v, causal=False))
+
+
 def test_a_window_is_called_by_its_name():
     x = np.ones((1, 2, 2, 4))
     told = {

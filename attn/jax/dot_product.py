@@ -18,6 +18,7 @@ from attn.capabilities import Feature
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.diffusion.selector import make_diffusion_request, select_diffusion
 from attn.errors import DTypeError, ShapeError, UnsupportedError
+from attn.jax.arrays import within_int32
 from attn.kernels.paged_launch import LayerParams
 from attn.visibility import LayerMask, Visibility, Window
 
@@ -69,7 +70,7 @@ def dot_product_attention(
     _check(query, key, value, mask)
     scored = _of_scores("bias", bias, query, key), _of_scores("mask", mask, query, key)
     lens = [_lengths(name, x, query) for name, x in zip(_LENGTHS, (query_seq_lengths, key_value_seq_lengths), strict=True)]
-    visible = LayerMask(is_causal, _window(local_window_size))
+    visible = within_int32(LayerMask(is_causal, _window(local_window_size)))
     batched = query.ndim == 4
     if not batched:
         query, key, value = query[None], key[None], value[None]
@@ -116,11 +117,11 @@ class _DenseCall(NamedTuple):
         if bias is not None:
             visible = bias != -jnp.inf
             mask, bias = visible if mask is None else mask & visible, jnp.where(visible, bias, 0)
-        if not self.visible.causal or self.key.shape[1] <= rows:
-            return self._replace(bias=bias, mask=mask)
-        bias, mask = (x if x is None or x.shape[-1] == 1 else x[..., :rows] for x in (bias, mask))
-        lens = None if self.key_lens is None else jnp.minimum(self.key_lens, rows)  # as many of the kept keys
-        return self._replace(key=self.key[:, :rows], value=self.value[:, :rows], bias=bias, mask=mask, key_lens=lens)
+        kept = min(rows, self.key.shape[1]) if self.visible.causal else self.key.shape[1]
+        # jax.nn takes lengths beyond the keys, but kernels of this package would read what is behind them.
+        lens = None if self.key_lens is None else jnp.minimum(self.key_lens, kept)
+        bias, mask = (x if x is None or x.shape[-1] == 1 else x[..., :kept] for x in (bias, mask))
+        return self._replace(key=self.key[:, :kept], value=self.value[:, :kept], bias=bias, mask=mask, key_lens=lens)
 
     @property
     def needs_mask(self) -> bool:
@@ -171,6 +172,10 @@ def _pallas(call: _DenseCall) -> tuple[jax.Array, jax.Array]:
     from attn.jax.kernels.tpu.flash_attention import Extras, FlashParams, flash_attention
 
     rules, extras = FlashParams(call.visible, call.scale), Extras(kv_lens=call.key_lens)
+    if call.key_lens is not None and call.visible != LayerMask(causal=False):
+        # The kernel would align the last row with the last of these keys. Segments hide the others and move no row.
+        keys = jnp.arange(call.key.shape[1]) < call.key_lens[:, None]
+        extras = Extras(jnp.ones(call.query.shape[:2], jnp.int32), keys.astype(jnp.int32))
     out, lse = flash_attention(call.query, call.key, call.value, rules, extras, return_lse=True)
     return out, jnp.swapaxes(lse, 1, 2)
 

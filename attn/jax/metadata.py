@@ -64,8 +64,9 @@ class PagedAttentionMetadata(AttentionMetadata):
         Computed on the device from the lengths, so that a jitted step needs no argument for it.
         """
         row, ends = jnp.arange(self.slot_mapping.shape[0], dtype=jnp.int32), self.query_start_loc[1:]
-        request = jnp.minimum(jnp.searchsorted(ends, row, side="right"), len(ends) - 1)
-        return jnp.where(row < ends[-1], row - (ends - self.seq_lens)[request], 0)
+        # rows past the last request have an entry too, also in a batch without requests
+        begins = jnp.append(ends - self.seq_lens, 0)
+        return jnp.where(row < self.num_actual_tokens, row - begins[jnp.searchsorted(ends, row, side="right")], 0)
 
     def of_layer(self, layer: Any, num_blocks: int | None = None) -> "PagedAttentionMetadata":
         """Return this batch for layer number `layer`, which may be traced, of caches concatenated along N in one array.

@@ -1,5 +1,6 @@
 """The operations of jax behind framework-neutral code: `attn.arrays.ops_of("jax")`. Those of formulas can be traced."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attn.jax import kv_cache as caches
+from attn.jax.arrays import within_int32
 from attn.jax.kernels.xla_mla import numbers
 from attn.visibility import LayerMask
 
@@ -37,6 +39,8 @@ class Ops:
         jitted = jax.jit(formula, static_argnums=(0, 1))
 
         def run(xp: Any, rules: Any, *arrays: Any) -> Any:
+            if hasattr(rules, "window"):
+                rules = dataclasses.replace(rules, window=within_int32(LayerMask(window=rules.window)).window)
             return _by_kernel(rules, *arrays) if _kernel_supports(*arrays) else jitted(xp, rules, *arrays)
 
         return run

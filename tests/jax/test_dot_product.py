@@ -85,6 +85,35 @@ def test_a_row_without_keys_is_zero(backend):
     assert np.isfinite(np.asarray(lse[1])).all()
 
 
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"local_window_size": (2, 1)}, {}], ids=str)
+@pytest.mark.parametrize("lens", [[5, 8], [20, 1]])
+def test_lengths_move_no_row(options, lens):
+    """Rows count from the first key whatever the number of keys; a length beyond the keys is all of them."""
+    inputs, lens = arrays(), jnp.array(lens, jnp.int32)
+
+    def run(backend):
+        def loss(q, k, v):
+            of = {"key_value_seq_lengths": lens, "backend": backend, "return_residual": True, **options}
+            out, lse = attn.jax.dot_product_attention(q, k, v, **of)
+            return (out**2).sum(), (out, lse)
+
+        (_, results), grads = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(*inputs)
+        return *results, *grads
+
+    for got, want in zip(run("PALLAS"), run("XLA_ATTN"), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", ["XLA_ATTN", "PALLAS"])
+@pytest.mark.parametrize("side", [2**31 - 1, 2**40])
+def test_a_window_beyond_every_key_hides_none(side, backend):
+    """jax.nn's own sums of positions and bounds overflow."""
+    q, k, v = arrays()
+    want = attn.jax.dot_product_attention(q, k, v, backend=backend)
+    got = attn.jax.dot_product_attention(q, k, v, backend=backend, local_window_size=side)
+    np.testing.assert_array_equal(got, want)
+
+
 def test_export_for_any_batch_and_other_platforms():
     pytest.importorskip("flatbuffers", reason="jax.export needs it and does not depend on it")
     from jax import export

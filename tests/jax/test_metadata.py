@@ -57,7 +57,8 @@ def test_an_empty_batch() -> None:
     batch = CommonAttentionMetadata.from_lens([], [], [], 8)
     got = build(batch)
     assert got.query_start_loc.tolist() == [0, 0] and got.slot_mapping.tolist() == [-1]
-    assert build(batch, bucket=False).seq_lens.shape == (0,)
+    exact = build(batch, bucket=False)
+    assert exact.seq_lens.shape == exact.positions().shape == (0,)
 
 
 @pytest.mark.parametrize("mirrors", [True, False])

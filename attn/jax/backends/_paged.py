@@ -25,6 +25,7 @@ from attn.capabilities import ENCODER_TYPES, Feature
 from attn.dtypes import dtype_name
 from attn.errors import ShapeError, UnsupportedError
 from attn.jax import kv_cache as caches
+from attn.jax.arrays import within_int32
 from attn.jax.backends import _calls
 from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder, check_ids
 
@@ -47,6 +48,11 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
     """Base of paged implementations. A subclass names its backend and implements `_attend`."""
 
     framework = "jax"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Take the arguments of `PagedImpl`."""
+        super().__init__(*args, **kwargs)
+        self.mask = within_int32(self.mask)
 
     @staticmethod
     def _float32(values: Any) -> Any:

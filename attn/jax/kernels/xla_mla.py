@@ -243,6 +243,8 @@ def lightning_indexer(
     request = request_of(query_start_loc, row)
     position = jnp.where(row < query_start_loc[-1], seq_lens[request] - query_start_loc[request + 1] + row, -1)
     columns = block_table.shape[1]
+    if columns == 0:
+        return jnp.full((rows, topk), -1, jnp.int32), jnp.zeros((rows, 0), jnp.float32)
     pages = max(1, min(columns, _SCORED // page))  # of a step
     used = -(-seq_lens // page)[:, None]
     table = jnp.where(jnp.arange(columns) < used, block_table, 0)

@@ -66,6 +66,19 @@ def test_a_donated_cache_keeps_its_memory(step: Step) -> None:
     assert (np.delete(flat, slots, axis=0) == 7).all()
 
 
+@pytest.mark.parametrize("name", ["XLA_ATTN", "PALLAS"])
+def test_a_bound_beyond_every_key_hides_none(name: str) -> None:
+    """Positions are int32, to which a bound of a window is added."""
+    outputs = []
+    for side in (None, 2**31 - 1, 2**40):
+        step = Step(name, sliding_window=(side, side), attn_type="encoder_decoder", chunk_size=None)
+        outputs.append(step(step.q, step.cache)[0][0])
+    step = Step(name, chunk_size=2**40)
+    assert np.isfinite(step(step.q, step.cache)[0][0]).all()
+    for output in outputs[1:]:
+        np.testing.assert_array_equal(output, outputs[0])
+
+
 def test_layers_in_a_scan(step: Step) -> None:
     """Caches stacked and taken apart by the scan, or one after the other in an array that it carries: the same answer."""
 

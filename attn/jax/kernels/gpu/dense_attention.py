@@ -59,10 +59,11 @@ def _batched(layer: LayerParams, return_lse: bool) -> Callable[..., Any]:
         def flat(array: jax.Array, is_batched: bool) -> jax.Array:
             if not is_batched:
                 array = jnp.broadcast_to(array, (size, *array.shape))
-            return array.reshape(-1, *array.shape[2:])
+            return array.reshape(size * array.shape[1], *array.shape[2:])
 
         out = attend(*jax.tree.map(flat, arrays, tuple(batched)))
-        return jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), out), jax.tree.map(lambda _: True, out)
+        # not -1, which an array without elements does not determine
+        return jax.tree.map(lambda x: x.reshape(size, len(x) // size, *x.shape[1:]), out), jax.tree.map(lambda _: True, out)
 
     return attend
 

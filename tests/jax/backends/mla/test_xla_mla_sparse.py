@@ -10,7 +10,7 @@ import pytest
 from attn import reference
 from attn.errors import DTypeError, MetadataError, ShapeError, UnsupportedError
 from attn.jax.backends.mla.xla_mla_sparse import XLAMLASparseBackend
-from attn.jax.kernels import xla_mla
+from attn.jax.kernels import xla, xla_mla
 from attn.testing import Case, check_conformance
 from tests.levels import sampled
 
@@ -143,3 +143,9 @@ def test_a_long_prompt_attends_the_chosen_keys_alone():
         poison="zero",
     )
     check_conformance(XLAMLASparseBackend, case)
+
+
+def test_the_indexer_without_pages() -> None:
+    requests = xla.Requests(jnp.array([0, 2]), jnp.array([0]), jnp.zeros((1, 0), jnp.int32))
+    indices, scores = xla_mla.lightning_indexer(jnp.ones((2, 1, 8)), jnp.ones((2, 1)), jnp.ones((3, 16, 8)), requests, topk=4)
+    assert indices.tolist() == [[-1] * 4] * 2 and scores.shape == (2, 0)

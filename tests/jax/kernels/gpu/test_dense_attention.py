@@ -53,6 +53,7 @@ assert len(lowered("sm_90", lambda *a: dot_product.dot_product_attention(*a), *s
 loss = lambda *a: causal(*a).astype(jnp.float32).sum()
 assert lowered("sm_90", jax.grad(loss, argnums=(0, 1, 2)), *shapes(query, keys)) == []
 assert lowered("sm_90", causal, *shapes((2, 0, 32, 128), (2, 0, 8, 128))) == []
+assert lowered("sm_90", jax.vmap(causal), *shapes((3, 2, 0, 32, 128), (3, 2, 0, 8, 128))) == []
 print("lowered")
 """
 )
