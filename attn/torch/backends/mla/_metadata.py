@@ -83,6 +83,7 @@ class MLADecodeMetadata:
 
         A request of more is a batch alone. Waits for the device without host copies of the lengths.
         """
+        # By the size, since layers of different widths may share the batch.
         if most not in self._parts:
             self._parts[most] = tuple(self._part(*bounds) for bounds in _packed(np.diff(self.host_lens()[0]), most))
         return self._parts[most]
@@ -91,10 +92,12 @@ class MLADecodeMetadata:
         """Return the requests first..last, last excluded, as a batch."""
         starts, lens = self.host_lens()
         tokens, device, chosen = slice(int(starts[first]), int(starts[last])), self.seq_lens.device, slice(first, last)
+        # a batch of its own begins at row 0
         start = starts[first : last + 1] - starts[first]
         return replace(
             self,
             rows=_rows_of(self.rows, tokens, device),
+            # only the starts are new numbers; lengths and tables are views of the batch's
             query_start_loc=_put(start, device),
             seq_lens=self.seq_lens[chosen],
             block_table=self.block_table[chosen],
@@ -112,6 +115,7 @@ class MLADecodeMetadata:
     @functools.cached_property
     def query_len(self) -> int | None:
         if self.query_start_loc_cpu is None:
+            # all that bounds tell: one token each, if there are as many tokens as requests
             return 1 if self.max_query_len == 1 and self.num_tokens == self.num_reqs else None
         lens = self.query_start_loc_cpu[1:] - self.query_start_loc_cpu[:-1]
         return int(lens[0]) if len(lens) and bool((lens == lens[0]).all()) else None
@@ -163,6 +167,7 @@ class MLAPrefillBatch:
         """The requests with rows that see a key, each as a batch of its own."""
         starts = _starts(self.query_lens)
         parts = []
+        # requests without rows would be batches without any
         for r in np.flatnonzero(self.query_lens).tolist():
             tokens, one = slice(int(starts[r]), int(starts[r + 1])), slice(r, r + 1)
             part = replace(
@@ -188,6 +193,7 @@ class MLAPrefillBatch:
     def own_places(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the places of the new tokens' rows in the cache, cached for the following layers."""
         if self._new_slots is None:
+            # from a token's index among all new ones to its position in its request
             shift = self.context_lens - _starts(self.query_lens)[:-1]
             counts, device_shift = put_together((self.query_lens, shift), self.block_table.device)
             self._new_slots = self._places(counts, device_shift, int(self.query_lens.sum()))
@@ -197,14 +203,17 @@ class MLAPrefillBatch:
         """Return (pages [m], offsets [m]) int64 on the device of `counts` [Rp] tokens of each request, one after another, m =
         `total` in all. A token's position in its request is its index plus `shift` [Rp]."""
         device = counts.device
+        # `output_size`, or torch would wait for the device to know it
         owner = torch.repeat_interleave(torch.arange(len(counts), device=device), counts, output_size=total)
         position = torch.arange(total, device=device) + shift[owner]
         return self.block_table[owner, position // self.block_size].long(), position % self.block_size
 
     def _plan(self, workspace: int) -> ContextPlan:
+        # Both are packed: all new tokens in one line, all tokens of contexts in another, request after request.
         queries, context = _starts(self.query_lens), _starts(self.context_lens)
         spans = context_spans(self.context_lens, workspace)
         starts = [queries[span.first : span.last + 1] - queries[span.first] for span in spans]
+        # A request's context may begin before the span or end after it: only what is within counts.
         keys = [np.clip(context[span.first : span.last + 1], span.begin, span.end) - span.begin for span in spans]
         # One copy sends all that the device needs; it computes the slots of tokens, of which there may be millions.
         arrays = (queries, self.context_lens, -context[:-1], *starts, *keys)
@@ -212,12 +221,14 @@ class MLAPrefillBatch:
         new_tokens = _prefills(new, queries)
         if not spans:
             return ContextPlan(new_tokens, (), True)
+        # once for all chunks, which are slices of them
         pages, offsets = self._places(counts, shift, int(context[-1]))
         chunks = []
         for i, span in enumerate(spans):
             chunk = MLAContextChunk(cumulative[len(spans) + i], keys[i], int(keys[i][-1]), int(np.diff(keys[i]).max()))
             rows, tokens = slice(int(queries[span.first]), int(queries[span.last])), slice(span.begin, span.end)
             chunks.append(ContextChunk(rows, _prefills(cumulative[i], starts[i], chunk), (pages[tokens], offsets[tokens])))
+        # a context that is longer than the workspace is in several chunks
         once = all(chunk.rows.stop <= after.rows.start for chunk, after in itertools.pairwise(chunks))
         return ContextPlan(new_tokens, tuple(chunks), once)
 
@@ -244,14 +255,17 @@ def context_spans(context_lens: "IntArray", workspace: int) -> list[Span]:
     """
     bounds, end = [0], 0
     for length in context_lens.tolist():
+        # pieces of one request end where its own multiples of `workspace` do, whatever comes before it
         for low in range(0, length, workspace):
             piece = min(workspace, length - low)
+            # a new span begins with this piece
             if end + piece > bounds[-1] + workspace:
                 bounds.append(end)
             end += piece
     if not end:
         return []
     begins, ends, starts = bounds, [*bounds[1:], end], _starts(context_lens)
+    # "right": of requests without a context that begin at the same token, the last one has it
     first, last = np.searchsorted(starts, begins, "right") - 1, np.searchsorted(starts, ends)
     return [Span(*span) for span in zip(first.tolist(), last.tolist(), begins, ends, strict=True)]
 
@@ -284,8 +298,10 @@ class MLACommonMetadataBuilder(PagedAttentionMetadataBuilder):
         return 0
 
     def extend(self, metadata: MLACommonMetadata, batch: CommonAttentionMetadata, fast_build: bool) -> None:
+        # Context parallelism first: every rank has a part of each request's keys, whatever the number of new tokens.
         if batch.dcp_local_seq_lens is not None:
             self._share_context(metadata, batch, self._put(batch.dcp_local_seq_lens, torch.int32))
+        # by the bound alone, so that neither lengths nor a wait for them are needed
         elif self.decode_threshold is None or metadata.max_query_len <= self.decode_threshold:
             metadata.decode = _decode_all(metadata)
         else:
@@ -297,15 +313,18 @@ class MLACommonMetadataBuilder(PagedAttentionMetadataBuilder):
 
         The keys of a request are strided over ranks, so each row needs its own number of local keys.
         """
+        # on the host, which has the lengths of the whole requests
         _, limits = dcp_row_limits(common)
         decode = batch.decode = _decode_all(batch)
         decode.limits = _put(limits, local.device)
+        # The mirror was of whole requests: a host that needs this rank's lengths fetches them.
         decode.seq_lens, decode.seq_lens_cpu = local, None
 
 
 def _decode_all(batch: MLACommonMetadata) -> MLADecodeMetadata:
     """Return the whole batch as decodes, without copying or waiting for the device."""
     starts = batch.query_start_loc_cpu
+    # a graph's batch may count rows of padding
     tokens = batch.num_actual_tokens if starts is None else int(starts[-1])
     assert batch.block_size is not None
     return MLADecodeMetadata(
@@ -330,6 +349,7 @@ def is_short(rows: "IntArray", context: "IntArray", most: int) -> "npt.NDArray[n
     rows over c keys has n c + n n / 2 pairs: it is short if a (n c + n n / 2) <= e c. most: e / a, the rows at which both cost
     the same over a long context. (a = 2 H (2 L + Dr - Dn - Dr - Dv), e = 2 H L (Dn + Dv): 171 rows with DeepSeek's sizes.)
     """
+    # doubled, so in integers; without a context (c = 0) no prompt is short
     return rows * (2 * context + rows) <= 2 * most * context
 
 
@@ -339,12 +359,16 @@ def _split(batch: MLACommonMetadata, threshold: int, short_rows: int) -> None:
     q_lens = starts[1:] - starts[:-1]
     device, block_size = batch.seq_lens.device, batch.block_size
     assert block_size is not None
+    # fresh: nothing is cached of it but its new tokens
     is_decode, fresh = q_lens <= threshold, lens <= q_lens
+    # int64: rows times keys of one long prompt exceed 32 bits
     short = ~is_decode & is_short(q_lens.astype(np.int64), (lens - q_lens).clip(min=0).astype(np.int64), short_rows)
     batch.decode = _decodes(batch, np.flatnonzero(is_decode))
     batch.short = _decodes(batch, np.flatnonzero(short))
     long = ~is_decode & ~short
+    # those with a context first: see `MLAPrefillBatch`
     prefills = np.concatenate([np.flatnonzero(long & ~fresh), np.flatnonzero(long & fresh)])
+    # neighbours up to the end of the batch: rows and tables are then slices of it
     whole = bool((np.diff(prefills) == 1).all()) and not (len(prefills) and prefills[-1] < len(q_lens) - 1)
     if not len(prefills):
         return
@@ -352,6 +376,7 @@ def _split(batch: MLACommonMetadata, threshold: int, short_rows: int) -> None:
     skipped = np.maximum(rows - total, 0)  # rows before the start of the sequence
     live = rows - skipped
     num_tokens, num_skipped = int(live.sum()), int(skipped.sum())
+    # skipped rows lie between those that are attended
     sliced = whole and not num_skipped
     batch.prefill = MLAPrefillBatch(
         rows=slice(int(first[0]), int(first[0]) + num_tokens) if sliced else _put(_runs(first + skipped, live), device),
@@ -376,6 +401,7 @@ def _decodes(batch: MLACommonMetadata, requests: "IntArray") -> MLADecodeMetadat
     assert batch.block_size is not None
     return MLADecodeMetadata(
         rows=slice(0, int(packed[-1])) if ordered else _put(_runs(starts[requests], q_lens), device),
+        # the batch's own starts, if nothing comes before these requests
         query_start_loc=batch.query_start_loc[: len(requests) + 1] if ordered else _put(packed, device),
         seq_lens=batch.seq_lens[chosen],
         block_table=batch.block_table[chosen],
@@ -420,6 +446,7 @@ def _starts(lens: "IntArray") -> "IntArray":
 
 def _runs(first: "IntArray", count: "IntArray") -> "IntArray":
     """Return the integers of each run `first[i]`, `first[i] + 1`, ..., of `count[i]`, one run after another, as int64."""
+    # what a run's integers are more than their index in the result
     shift = np.repeat(first - (np.cumsum(count) - count), count)
     return np.arange(len(shift), dtype=np.int64) + shift
 

@@ -105,7 +105,9 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
             getattr(torch, dtype): caches.element_type(self.kv_cache_dtype, dtype) for dtype in self.backend.capabilities.dtypes
         }
         #: Elements of a row of the cache.
+        # of an empty cache, whose last dimension is a row
         self._row_width = self.backend.get_kv_cache_shape(0, 0, 1, self.head_size, self.kv_cache_dtype)[2]
+        # one cache dtype of codes is of codes for every dtype of a query
         coded = all(caches.is_quantised(element) for element in self._elements.values())
         #: Whether rows are codes that the layer's scale multiplies (a packed row has scales of its own).
         self._has_scale = coded and self.kv_cache_dtype != _rows.PACKED
@@ -119,11 +121,14 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         up = self.up_projection()
         if not isinstance(up, torch.Tensor):
             raise TypeError(f"{self.backend.get_name()}: kv_b_proj holds a {type(up).__name__}: must hold torch tensors")
+        # Copies: weights that are loaded later do not reach them, as the module's text says.
         up = up.detach().to(act_dtype)
         self._w_up = up.reshape(self.kv_lora_rank, -1)
+        # contiguous [H, Dn, L] and [H, L, Dv]: the second operands of a product for each head
         self._w_uk_t = up[..., : self.qk_nope_head_dim].permute(1, 2, 0).contiguous()
         self._w_uv = up[..., self.qk_nope_head_dim :].transpose(0, 1).contiguous()
         self._prefill = self._choose_prefill(act_dtype, up.device)
+        # last, so that a failure above leaves nothing that a later call would take for absorbed weights
         self._absorbed = (act_dtype, up.device)
 
     def _choose_prefill(self, act_dtype: Any, device: torch.device) -> MLAPrefillBackend:
@@ -161,12 +166,14 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         """
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError(f"{self.backend.get_name()}: {Feature.OUTPUT_SCALE.value} not supported")
+        # a dictionary of this call alone, where nothing is kept: in a graph, and in a profiling run
         signature, stages, calls = None, None, dict[Any, Any]()
         if isinstance(attn_metadata, MLACommonMetadata) and not torch.compiler.is_compiling():
             kept = attn_metadata.kept()
             signature = self._signature(layer, kept.facts((hidden_states_or_cq, kv_c_normed, k_pe, kv_cache, output)))
             calls = kept.calls
             stages = calls.get(signature)
+            # The whole call is one stage: its launches are repeated without looking at the batch.
             if stages is not None and stages.alone:
                 operands = hidden_states_or_cq, kv_c_normed, k_pe, kv_cache
                 result = self._repeat(layer, stages, attn_metadata, *operands, output)
@@ -183,6 +190,7 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
             self._check_call(layer, query, new, kv_cache, attn_metadata)
         if self._absorbed != (query.dtype, query.device):
             self._absorb_for(query)
+        # before it is absorbed, so that the rotary part is negated too
         query = fold_sign(query, self.signed_scale)
         lse = None
         if self.need_to_return_lse_for_decode:
@@ -193,9 +201,11 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
             stages = calls[signature]
         decode, slots = attn_metadata.decode, attn_metadata.slot_mapping
         if slots.shape[0] != attn_metadata.num_actual_tokens:
+            # slots of padding may be anything
             slots = slots[: attn_metadata.num_actual_tokens]
         write = None if new is None else functools.partial(self.do_kv_cache_update, layer, *new, kv_cache, slots)
         parts: tuple[MLADecodeMetadata, ...] = ()
+        # The usual way: the write is a part of the decodes' stage, in whose launch it also copies rotary queries.
         if decode is not None and decode.num_tokens and not self.batch_invariant:
             self._run_decode(layer, query, kv_cache, decode, (out, lse), new=new, write=write, stages=stages)
         else:
@@ -205,6 +215,7 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
                 parts = decode.parts(1)  # products of all tokens would depend on how many there are
         if attn_metadata.short is not None:
             # one part after another, which bounds the memory of absorbed queries
+            # an absorbed query of L + Dr and its result of L for each row and head
             most = _WORKSPACE // (self.num_heads * (self.head_size + self.kv_lora_rank) * query.element_size())
             parts += attn_metadata.short.parts(1 if self.batch_invariant else most)
         for part in parts:
@@ -213,6 +224,7 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
             if attn_metadata.prefill.num_tokens:
                 for prefill in attn_metadata.prefill.one_by_one if self.batch_invariant else (attn_metadata.prefill,):
                     self._run_prefill(layer, query, new, kv_cache, prefill, out, lse)
+            # rows before the start of a sequence, which no backend is asked for
             _clear(attn_metadata.prefill.empty, out, lse)
         result = out if output is None else output
         return result if lse is None else (result, lse)
@@ -228,6 +240,7 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         facts: list[Any] = [of_tensors, type(self), self.num_heads, self.kv_lora_rank]
         facts += (self.qk_nope_head_dim, self.v_head_dim, self.qk_rope_head_dim)
         facts += (self.signed_scale, self.kv_cache_dtype, self.batch_invariant, self.need_to_return_lse_for_decode)
+        # of the implementations that have one: a caller may set it between calls
         facts.append(getattr(self, "fixed_split_size", 0))
         if self._has_scale:
             facts.append(caches.of_scale(layer._k_scale))
@@ -301,11 +314,13 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         if isinstance(rows, slice):
             rows_out, log = rows_of(out, rows), None if lse is None else lse[:, rows]
         else:
+            # gathered rows have no view in the output: computed apart and scattered
             rows_out = out.new_empty(query.shape[0], *out.shape[1:])
             log = None if lse is None else lse.new_empty(lse.shape[0], query.shape[0])
         indices = self._indices(meta, query.shape[0])
         call = DecodeCall(layer, query, kv_cache, meta, indices, log)  # its queries are absorbed later
         run = functools.partial(self._attend_decodes, call, rows_out, write)
+        # every tensor whose address a launch of the stage has, weights included, in the order of `_repeat`
         tensors = self._of_decode(layer, kv_cache, query, rows_out, log, *(new or (None, None)), indices)
         self._run_stage(stages, _name(indices), run, *tensors)
         if not isinstance(rows, slice):
@@ -332,6 +347,7 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
     ) -> torch.Tensor | None:
         """Repeat a call that is one stage, without a log-sum-exp. Returns the output; None if it could not be repeated."""
         decode = meta.decode
+        # weights that were moved or cast since are absorbed again by the general part
         if decode is None or self._absorbed != (query.dtype, query.device):
             return None
         indices = self._indices(decode, decode.num_tokens)
@@ -342,16 +358,21 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
     def _attend_decodes(self, call: DecodeCall, out: torch.Tensor, write: Callable[..., Any] | None) -> None:
         """Write new rows, and fill out [Td, H, Dv] and, unless None, `call.lse` for queries `call.q` [Td, H, Dn + Dr]."""
         query, lse = call.q, call.lse
+        # [T, H, L + Dr]; its first part is written by a product, its end is copied
         absorbed = self._temporary(query.new_empty(query.shape[0], self.num_heads, self.head_size))
         if write is None:
             self._copy_rotary(query, absorbed)
         else:
             write((query, absorbed))
         self._absorb(query, absorbed)
+        # [T, H, L]: attention over latents, before W_UV
         latent, log = self._decode(call._replace(q=absorbed))
         if latent.dtype != query.dtype:
+            # the plain torch backends return float32; the product has one dtype
             latent = latent.to(query.dtype)
+        # [H, T, L] x [H, L, Dv], into a view of the output
         self._operate(_bmm, latent.transpose(0, 1), self._w_uv, out.transpose(0, 1))
+        # kernels fill the one that they are passed; others return their own
         if lse is not None and log is not lse:
             assert log is not None
             lse.copy_(log)
@@ -400,6 +421,7 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         out: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
+        # bytes of a token's expanded keys and values
         per_token = self.num_heads * (self.qk_head_dim + self.v_head_dim) * query.element_size()
         plan = batch.plan(max(1, _WORKSPACE // per_token))
         prompts = query[batch.rows]
@@ -407,9 +429,12 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
             rows = _rows.gather(kv_cache, *batch.own_places())
         else:
             kv_c, k_pe = (x[batch.rows] for x in new)
+            # Rounded as the cache stores them, without reading them back: every chunking of a prompt then attends the same
+            # keys.
             rows = _rows.encode(kv_c, k_pe, self.kv_cache_dtype, kv_cache.dtype, layer._k_scale)
         key, value = self._expand(_rows.decode(rows, self.kv_cache_dtype, layer._k_scale), query.dtype)
         log: Any
+        # to be merged with the context's, or to be returned
         with_lse = bool(plan.chunks) or lse is not None
         state = self._prefill.run_prefill_new_tokens(prompts, key, value, plan.new_tokens, with_lse)
         result, log = state if with_lse else (state, None)
@@ -421,6 +446,7 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
             rows = _rows.decode(_rows.gather(kv_cache, *chunk.places), self.kv_cache_dtype, layer._k_scale)
             key, value = self._expand(rows, query.dtype)
             part = self._prefill.run_prefill_context_chunk(0, prompts[chunk.rows], key, value, chunk.meta)
+            # into views: rows of requests without a part in this chunk are not touched
             merge_into(result[chunk.rows], log[:, chunk.rows], *part)
         out[batch.rows] = result.to(out.dtype)
         if lse is not None:
@@ -436,6 +462,7 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         heads = (rows[:, : self.kv_lora_rank].to(wide) @ self._w_up.to(wide)).to(dtype).view(len(rows), self.num_heads, -1)
         key = heads.new_empty(len(rows), self.num_heads, self.qk_head_dim)
         key[..., : self.qk_nope_head_dim] = heads[..., : self.qk_nope_head_dim]
+        # one rotary key, which all heads share
         key[..., self.qk_nope_head_dim :] = rows[:, None, self.kv_lora_rank :]
         return key, heads[..., self.qk_nope_head_dim :]
 
@@ -445,6 +472,7 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         """Return a copy of this implementation, absorbed for such queries, that attends the keys in `topk_indices`."""
         if self._absorbed != (query.dtype, query.device):
             self._absorb_for(query)
+        # shares the absorbed weights; only the indices are its own
         other = copy.copy(self)
         other.indexer = SimpleNamespace(topk_indices=topk_indices)
         return other
@@ -469,12 +497,14 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
 
     def _new_rows(self, kv_c: torch.Tensor | None, k_pe: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return (kv_c [T, L], k_pe [T, Dr]) of the new tokens, or None if they are already cached."""
+        # a layer without rotary part may leave it out
         if k_pe is None and kv_c is not None and self.qk_rope_head_dim == 0:
             k_pe = kv_c[..., :0]
         if kv_c is None or k_pe is None:
             check_pair(self, kv_c_normed=kv_c, k_pe=k_pe)
             return None
         kv_c = self._shaped("kv_c_normed", kv_c, (self.kv_lora_rank,))
+        # first, because [T, 1, Dr] of one rotary column would pass for it when flattened
         if isinstance(k_pe, torch.Tensor) and k_pe.dim() == 2 and k_pe.shape[1] == self.qk_rope_head_dim:
             return kv_c, k_pe
         return kv_c, self._shaped("k_pe", k_pe, (1, self.qk_rope_head_dim))[:, 0]

@@ -18,6 +18,7 @@ _TINY = torch.finfo(torch.float32).tiny
 def pack(kv_c: torch.Tensor, k_pe: torch.Tensor) -> torch.Tensor:
     """Encode kv_c [T, 512] and k_pe [T, 64] as `fp8_ds_mla` rows: [T, 656] uint8."""
     tiles = kv_c.float().unflatten(1, (-1, DS_MLA_TILE))
+    # per token and tile of 128 latents
     largest = tiles.abs().amax(-1)
     # divided by a tensor: by a number, a GPU multiplies with its reciprocal, which is another scale now and then
     scale = (largest / torch.full_like(largest, 448.0)).clamp(min=_TINY)
@@ -28,6 +29,7 @@ def pack(kv_c: torch.Tensor, k_pe: torch.Tensor) -> torch.Tensor:
 
 def unpack(rows: torch.Tensor) -> torch.Tensor:
     """Decode `fp8_ds_mla` rows [m, 656] to float32 [m, 576]."""
+    # views of other dtypes below need rows that are dense
     rows = rows.contiguous()
     assert rows.shape[1] == DS_MLA_BYTES
     codes = rows[:, :DS_MLA_LATENT].view(torch.float8_e4m3fn).float().unflatten(1, (-1, DS_MLA_TILE))
@@ -59,4 +61,5 @@ def gather(kv_cache: torch.Tensor, pages: torch.Tensor, offsets: torch.Tensor) -
     """Return the rows [m, W] of cache [N, P, W] at pages [m] and offsets [m], as stored."""
     if kv_cache.itemsize != 1:
         return kv_cache[pages, offsets]
+    # as bytes: not every release of torch indexes fp8
     return kv_cache.view(torch.uint8)[pages, offsets].view(kv_cache.dtype)

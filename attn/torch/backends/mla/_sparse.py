@@ -17,6 +17,7 @@ from attn.torch.backends.mla._mla import MLACommonBackend, MLACommonImpl, rows_o
 class SparseMLABuilder(MLACommonMetadataBuilder):
     """Builder that makes every request a decode."""
 
+    # Absorbed at any length: an expanded prefill would compute keys that no index names.
     decode_threshold = None
 
 
@@ -42,9 +43,11 @@ class SparseMLAImpl(MLACommonImpl):
             raise DTypeError(f"{name}: indexer.topk_indices has dtype {chosen.dtype}: must be torch.int32")
         if chosen.dim() != 2 or chosen.shape[0] < count:
             raise ShapeError(f"{name}: indexer.topk_indices has shape {list(chosen.shape)}: must be [{count} or more, topk]")
+        # the buffer may have more rows than the batch
         slots = rows_of(chosen, meta.rows)
         if envs.debug("device"):
             ordered = slots.sort(1).values
+            # -1 may be listed any number of times
             twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).nonzero()
             if len(twice):
                 row, at = twice[0].tolist()

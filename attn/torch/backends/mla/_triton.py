@@ -59,6 +59,7 @@ def uses_hopper(spec: KVCacheSpec, device: Any) -> bool:
     plain = spec.kv_cache_dtype in ("auto", spec.dtype) and spec.dtype in ("bfloat16", "float16") and spec.head_size == 576
     if not plain or device is None or torch.device(device).type != "cuda":
         return False
+    # here, because `arch` below needs Triton, which is imported where its kernels run
     from attn.kernels.mla_launch import prefers_hopper
     from attn.torch.kernels.direct import arch
 
@@ -85,6 +86,7 @@ class TritonKernelsImpl(MLACommonImpl):
         """
         from attn.torch.kernels.kept import Stages
 
+        # Kept by the kind of batch: later steps find the launches of earlier ones.
         shared, decode, batch_key = attn_metadata.kept().shared_calls, attn_metadata.decode, tuple[Any, ...]()
         if shared is None or envs.debug("device"):
             return None
@@ -93,7 +95,9 @@ class TritonKernelsImpl(MLACommonImpl):
         if decode is not None:
             rows = (decode.rows.start, decode.rows.stop) if isinstance(decode.rows, slice) else decode.num_tokens
             others = self.batch_invariant, self.need_to_return_lse_for_decode, attn_metadata.short, attn_metadata.prefill
+            # A negative scale makes a negated copy of the queries first, which a repeated launch would not.
             alone = isinstance(rows, tuple) and rows[0] == 0 < decode.num_tokens and not any(others) and self.signed_scale > 0
+            # what `launches_of` reads of a batch; lengths in steps of 16, the least number of keys in a tile
             bounds = decode.num_reqs, decode.max_query_len, -(-decode.max_seq_len // 16), decode.uneven
             tensors += decode.tensors()
             batch_key = (rows, *bounds, *(static(tensors) or ()))

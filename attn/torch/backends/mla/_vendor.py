@@ -34,6 +34,7 @@ def flash_mla() -> Any:
 
     Raises `BackendLoadError` if that package is broken.
     """
+    # neither: the import below fails and names the package
     name = _FLASH_MLA[first_installed(FLASH_MLA) or "flash_mla"]
     with loading(name):
         return importlib.import_module(name)
@@ -64,11 +65,13 @@ def with_heads(q: torch.Tensor, num_heads: int) -> torch.Tensor:
 def by_query_len(meta: MLADecodeMetadata) -> Iterator[tuple[int, Rows, Rows]]:
     """Yield (q_len, requests, rows) for each distinct query length of the batch; slices if there is only one."""
     if meta.query_len is not None:
+        # 0: no row in any request
         if meta.query_len:
             yield meta.query_len, slice(None), slice(0, meta.num_tokens)
         return
     starts, _ = meta.host_lens()
     lens = np.diff(starts)
+    # a call for each length, of which a batch of drafts has few
     for length in np.unique(lens[lens > 0]):
         requests = np.flatnonzero(lens == length)
         rows = (starts[requests][:, None] + np.arange(length)).reshape(-1).astype(np.int64)
@@ -93,8 +96,10 @@ class UniformMLAImpl(MLACommonImpl):
 
     def _decode(self, call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
         q, meta = call.q, call.meta
+        # no padding and one length: tensors as they are, without a gather
         if meta.query_len and meta.num_tokens == q.shape[0]:
             return self._decode_rows(call, q, meta.query_len, meta.seq_lens, meta.block_table)
+        # rows of requests without tokens, and padding, stay 0 and -inf
         out = q.new_zeros(*q.shape[:2], self.kv_lora_rank)
         lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32, device=q.device)
         for length, requests, rows in by_query_len(meta):
@@ -107,6 +112,7 @@ class UniformMLAImpl(MLACommonImpl):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (out [T, H, L], lse [H, T]) of the rows q [T, H, L + Dr] of requests with `length` rows each."""
         heads = q.shape[1]
+        # [requests, rows of each, heads, L + Dr]
         out, log = self._decode_uniform(call, q.reshape(-1, length, heads, q.shape[2]), lens, block_table)
         return state(out.reshape(-1, *out.shape[2:]), log.transpose(0, 1).reshape(heads, -1))
 

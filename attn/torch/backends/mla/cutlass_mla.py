@@ -18,6 +18,7 @@ _ANY_SPLITS = -1  #: the kernel chooses
 
 
 class CutlassMLAMetadataBuilder(MLACommonMetadataBuilder):
+    # a longer query is a prefill: the kernel takes one token a request
     decode_threshold = 1
 
 
@@ -48,6 +49,7 @@ class CutlassMLAImpl(UniformMLAImpl, backend=CutlassMLABackend):
         out = q.new_empty(requests, _HEADS, rank)
         lse = torch.empty(requests, _HEADS, dtype=torch.float32, device=q.device)
         processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.device.type == "cuda" else 1
+        # by the longest request, since the kernel decides the number of splits
         size = ops.sm100_cutlass_mla_get_workspace_size(max(1, call.meta.max_seq_len), requests, processors, _ANY_SPLITS)
         workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
         ops.sm100_cutlass_mla_decode(

@@ -39,6 +39,7 @@ class _Halves(NamedTuple):
     def common(self) -> dict[str, Any]:
         """The arguments that are named alike by all of them."""
         lens = {"cu_seqlens_q": self.meta.query_start_loc, "max_seqlen_q": self.meta.max_query_len}
+        # causal in any case: with one row it hides nothing
         return {**lens, "softmax_scale": self.scale, "causal": True}
 
 
@@ -73,6 +74,7 @@ _SERVES: dict[str, tuple[str, tuple[str, tuple[str, ...]], Callable[..., State]]
 
 def _for(arch: str) -> list[providers.Provider]:
     """Return the providers for an architecture (all, if it is unknown), installed or not, in order of preference."""
+    # by name: the list may lack one of them
     named = {provider.name: provider for provider in providers.PROVIDERS}
     return [named[name] for name, (prefix, *_) in _SERVES.items() if name in named and (not arch or arch.startswith(prefix))]
 
@@ -106,6 +108,7 @@ class FlashAttnMLABackend(MLACommonBackend):
         why = super().why_not(request, device)
         if why:
             return why
+        # The record's own reasons come first: only then is a package looked for, and imported.
         candidates = _for(device.arch if device is not None else "")
         present = [provider for provider in candidates if provider.present()]
         if not present:
@@ -124,6 +127,7 @@ class FlashAttnMLAImpl(MLACommonImpl, backend=FlashAttnMLABackend):
         halves = _Halves(
             q=call.q[..., rank:],
             qv=call.q[..., :rank],
+            # views of each row's two parts: nothing is copied
             k=call.kv_cache[:, :, None, rank:],
             v=call.kv_cache[:, :, None, :rank],
             meta=call.meta,

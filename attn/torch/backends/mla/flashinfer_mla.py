@@ -52,17 +52,20 @@ class FlashInferMLAImpl(UniformMLAImpl, backend=FlashInferMLABackend):
         if caches.is_quantised(kv_cache.dtype):
             # the kernel would multiply rows by its scales in the query's dtype, which rounds each number a second time
             stored, scales = call.layer._k_scale_float, {"ckv_scale": 1.0, "kpe_scale": 1.0}
+        # the scale is part of a plan, so layers with other scales have others
         key = (self.scale * stored, q.dtype, kv_cache.dtype)
         wrapper = self._plan(meta, *key) or self._keep(meta, self._planned(call, self.scale * stored), *key)
         out, lse = wrapper.run(
             q[..., :rank], q[..., rank:], kv_cache[..., :rank], kv_cache[..., rank:], return_lse=True, **scales
         )
+        # values are latents too, so the cache's scale multiplies the result
         return state(out if stored == 1.0 else out * stored, (lse * LN2).T)
 
     def _planned(self, call: DecodeCall, scale: float) -> Any:
         import flashinfer
 
         meta, device = call.meta, call.q.device
+        # owned by the batch's decodes, as its plans are
         wrapper = wrapper_for(meta, device, "mla", flashinfer.mla.BatchMLAPagedAttentionWrapper)
         starts, lens = meta.host_lens()
         indptr, pages = page_list(meta.block_table, lens, meta.block_size)
@@ -91,6 +94,7 @@ class FlashInferMLAImpl(UniformMLAImpl, backend=FlashInferMLABackend):
 
         out, lse = flashinfer.decode.trtllm_batch_decode_with_kv_cache_mla(
             query=q,
+            # its caches have a dimension of kv heads, of which MLA has one
             kv_cache=call.kv_cache[:, None],
             workspace_buffer=workspace(q.device),
             qk_nope_head_dim=self.qk_nope_head_dim,

@@ -36,6 +36,7 @@ class FlashMLAImpl(UniformMLAImpl, backend=FlashMLABackend):
         self, call: DecodeCall, q: torch.Tensor, lens: torch.Tensor, block_table: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         kernels, key = flash_mla(), (q.shape[1], q.dtype)
+        # an object that the first call fills: layers of one batch, and one query length, share it
         schedule = self._plan(call.meta, *key) or self._keep(call.meta, kernels.get_mla_metadata()[0], *key)
         out, lse = kernels.flash_mla_with_kvcache(
             q, call.kv_cache[:, :, None], block_table, lens, self.kv_lora_rank, schedule, softmax_scale=self.scale, causal=True

@@ -48,6 +48,7 @@ class FlashMLASparseImpl(SparseMLAImpl, backend=FlashMLASparseBackend):
         kernels, kv_cache = flash_mla(), call.kv_cache
         assert call.indices is not None
         slots = _slots(call.indices, call.meta)
+        # `most_heads` of the backend says that there is one
         heads = next(known for known in _HEADS if known >= self.num_heads)
         q, real = with_heads(call.q, heads), slice(0, self.num_heads)
         if self.kv_cache_dtype == "fp8_ds_mla":
@@ -71,9 +72,12 @@ class FlashMLASparseImpl(SparseMLAImpl, backend=FlashMLASparseBackend):
 
 def _slots(indices: torch.Tensor, meta: MLADecodeMetadata) -> torch.Tensor:
     """Convert positions in each row's own request to cache slots, padded with -1 to a multiple of `_LIST` per row."""
+    # Everything on the device: indices are made there by the layer's indexer.
     row = torch.arange(len(indices), device=indices.device, dtype=torch.int32)
+    # the last request that begins at or before the row
     request = torch.searchsorted(meta.query_start_loc, row, right=True) - 1
     real = (indices >= 0) & (indices < meta.seq_lens[request][:, None])
+    # 0 where there is no key: an index that the table has
     at = torch.where(real, indices, 0)
     pages = meta.block_table[request].gather(1, (at // meta.block_size).long())
     slots = torch.where(real, pages * meta.block_size + at % meta.block_size, -1)

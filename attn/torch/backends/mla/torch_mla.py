@@ -39,11 +39,13 @@ class TorchMLAImpl(MLACommonImpl, backend=TorchMLABackend):
         out = q.new_empty(*q.shape[:2], self.kv_lora_rank, dtype=exact)
         lse = q.new_empty(q.shape[1], q.shape[0], dtype=exact)
         starts, lengths = meta.host_lens()
+        # a number of keys for each row, which slices need on the host
         limits = None if meta.limits is None else meta.limits.cpu().tolist()
         for r in range(meta.num_reqs):
             start, stop, total = int(starts[r]), int(starts[r + 1]), int(lengths[r])
             if start == stop:
                 continue
+            # the request's tokens in order, wherever its pages are
             position = torch.arange(total, device=q.device)
             pages = meta.block_table[r].long()[position // meta.block_size]
             rows = _rows.gather(call.kv_cache, pages, position % meta.block_size)
@@ -55,9 +57,11 @@ class TorchMLAImpl(MLACommonImpl, backend=TorchMLABackend):
 
     def _attend(self, work: Work, limits: list[int] | None) -> None:
         """Attend one request's rows: causal, or each over its number of keys in `limits`."""
+        # the default mask is causal
         rules = RequestParams(self.scale)
         if limits is None:
             _ragged.attend(work, rules)
             return
         for i, seen in enumerate(limits):
+            # a row whose last key is its own, over the keys that it sees
             _ragged.attend(replace(work.narrow(i, i + 1, 0, seen), position=seen - 1), rules)

@@ -35,6 +35,7 @@ class TorchMLASparseImpl(SparseMLAImpl, backend=TorchMLASparseBackend):
         starts, lengths = meta.host_lens()
         out = q.new_empty(*q.shape[:2], self.kv_lora_rank, dtype=exact)
         lse = q.new_empty(q.shape[1], q.shape[0], dtype=exact)
+        # rows at a time: each gathers `topk` rows of the cache of its own
         step = max(1, _GATHERED // max(1, indices.shape[1] * q.shape[2]))
         for r in range(meta.num_reqs):
             begin, end, total = int(starts[r]), int(starts[r + 1]), int(lengths[r])
@@ -42,10 +43,13 @@ class TorchMLASparseImpl(SparseMLAImpl, backend=TorchMLASparseBackend):
                 rows = slice(start, min(start + step, end))
                 chosen = indices[rows]
                 real = (chosen >= 0) & (chosen < total)
+                # position 0 exists where there is a key at all; its weight is 0
                 at = torch.where(real, chosen, 0)
+                # a request without keys may have -1 in its table
                 pages = meta.block_table[r].long()[at // meta.block_size].clamp(min=0)
                 stored = _rows.gather(call.kv_cache, pages.flatten(), (at % meta.block_size).flatten())
                 keys = _rows.decode(stored, self.kv_cache_dtype, call.layer._k_scale).to(exact).view(*at.shape, -1)
+                # NaN in an unused row of the cache must not reach the products
                 keys = torch.where(real[..., None], keys, 0)
                 scores = torch.bmm(q[rows].to(exact), keys.transpose(1, 2)) * self.scale
                 scores = torch.where(real[:, None], scores, -torch.inf)

@@ -26,6 +26,7 @@ class FlashAttnPrefillBackend(MLAPrefillBackend):
         return super().why_not(request, device) or providers.why_none(_plain(request), device)
 
     def _attend(self, call: PrefillCall) -> tuple[torch.Tensor, torch.Tensor]:
+        # values are views behind keys, at any address
         q, k, v, meta = aligned(call.q), aligned(call.k), aligned(call.v), call.meta
         provider = providers.chosen(Request(q.shape[2], dtype_name(q.dtype)), arch_of(q.device))
         width = v.shape[2]
@@ -43,6 +44,7 @@ class FlashAttnPrefillBackend(MLAPrefillBackend):
             window=(None, 0 if call.causal else None),
         )
         out, lse = provider.attend(provider.load(), provided)
+        # providers return either infinity for a row without a key
         return out[..., :width], torch.where(lse.isinf(), -torch.inf, lse)
 
 

@@ -25,6 +25,7 @@ class FlashInferPrefillBackend(MLAPrefillBackend):
 
     def _attend(self, call: PrefillCall) -> tuple[torch.Tensor, torch.Tensor]:
         q, meta = call.q, call.meta
+        # layers of other widths may share the batch
         key = (self.get_name(), self.num_heads, self.scale, q.dtype, call.chunk_idx)
         if key not in meta.plans:
             meta.plans[key] = self._planned(call)
@@ -45,6 +46,7 @@ class FlashInferPrefillBackend(MLAPrefillBackend):
         plan(
             wrapper,
             q.device,
+            # plans are made on the host
             int32(meta.query_start_loc_cpu),
             int32(call.key_start_loc_cpu),
             self.num_heads,

@@ -36,8 +36,10 @@ class TorchSDPAPrefillBackend(MLAPrefillBackend):
 def _by_kernel(work: Work, rules: RequestParams, causal: bool) -> bool:
     """Run the CPU kernel on one request. Returns False if the result would not be exact."""
     wide = work.key.shape[2]
+    # without causality nothing is masked, so that NaN reaches the rows that see it only
     if work.key.shape[1] == 0 or work.value.shape[2] > wide or (causal and not work.finite()):
         return False
+    # [1, H, m, D]
     value = torch.nn.functional.pad(work.value, (0, wide - work.value.shape[2]))[None]
     query, key = work.query.transpose(0, 1)[None], work.key.contiguous()[None]
     result, log = _cpu_kernel.attend(query, key, value, rules.scale, causal)

@@ -36,6 +36,7 @@ class TrtllmRaggedPrefillBackend(MLAPrefillBackend):
             max_kv_len=call.max_keys,
             bmm1_scale=self.scale,
             bmm2_scale=1.0,
+            # of a quantised output, which is not asked for
             o_sf_scale=1.0,
             batch_size=meta.num_reqs,
             window_left=-1,
