@@ -10,6 +10,7 @@
 # make compilers-all   newer releases of Triton too, in .venv/compilers-<version> (1 GB each); make test-compilers compiles with them
 # make browser     unpack Debian's Chromium in .venv/browser, if apt is available and no Chromium is installed (`make test` tries)
 # make test-oldest, make test-newest   test the oldest and newest versions that pyproject.toml allows, in separate environments
+# make test-transformers   test the newest transformers and diffusers with .venv's torch (a minute)
 # make weights     a sentence encoder with real weights for tests (MiniLM, 84 MB; `make test` needs it)
 #
 # TORCH_INDEX=<index> selects the package index of torch if pip's default has the wrong build (such as CUDA on a machine
@@ -35,9 +36,10 @@ GPU_TESTS := tests/torch/kernels tests/torch/backends/test_triton_attn.py tests/
 
 # The tests that depend on the versions of frameworks, for the oldest and newest versions; TESTS=tests runs all tests there.
 # TORCH=no avoids the gigabytes of a torch with CUDA: the oldest versions are then tested with .venv's torch, the newest
-# without torch.
+# without torch; make test-transformers tests the newest transformers with .venv's.
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
+NEWEST_TRANSFORMERS := .venv-newest-transformers
 # The first jaxlib that launches Triton's kernels (attn/jax/kernels/gpu/launch.py): make test-newest compiles for it too.
 LAUNCHES_SINCE := 0.11.1
 ENDS_JAX := tests/jax/test_layer.py tests/jax/test_dot_product.py tests/jax/test_kv_cache.py tests/jax/test_platforms.py \
@@ -47,10 +49,15 @@ ENDS_TORCH := tests/torch/test_layer.py tests/torch/test_dot_product.py tests/to
 	tests/test_torch_with_jax.py
 # Of these, the ones that show of other packages' versions no more than the rest does: with .venv's torch, `make test` ran them.
 OF_TORCH := tests/torch/% tests/tools/demo/test_models.py
+# Those of transformers and diffusers: make test-transformers.
+ENDS_TRANSFORMERS := tests/integrations/transformers tests/integrations/test_transformers.py tests/integrations/test_diffusers.py
+# Let an environment import .venv's packages too.
+SITE := import sysconfig; print(sysconfig.get_path("purelib"))
+beside_venv = $(BIN)/python -c '$(SITE)' >"$$($(1)/bin/python -c '$(SITE)')/venv.pth"
 # tpu-inference, of which a test has a stand-in, requires a newer jax.
 NEWER := --ignore tests/integrations/test_tpu_inference.py
-.PHONY: demo venv compilers compilers-all test-compilers weights browser check test test-full test-gpu test-oldest test-newest lint \
-	format bench docs dist clean
+.PHONY: demo venv compilers compilers-all test-compilers weights browser check test test-full test-gpu test-oldest test-newest \
+	test-transformers lint format bench docs dist clean
 
 demo: venv
 	@echo "attn demo: a small model answers forty requests under torch and under JAX, and each token is compared with transformers';"
@@ -136,8 +143,7 @@ $(OLDEST)/.installed$(TORCH): $(STAMP) pyproject.toml .ci/oldest-versions
 	$(BIN)/python .ci/oldest-versions $(TORCH:no=torch) >$(OLDEST)/constraints.txt
 ifeq ($(TORCH),no)
 	@echo "the oldest torch is not tested: TORCH=no uses that of .venv"
-	site='import sysconfig; print(sysconfig.get_path("purelib"))'; \
-		$(BIN)/python -c "$$site" >"$$($(OLDEST)/bin/python -c "$$site")/venv.pth"
+	$(call beside_venv,$(OLDEST))
 else
 	$(BIN)/pip --python $(OLDEST)/bin/python install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) \
 		-c $(OLDEST)/constraints.txt torch
@@ -167,6 +173,13 @@ endif
 		$(foreach package,jax jaxlib jax-cuda13-plugin jax-cuda13-pjrt,$(package)==$(LAUNCHES_SINCE)); \
 		JAX_PLATFORMS=cpu PYTHONPATH=$(NEWEST)/gpu-oldest:. $(NEWEST)/bin/python -m pytest -q --noconftest -c /dev/null \
 		--rootdir . -p no:cacheprovider tests/jax/kernels/gpu; fi
+
+test-transformers: $(STAMP)
+	$(BIN)/python -m venv --without-pip $(NEWEST_TRANSFORMERS)
+	$(call beside_venv,$(NEWEST_TRANSFORMERS))
+	$(BIN)/pip --python $(NEWEST_TRANSFORMERS)/bin/python install --quiet --upgrade transformers diffusers
+	$(NEWEST_TRANSFORMERS)/bin/python -m attn env
+	$(SINGLE) $(ON_CPU) $(NEWEST_TRANSFORMERS)/bin/python -m pytest -q -n 2 $(BALANCED) $(or $(TESTS),$(ENDS_TRANSFORMERS))
 
 lint: venv
 	$(BIN)/ruff check .
@@ -198,5 +211,5 @@ dist: venv
 	done
 
 clean:
-	rm -rf .venv $(OLDEST) $(NEWEST) $(NEWEST)-python build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv $(OLDEST) $(NEWEST) $(NEWEST)-python $(NEWEST_TRANSFORMERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
