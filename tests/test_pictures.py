@@ -197,10 +197,12 @@ def test_times_of_dense_backends_have_no_roofline() -> None:
 # what all share
 
 
-def test_the_same_picture_is_the_same_file_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    for name in ("a.svg", "b.svg"):
-        pictures.mask(4, causal=True).save(tmp_path / name)
-    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+def test_the_same_picture_is_the_same_file_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for extension in (".svg", ".png", ".pdf"):
+        for name, seconds in (("a", "0"), ("b", "86400")):  # the time that matplotlib would write
+            monkeypatch.setenv("SOURCE_DATE_EPOCH", seconds)
+            pictures.mask(4, causal=True).save(tmp_path / (name + extension))
+        assert (tmp_path / f"a{extension}").read_bytes() == (tmp_path / f"b{extension}").read_bytes()
     assert pictures.mask(4)._repr_png_().startswith(b"\x89PNG")
     shown = pictures.mask(4)._repr_svg_()
     assert shown.lstrip().startswith("<?xml") and ElementTree.fromstring(shown).tag.endswith("svg")

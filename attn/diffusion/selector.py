@@ -37,10 +37,12 @@ class DiffusionAttentionConfig:
 
     def resolve(self, role: str, category: str) -> tuple[Name | None, str]:
         """Return (requested backend, source), or (None, "")."""
+        # The narrowest setting first: a role names a layer, a category several roles.
         if role in self.per_role:
             return self.per_role[role], f"per_role[{role!r}]"
         if category in self.per_category:
             return self.per_category[category], f"per_category[{category!r}]"
+        # Without a default nothing was configured, and the environment is asked next (`asked_for`).
         return self.default, "default" if self.default is not None else ""
 
 
@@ -58,6 +60,7 @@ def make_diffusion_request(
     keys: int | None = None,
 ) -> DiffusionRequest:
     """Make a request from any framework's dtype and NumPy integers. Raises ValueError with the argument."""
+    # True would be a budget of 1, an error as large as the output itself.
     if not isinstance(error_budget, int | float) or isinstance(error_budget, bool) or not 0 <= error_budget < 1:
         raise ValueError(f"error_budget={error_budget!r} must be a number of at least 0 and below 1 (0: exact backends only)")
     return DiffusionRequest(

@@ -25,10 +25,12 @@ def pages(batch: CommonAttentionMetadata, num_blocks: int, block_size: int | Non
     if lens is None or not isinstance(batch.block_table, np.ndarray) or not isinstance(batch.slot_mapping, np.ndarray):
         raise ValueError("the batch is on a device: pages() reads NumPy arrays (batch.on_host())")
     batch.validate(size, num_blocks)
+    # Values of a cell: -2 no block (the last row's rest), -1 free, r request r, num_reqs shared.
     owner = np.full((num_blocks, size), -1)
     for request, length in enumerate(lens[: batch.num_reqs].tolist()):
         blocks = batch.block_table[request, : -(-length // size)]
         slots = (blocks[:, None] * size + np.arange(size)).ravel()[:length]
+        # A view: `owner` has one row per block, and a slot's number is its index in the flat array.
         flat = owner.reshape(-1)
         flat[slots] = np.where(flat[slots] == -1, request, batch.num_reqs)  # used by another request too: shared
     written = batch.slot_mapping[: batch.num_actual_tokens]
@@ -43,7 +45,9 @@ def pages(batch: CommonAttentionMetadata, num_blocks: int, block_size: int | Non
         from matplotlib.colors import ListedColormap
         from matplotlib.patches import Patch, Rectangle
 
+        # Black, the last of the colours, is kept for shared slots.
         colours = [colour for _, colour in zip(range(batch.num_reqs), cycle(COLOURS[:-1]), strict=False)]
+        # In the order of a cell's values, from -2 on; vmin and vmax give each of them one colour.
         palette = ListedColormap(["white", HIDDEN, *colours, "black"])
         axis.imshow(picture, cmap=palette, vmin=-2, vmax=batch.num_reqs, interpolation="nearest", aspect="auto")
         for block in range(num_blocks):

@@ -25,8 +25,10 @@ def weights_of(query: Any, key: Any, sinks: Any = None, **rules: Any) -> Any:
     from attn import reference
 
     m, kv_heads = np.shape(key)[:2]
+    # Value j is the j-th unit vector, so column j of an output is the weight of key j.
     values = np.broadcast_to(np.eye(m)[:, None], (m, kv_heads, m))
     out, _ = reference.attention(query, key, values, sinks=sinks, **rules)
+    # [n, H, m] -> [H, n, m]. With a sink the weights of a row add up to less than 1; the rest is the sink's.
     weights = out.transpose(1, 0, 2)
     return weights if sinks is None else np.concatenate([weights, 1 - weights.sum(-1, keepdims=True)], -1)
 
@@ -44,10 +46,12 @@ def visible(n: int, m: int | None = None, **rules: Any) -> Any:
 
     n = positive_int("n", n)
     m = n if m is None else positive_int("m", m)
+    # `reference.attention` has no such rules: it takes their mask.
     if rules.keys() & {"spans", "prefix", "chunk_size", "span_window"}:
         return visible_mask(n, m, **{"causal": False, **rules})[None]
     shapes = [np.shape(rules[name]) for name in ("mask", "bias") if rules.get(name) is not None]
     heads = max((shape[0] for shape in shapes if len(shape) == 3), default=1)
+    # Equal scores give every visible key the same weight above 0.
     return weights_of(np.zeros((n, heads, 1)), np.zeros((m, heads, 1)), scale=1.0, **rules) > 0
 
 
@@ -63,6 +67,7 @@ def mask(n: int, m: int | None = None, *, title: str = "", **rules: Any) -> Pict
     span_window beside causal and window (docs/semantics.md §18).
     """
     seen = visible(n, m, **rules)
+    # One panel if all heads see the same.
     seen = seen[:1] if (seen == seen[0]).all() else seen
     names = [title] if len(seen) == 1 else [f"{title} head {head}".strip() for head in range(len(seen))]
     return _panels(list(zip(names, seen, strict=True)))
@@ -74,6 +79,7 @@ def masks(n: int = 12) -> Picture:
     return _panels([(name, example(n)[0]) for name, example in KINDS.items()], columns=4)
 
 
+# `KINDS` is made at import, which must not load the oracle.
 def _of(name: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         from attn import reference
@@ -127,6 +133,7 @@ def _chosen(n: int, count: int) -> Any:
     import numpy as np
 
     scores = np.random.default_rng(0).random((n, n))
+    # Below every drawn score (0 to 1), so that later keys are chosen only where earlier ones run out; `causal` hides them.
     scores[np.arange(n)[:, None] < np.arange(n)] = -1.0
     chosen = np.zeros((n, n), bool)
     np.put_along_axis(chosen, np.argsort(-scores, 1)[:, :count], True, 1)
@@ -164,6 +171,7 @@ def _layout(paths: list[tuple[int, ...]]) -> dict[tuple[int, ...], tuple[float, 
     children = {path: [child for child in paths if child and child[:-1] == path] for path in paths}
     leaves = sorted(path for path in paths if not children[path])
     positions = {path: (float(x), -len(path)) for x, path in enumerate(leaves)}
+    # From the leaves up: a parent's children have their places first.
     for path in sorted(paths, key=len, reverse=True):
         below = [positions[child][0] for child in children[path]]
         if below:
@@ -183,6 +191,7 @@ def weights(
     import numpy as np
 
     weights = weights_of(query, key, sinks, **rules)
+    # Seen is computed without scores: a weight may underflow to 0 for a key that is seen.
     masking = {name: value for name, value in rules.items() if name not in ("alibi_slopes", "logits_soft_cap", "scale")}
     seen = weights_of(np.zeros_like(query), np.zeros_like(key), scale=1.0, **masking) > 0
     seen = np.pad(seen, ((0, 0), (0, 0), (0, weights.shape[-1] - seen.shape[-1])), constant_values=True)  # the sink
@@ -200,6 +209,7 @@ def weights(
             image = axis.imshow(cells, vmin=0, vmax=1, cmap="viridis", interpolation="nearest")
             axis.set(title=f"head {head}", xlabel="key", ylabel="query")
             names = [*(labels or map(str, range(np.shape(key)[0]))), *(["sink"] if sinks is not None else [])]
+            # Labels of tokens are all shown, since the reader looks a word up; numbers only as many as an axis holds.
             every = 1 if labels else -(-len(names) // _TICKS)
             ticks = [x for x in range(len(names)) if x % every == 0 or names[x] == "sink"]
             axis.set_xticks(ticks, [names[x] for x in ticks], rotation=90 if labels or sinks is not None else 0)
@@ -233,6 +243,7 @@ def _panels(panels: Sequence[tuple[str, Any]], columns: int = 4) -> Picture:
 
 
 def _flat(axes: Any) -> list[Any]:
+    # matplotlib returns one Axes, not an array, for one panel.
     return list(axes.flat) if hasattr(axes, "flat") else [axes]
 
 

@@ -24,7 +24,9 @@ def capabilities(table: Iterable[Any], groups: Sequence[str] = GROUPS) -> Pictur
     if not rows:
         raise ValueError("no backend of the table has capabilities")
     columns = [(group, value) for group in groups for value in _values(rows, group)]
+    # 0 does not serve, 1 serves elsewhere, 2 serves here: the indices of the palette.
     cells = [[_served(row, group, value) * (1 if row.reasons else 2) for group, value in columns] for row in rows]
+    # Names repeat between registries (TORCH_SDPA is in all three).
     several = len({row.registry for row in rows}) > 1
 
     def draw(axis: Any) -> None:

@@ -14,6 +14,8 @@ COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#f
 #: Colours with a fixed meaning: seen, not seen, special.
 SEEN, HIDDEN, SPECIAL = "#0072b2", "#f2f2f2", "#e69f00"
 FORMATS = (".svg", ".png", ".pdf")
+#: A date would change the file at each run; of these formats, matplotlib writes one unless it is None.
+_DATES = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 
 
 class Picture:
@@ -32,7 +34,7 @@ class Picture:
         """Write the figure in the format of the file's extension (.svg, .png, .pdf). Raises ValueError for any other."""
         check_file(file)
         with _deterministic():
-            self.figure.savefig(file, bbox_inches="tight", metadata={"Date": None} if str(file).endswith(".svg") else None)
+            self.figure.savefig(file, bbox_inches="tight", metadata=_DATES.get(Path(file).suffix))
 
     def _repr_svg_(self) -> str:
         text = io.StringIO()
@@ -72,6 +74,7 @@ def check_file(file: str | Path) -> None:
 def check_writable(file: str | Path) -> None:
     """Raise OSError, with the file's name, unless the file can be written: its folder must exist."""
     path = Path(file).absolute()
+    # The codes that opening the file would give, so that the command line words both alike.
     code = errno.ENOENT if not path.parent.is_dir() else errno.EISDIR if path.is_dir() else 0
     if not code and not os.access(path if path.exists() else path.parent, os.W_OK):
         code = errno.EACCES
@@ -99,6 +102,7 @@ def drawn(
     _need_matplotlib()
     from matplotlib.figure import Figure
 
+    # `Figure` and not pyplot's: pyplot keeps a reference to every figure, and chooses a backend that may open a window.
     figure = Figure(figsize=(width, height), layout="constrained")
     draw(figure.subplots(rows, columns, height_ratios=heights))
     return Picture(figure)

@@ -43,12 +43,15 @@ def cascade_attention(
     require(tuple(window) == (None, None), f"window={window!r} (cascade attention supports none)")
     require(alibi_slopes is None, "alibi_slopes given (cascade attention supports none)")
     q = floats("query", query, 3)
+    # Requests without new tokens (`active` below) attend nothing, so their pages need not begin with the prefix.
     starts, lengths, table = check_batch(q, query_start_loc, seq_lens, block_table)
     keys = np.asarray(key_cache)
     check_ndim("key_cache", keys, 4)
     prefix, page = whole("common_prefix_len", common_prefix_len), keys.shape[1]
     require(prefix % page == 0, f"common_prefix_len={prefix} is not a multiple of block_size={page}")
     shared, active = prefix // page, np.diff(starts) > 0
+    # A prefix that reached into the new tokens would show rows keys after their own, since the prefix is attended
+    # without causality.
     context = (lengths - np.diff(starts))[active]
     require(
         bool((context >= prefix).all()),
@@ -58,10 +61,14 @@ def cascade_attention(
     require(bool((tables == tables[:1]).all()), f"the first {shared} columns of block_table differ between requests")
     total = int(starts[-1])
     scores: dict[str, Any] = {"scale": scale, "logits_soft_cap": logits_soft_cap, "k_scale": k_scale, "v_scale": v_scale}
+    # Sinks are not among the arguments: in both passes, they would count twice.
     attend = functools.partial(paged_attention, q, key_cache, value_cache, **scores)
+    # One request of all rows, over the first table's pages, which are everyone's; no request if there is no row.
     prefix_state = attend(
         query_start_loc=[0, total] if total else [0], seq_lens=[prefix] if total else [], block_table=tables[:1], causal=False
     )
+    # Without the prefix, row i of n is at position i + (m - prefix - n) of the rest: causality stays aligned to the last key.
+    # An inactive request may be shorter than the prefix.
     suffix_state = attend(
         query_start_loc=starts, seq_lens=np.maximum(lengths - prefix, 0), block_table=table[:, shared:], causal=True
     )

@@ -24,6 +24,7 @@ def require(condition: bool, message: str) -> None:
 
 def check_numeric(name: str, array: npt.NDArray[np.generic]) -> None:
     """Reject everything but real floating point and signed integers (bfloat16 has kind `V`)."""
+    # ml_dtypes' bfloat16 and fp8 are of kind V to NumPy, as structured types are, which have names.
     if array.dtype.kind not in "fiV" or array.dtype.names is not None:
         raise ValueError(
             f"{name} has dtype={array.dtype} (a float or signed integer dtype; "
@@ -36,12 +37,14 @@ def floats(name: str, value: npt.ArrayLike, ndim: int | None = None) -> F64:
     array = np.asarray(value)
     check_numeric(name, array)
     check_ndim(name, array, ndim)
+    # Exact for every accepted dtype but int64 beyond 2^53.
     return array.astype(np.float64, copy=False)
 
 
 def ints(name: str, value: npt.ArrayLike, ndim: int | None = None) -> I64:
     """Convert `value` to int64; an empty list counts as integers."""
     array = np.asarray(value)
+    # NumPy makes an empty list an array of float64.
     require(array.dtype.kind in "iu" or array.size == 0, f"{name} has dtype={array.dtype} (an integer dtype)")
     check_ndim(name, array, ndim)
     return array.astype(np.int64, copy=False)
@@ -92,6 +95,7 @@ def heads_per_group(num_heads: int, num_kv_heads: int) -> int:
 def finite(name: str, value: float) -> float:
     """Return `value` as a finite Python float."""
     number = np.asarray(value)
+    # Kind "b" is left out: scale=True is a mistake.
     require(
         number.ndim == 0 and number.dtype.kind in "fi" and bool(np.isfinite(number)), f"{name}={value!r} (one finite number)"
     )

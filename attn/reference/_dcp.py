@@ -18,6 +18,8 @@ def dcp_local_lens(seq_lens: npt.ArrayLike, world: int, rank: int, interleave: i
     lengths = ints("seq_lens", seq_lens)
     require(bool((lengths >= 0).all()), f"seq_lens={lengths.tolist()} (>= 0)")
     size, index, run = _check_group(world, rank, interleave)
+    # Every full round over the ranks (W * I tokens) leaves I tokens on each; of the tokens after the last full round, a
+    # rank holds those past the I of each rank before it, at most I.
     base = lengths // run // size * run
     return base + np.clip(lengths - base * size - index * run, 0, run)
 
@@ -26,6 +28,7 @@ def dcp_key_positions(seq_len: int, world: int, rank: int, interleave: int) -> I
     """Return the global positions of this rank's keys, in cache order: int64 [local length], increasing."""
     size, index, run = _check_group(world, rank, interleave)
     local = np.arange(int(dcp_local_lens(whole("seq_len", seq_len), size, index, run)), dtype=np.int64)
+    # The inverse of (t // I) % W = r: the local key's round, then the rank's place in it, then the place within the run.
     return local // run * size * run + index * run + local % run
 
 

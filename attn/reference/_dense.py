@@ -18,6 +18,7 @@ from attn.reference._check import F64, I64, Bool, bools, broadcast, check_shape,
 from attn.reference._masks import check_window, row_positions
 from attn.reference._states import apply_sinks
 
+# 16 MiB of float64 per array of scores, of which a few exist at once.
 _SCORES_AT_ONCE = 1 << 21
 
 
@@ -38,6 +39,7 @@ class _ScoreParams:
 
     def scores(self, dots: F64, heads: slice, rows: slice) -> tuple[F64, Bool]:
         """Return scores with -inf where not allowed, and the allowed mask, both [heads, rows, m]."""
+        # [rows, 1] and [1, m]: rules of positions are the same for all heads, and broadcast over them.
         p, j = self.query_positions[rows, None], self.key_positions[None, :]
         allowed = np.ones(dots.shape, dtype=np.bool_)
         if self.causal:
@@ -49,11 +51,14 @@ class _ScoreParams:
         if self.mask is not None:
             allowed &= self.mask[heads, rows]
         scores = dots * self.scale
+        # The order is docs/semantics.md §2: scale, cap, bias, mask. A cap after the bias would bound the bias too.
         if self.cap:
             scores = self.cap * np.tanh(scores / self.cap)
         if self.slopes is not None:
             scores -= self.slopes[heads, None, None] * np.abs(p - j)
         if self.bias is not None:
+            # A score of -inf and a key that is not allowed are different where a row has no other: the latter has
+            # weight 0 whatever the value is, and is never multiplied.
             allowed &= ~np.isneginf(self.bias[heads, rows])
             scores += self.bias[heads, rows]
         return np.where(allowed, scores, -np.inf), allowed
@@ -101,6 +106,7 @@ def attention(
     q, k, v = floats("query", query, 3), floats("key", key, 3), floats("value", value, 3)
     n, num_heads, head_size = q.shape
     m, num_kv_heads, _ = k.shape
+    # Heads h // group share a key: the products below are one matrix product for each kv head, [group, rows, m].
     group = heads_per_group(num_heads, num_kv_heads)
     check_shape("key", k, (m, num_kv_heads, head_size))
     check_shape("value", v, (m, num_kv_heads, v.shape[2]))
@@ -119,6 +125,7 @@ def attention(
         key_positions=_positions("key_positions", key_positions, np.arange(m, dtype=np.int64)),
     )
     out, lse = np.zeros((n, num_heads, v.shape[2])), np.full((num_heads, n), -np.inf)
+    # At least one row, and one key in the quotient, so that empty sequences pass through the loop as others do.
     step = max(1, _SCORES_AT_ONCE // max(1, group * m))
     for kv_head in range(num_kv_heads):
         heads = slice(kv_head * group, (kv_head + 1) * group)
@@ -126,6 +133,7 @@ def attention(
             rows = slice(start, min(start + step, n))
             # Huge or NaN masked values overflow here before they are selected away.
             with np.errstate(all="ignore"):
+                # [group, rows, D] @ [D, m].
                 dots = q[rows, heads].transpose(1, 0, 2) @ k[:, kv_head].T
                 scores, allowed = rules.scores(dots, heads, rows)
                 part, lse[heads, rows] = _softmax_sum(scores, allowed, v[:, kv_head])
@@ -136,16 +144,22 @@ def attention(
 def _softmax_sum(scores: F64, allowed: Bool, value: F64) -> tuple[F64, F64]:
     """Return the softmax of scores [h, r, m] over keys times value [m, Dv]: ([h, r, Dv], lse [h, r])."""
     top = scores.max(axis=-1, initial=-np.inf)
+    # A row without keys: -inf - -inf would be NaN, exp(-inf - 0) is 0. A maximum of +inf is left, and makes the row
+    # NaN, as the formula does.
     top = np.where(np.isneginf(top), 0.0, top)
     weights = np.exp(scores - top[..., None])
     total = weights.sum(axis=-1)
     is_finite = np.isfinite(value)
     summed = weights @ np.where(is_finite, value, 0.0)
+    # Keys with a NaN or an infinity that any row sees; few, so a loop over them costs nothing.
     nonfinite = ~is_finite.all(axis=1) & allowed.any(axis=(0, 1))
     for j in np.flatnonzero(nonfinite):
         attends = allowed[..., j]
+        # The finite elements of value j are in the product already. A weight that underflowed to 0 times infinity is
+        # NaN, as in IEEE arithmetic: the row does see the key.
         summed[attends] += weights[attends, j][:, None] * np.where(is_finite[j], 0.0, value[j])
     norm = total[..., None]
+    # log(0) is -inf: the log-sum-exp of a row without keys.
     return np.where(norm == 0, 0.0, summed / norm), top + np.log(total)
 
 
@@ -153,6 +167,7 @@ def default_scale(scale: float | None, head_size: int) -> float:
     """Return `scale`, or 1 / sqrt(head_size) if it is None."""
     if scale is not None:
         return finite("scale", scale)
+    # 0 ** -0.5 raises ZeroDivisionError; heads of no columns have scores of 0 under any explicit scale.
     require(head_size >= 1, f"head_size={head_size} (>= 1, or an explicit scale)")
     return float(head_size**-0.5)
 

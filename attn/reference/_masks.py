@@ -23,8 +23,10 @@ def alibi_slopes(num_heads: int) -> F64:
     with s = 2^(-4/p). Under tensor parallelism slice this by the *global* head.
     """
     count = whole("num_heads", num_heads, least=1)
+    # 2^floor(log2 H), without a logarithm that could round.
     power = 1 << (count.bit_length() - 1)
     exponents = [-8.0 * (i + 1) / power for i in range(power)]
+    # Odd powers of 2^(-4/p) lie between the powers of 2^(-8/p) above, as in the code of the ALiBi paper (arXiv 2108.12409).
     exponents += [-4.0 * (2 * i + 1) / power for i in range(count - power)]
     return np.exp2(np.array(exponents))
 
@@ -56,6 +58,8 @@ def sliding_window_to_pair(
     if isinstance(sliding_window, Sequence):
         return check_window(sliding_window)
     reach = whole("sliding_window", sliding_window, least=1) - 1
+    # W keys include the row's own, so the distance is W - 1. A right bound of 0 is causality; cross attention is listed
+    # with decoders as vLLM does.
     return reach, (0 if attn_type in _BACKWARD else reach)
 
 
@@ -68,6 +72,7 @@ def chunked_mask(n: int, m: int, chunk: int) -> Bool:
     """Return Llama 4's local mask: causal within chunks of `chunk` positions, bool [n, m] (docs/semantics.md §4)."""
     size = whole("chunk", chunk, least=1)
     p, j = row_positions(whole("n", n), whole("m", m))[:, None], np.arange(m)[None, :]
+    # A row before the first key has a negative position, whose chunk has no key: floor division keeps it apart.
     return (j <= p) & (j // size == p // size)
 
 
@@ -98,6 +103,7 @@ def block_sparse_mask(
     p, j = row_positions(whole("n", n), whole("m", m))[:, None], np.arange(m)[None, :]
     query_block, key_block = p // size, j // size
     head = np.arange(offset, offset + heads)[:, None, None]
+    # Heads are numbered over all ranks, so that a rank's slice of heads sees the same columns as in the whole layer.
     shift = 0 * head if homo_head else head * max(1, stride // total)
     vertical = (key_block + shift + 1) % stride == 0
     return (j <= p) & ((query_block - key_block < local) | vertical)
@@ -126,6 +132,7 @@ def visible_mask(
     seen = np.ones((n, m), np.bool_)
     if tree is not None:
         require(m >= n, f"{m} keys are fewer than the {n} tokens of a tree")
+        # Context before the new tokens stays visible to every node.
         seen[:, m - n :] &= tree
     elif causal:
         seen &= j <= p
@@ -137,9 +144,11 @@ def visible_mask(
         in_span = (j >= spans[:, :1]) & (j <= spans[:, 1:])
         if span_window and left is not None:
             in_span &= j >= p - left
+        # A right bound of 0 is causality, which spans lift (docs/semantics.md §18).
         if span_window and right:
             in_span &= j <= p + right
         seen |= in_span
+    # After the window, which does not cut a prefix; the chunk below does.
     seen |= j < prefix
     if chunk_size is not None:
         seen &= j >= p // whole("chunk_size", chunk_size, least=1) * chunk_size
@@ -156,6 +165,7 @@ def tree_mask_from_choices(choices: Sequence[Sequence[int]]) -> Bool:
     node_of = {path: node for node, path in enumerate(paths)}
     mask = np.zeros((len(paths), len(paths)), dtype=np.bool_)
     for node, path in enumerate(paths):
+        # Every beginning of a path is an ancestor, the empty one the root, the whole path the node itself.
         mask[node, [node_of[path[:depth]] for depth in range(len(path) + 1)]] = True
     return mask
 

@@ -43,8 +43,10 @@ def mla_unabsorbed(
     Returns (out [n, H, Dv], lse [H, n]).
     """
     nope, rope, latent, key_rope, up_k, up_v = _checked(q_nope, q_pe, kv_c, k_pe, w_uk, w_uv)
+    # Latents of keys that no row sees may hold anything; their products are selected away by `attention`.
     with np.errstate(all="ignore"):
         key_nope, value = np.tensordot(latent, up_k, axes=1), np.tensordot(latent, up_v, axes=1)
+    # [m, Dr] -> [m, H, Dr]: one rotary key for all heads.
     shared_rope = np.broadcast_to(key_rope[:, None, :], (*key_nope.shape[:2], key_rope.shape[1]))
     query, key = np.concatenate([nope, rope], axis=2), np.concatenate([key_nope, shared_rope], axis=2)
     return attention(query, key, value, scale=scale, causal=causal, **further)
@@ -69,10 +71,13 @@ def mla_absorbed(
     """
     nope, rope, latent, key_rope, up_k, up_v = _checked(q_nope, q_pe, kv_c, k_pe, w_uk, w_uv)
     with np.errstate(all="ignore"):
+        # For each head [n, Dn] @ [Dn, L]: <q, c W_UK> = <q W_UK^T, c>.
         absorbed = (nope.transpose(1, 0, 2) @ up_k.transpose(1, 2, 0)).transpose(1, 0, 2)
+    # One kv head that all query heads share: [m, 1, L + Dr].
     query, key = np.concatenate([absorbed, rope], axis=2), np.concatenate([latent, key_rope], axis=1)[:, None]
     latent_out, lse = attention(query, key, latent[:, None], scale=scale, causal=causal, **further)
     with np.errstate(all="ignore"):
+        # W_UV is linear, so it is applied once to the weighted latent instead of to every key.
         return (latent_out.transpose(1, 0, 2) @ up_v.transpose(1, 0, 2)).transpose(1, 0, 2), lse
 
 
@@ -100,6 +105,8 @@ def sparse_mla(
     require(bool((chosen >= -1).all()), f"indices contain {chosen.min(initial=0)} (>= -1)")
     rank = whole("kv_lora_rank", kv_lora_rank, least=1, most=q.shape[2])
     row, column = np.nonzero((chosen >= 0) & (chosen < len(cache)))
+    # Counted, not set: a key listed twice would have twice the weight in a kernel that gathers rows by index, and once
+    # in a mask.
     hits = np.zeros((len(q), len(cache)), dtype=np.int64)
     np.add.at(hits, (row, chosen[row, column]), 1)
     twice = np.argwhere(hits > 1)
@@ -122,8 +129,11 @@ def pack_fp8_ds_mla(kv_c: npt.ArrayLike, k_pe: npt.ArrayLike, *, ue8m0: bool = F
     with np.errstate(all="ignore"):
         scale = np.abs(tiles).max(axis=-1) / np.float32(448)
         if ue8m0:
+            # scale = fraction * 2^exponent with fraction in [0.5, 1), so 2^exponent is the next power of two above,
+            # except where scale is a power of two itself (fraction 0.5). The floor of 1e-4 is DeepSeek-V3.2's.
             fraction, exponent = np.frexp(np.maximum(scale, np.float32(1e-4)))
             scale = np.ldexp(np.float32(1), exponent - (fraction == 0.5))
+        # A tile of zeros would be divided by 0, and a denormal scale is 0 on devices that flush denormals.
         scale = np.maximum(scale, np.finfo(np.float32).tiny)
         scaled = tiles / scale[..., None]
     codes = quantize(scaled, "fp8_e4m3").view(np.uint8).reshape(len(latent), _LATENT)
@@ -136,6 +146,7 @@ def unpack_fp8_ds_mla(rows: npt.ArrayLike) -> tuple[F64, F64]:
     packed = np.ascontiguousarray(rows)
     require(packed.dtype == np.uint8, f"rows have dtype={packed.dtype} (uint8)")
     check_shape("rows", packed, (len(packed), _ROW))
+    # A view of other items needs a contiguous last dimension.
     scale = np.ascontiguousarray(packed[:, _SCALES_AT:_ROPE_AT]).view("<f4").astype(np.float64)
     tiles = packed[:, :_LATENT].reshape(len(packed), _LATENT // _TILE, _TILE)
     latent = dequantize(tiles, "fp8_e4m3", scale[..., None]).reshape(len(packed), _LATENT)

@@ -92,6 +92,7 @@ def paged_attention(
     )
 
     out, lse = np.full((len(q), num_heads, values.shape[3]), np.nan), np.full((num_heads, len(q)), np.nan)
+    # Requests without new tokens have no rows; their pages and lengths are not looked at.
     for r in np.flatnonzero(np.diff(starts)).tolist():
         rows, m = slice(starts[r], starts[r + 1]), int(lengths[r])
         pages = _used_pages(r, m, table, keys.shape)
@@ -145,7 +146,9 @@ class _Seen(NamedTuple):
     def of_request(self, r: int, rows: slice, m: int, mask: npt.ArrayLike | None, num_heads: int) -> dict[str, Any]:
         """Return the arguments of `attention` that say what request r's rows see of its m keys."""
         n, causal = int(rows.stop - rows.start), bool(self.is_causal[r])
+        # A longer request is causal, and its tree's entries are not read.
         tree = self.tree[r, :n, :n] if self.tree is not None and n <= self.tree.shape[1] else None
+        # One explicit mask where keys are added or removed: `attention` only ANDs its rules, and a span adds keys.
         if self.spans is not None or self.prefix[r] or self.chunk_size is not None:
             seen = visible_mask(
                 n,
@@ -178,10 +181,12 @@ def write_kv(
     slots = ints("slot_mapping", slot_mapping, 1)
     written: list[npt.NDArray[np.generic]] = []
     for name, new, cache in (("key", key, key_cache), ("value", value, value_cache)):
+        # `np.array` copies: the caller's cache stays as it is, to be compared with.
         tokens, pages = np.asarray(new), np.array(cache)
         check_ndim(f"{name}_cache", pages, 4)
         check_shape(name, tokens, (len(slots), *pages.shape[2:]))
         require(
+            # A cast of values to a cache of codes would store their integer parts.
             pages.dtype.kind not in "iu" or tokens.dtype == pages.dtype,
             f"{name} has dtype={tokens.dtype} for a cache of {pages.dtype} codes (the same dtype)",
         )
@@ -190,6 +195,7 @@ def write_kv(
         require(not wrong.any(), f"slot_mapping contains {slots[wrong][:3].tolist()} (-1..{last})")
         flat = pages.reshape(-1, *pages.shape[2:])
         with np.errstate(all="ignore"):
+            # NumPy assigns repeated indices in order, so the later token wins.
             flat[slots[slots >= 0]] = tokens[slots >= 0]
         written.append(flat.reshape(pages.shape))
     return written[0], written[1]
@@ -203,6 +209,7 @@ def _check_caches(query: F64, keys: npt.NDArray[np.generic], values: npt.NDArray
     num_blocks, page, num_kv_heads, _ = keys.shape
     require(page >= 1, f"block_size={page} (>= 1)")
     check_shape("key_cache", keys, (num_blocks, page, num_kv_heads, query.shape[2]))
+    # Values may have a size of their own; blocks, page size and heads are the keys'.
     check_shape("value_cache", values, (num_blocks, page, num_kv_heads, values.shape[3]))
     heads_per_group(query.shape[1], num_kv_heads)
     return query.shape[1], num_kv_heads
@@ -237,6 +244,7 @@ def _head_scale(name: str, scale: npt.ArrayLike, num_kv_heads: int) -> F64:
     """Reshape a scalar or [K] scale to multiply [m, K, D]."""
     array = floats(name, scale)
     require(array.ndim == 0 or array.shape == (num_kv_heads,), f"{name} has shape={array.shape} (scalar or ({num_kv_heads},))")
+    # [1, 1] or [K, 1], which broadcasts over [m, K, D].
     return array.reshape(-1, 1)
 
 
@@ -252,6 +260,8 @@ def _used_pages(r: int, length: int, table: I64, cache_shape: tuple[int, ...]) -
 
 def _gather(name: str, cache: npt.NDArray[np.generic], pages: I64, length: int, factor: F64) -> F64:
     """Return the first `length` tokens of these pages times the scale: [length, K, D]."""
+    # [pages, P, K, D] -> [pages * P, K, D]; the last page's tail, which holds no token of the request, is cut off
+    # before any product.
     tokens = floats(name, cache[pages]).reshape(-1, *cache.shape[2:])[:length]
     with np.errstate(all="ignore"):
         return tokens * factor

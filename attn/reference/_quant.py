@@ -26,14 +26,17 @@ def _fp8(mantissa_bits: int, bias: int, nonfinite_from: int, infinity: int | Non
     """Build an fp8 format whose positive codes from `nonfinite_from` on are NaN, except `infinity`."""
     code = np.arange(128)
     exponent, fraction = code >> mantissa_bits, (code & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
+    # IEEE: exponent 0 is subnormal, fraction * 2^(1 - bias), all others (1 + fraction) * 2^(exponent - bias).
     positive = np.where(exponent == 0, fraction, 1 + fraction) * np.exp2(np.maximum(exponent, 1) - float(bias))
     positive[nonfinite_from:] = np.nan
     if infinity is not None:
         positive[infinity] = np.inf
     decoded = np.concatenate([positive, -positive])
+    # "fnuz": finite, unsigned zero. The code of -0 is the only NaN.
     if fnuz:
         decoded[0x80] = np.nan
     decoded.setflags(write=False)
+    # Codes of non-negative finite values are their own order, so the table is sorted and a code is its index.
     return _Format(decoded, decoded[:nonfinite_from], 0x80 if fnuz else 0x7F, not fnuz)
 
 
@@ -57,9 +60,11 @@ def quantize(x: npt.ArrayLike, dtype: str, scale: npt.ArrayLike = 1.0) -> npt.ND
     factor = _aligned_scale(scale, values.shape)
     require(bool(np.isfinite(factor).all() and (factor >= 0).all()), "scale contains a value that is not finite and >= 0")
     with np.errstate(all="ignore"):
+        # 0 / 0 would be NaN: an all-zero token has a scale of 0, and stores zeros (with their signs).
         scaled = np.where(values == 0, values, values / factor)
     if dtype == "int8":
         require(not np.isnan(scaled).any(), "x contains NaN, which int8 cannot store")
+        # -128 is left out, so that a value and its negative have codes of one size. `rint` rounds ties to even.
         return np.clip(np.rint(scaled), -_INT8_MAX, _INT8_MAX).astype(np.int8)
     return _encode(scaled, _format(dtype))
 
@@ -89,11 +94,17 @@ def to_bf16_bits(x: npt.ArrayLike) -> npt.NDArray[np.uint16]:
     with np.errstate(all="ignore"):
         single = values.astype(np.float32)
         bits = single.view(np.uint32)
-        # Round to odd first (towards zero, last bit sticky), so that the second rounding is correct.
+        # float64 -> float32 -> bfloat16 rounds twice, which is wrong near ties of the second. So the first rounds to odd,
+        # towards zero with the last bit set if anything was cut off (S. Boldo and G. Melquiond, "Emulation of a FMA and
+        # correctly rounded sums", IEEE Trans. Computers 57, 2008).
         inexact = (single.astype(np.float64) != values) & ~np.isnan(values)
         too_far = inexact & (np.abs(single.astype(np.float64)) > np.abs(values))
+    # Bits of floats of one sign are ordered as their magnitudes, so `bits - 1` is the next one towards zero, from
+    # infinity too.
     odd = np.where(inexact, (bits - too_far) | 1, bits).astype(np.uint64)
+    # Half of the last kept place, and 1 more if that place is odd: ties to even. In 64 bits, since the carry may leave 32.
     rounded = (odd + 0x7FFF + ((odd >> 16) & 1)) >> 16
+    # The payload may be in the lower half alone, and its upper half would then be an infinity.
     quiet_nan = (bits >> 16) | 0x40
     return np.where(np.isnan(values), quiet_nan, rounded).astype(np.uint16)
 
@@ -109,10 +120,14 @@ def from_bf16_bits(bits: npt.ArrayLike) -> F64:
 def _encode(values: F64, fmt: _Format) -> npt.NDArray[np.uint8]:
     """Return the nearest code, ties to even, saturating."""
     magnitude = np.abs(values)
+    # A magnitude above the k-th middle is nearer to value k + 1, one above all is the largest: `searchsorted` gives the
+    # code and saturates. The middles of 8-bit values are exact in float64.
     middles = (fmt.positive[1:] + fmt.positive[:-1]) / 2
     lower = np.searchsorted(middles, magnitude)
+    # On a middle, `searchsorted` gives the lower neighbour, whose code is rounded up if it is odd.
     tie = middles[np.minimum(lower, len(middles) - 1)] == magnitude
     code = np.where(np.isnan(values), fmt.nan_code, lower + (tie & (lower % 2 == 1)))
+    # In fnuz formats the sign bit alone is NaN, so a small negative number that rounds to 0 becomes 0.
     negative = np.signbit(values) & (fmt.has_negative_zero | (code > 0))
     return np.where(negative, code | 0x80, code).astype(np.uint8)
 

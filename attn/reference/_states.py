@@ -29,6 +29,7 @@ def merge_states(outs: Sequence[npt.ArrayLike], lses: Sequence[npt.ArrayLike], *
         check_shape(f"outs[{i}]", state, states[0].shape)
         check_shape(f"lses[{i}]", log, (num_heads, rows))
     lse = np.stack(logs)
+    # FlashAttention 2 returns +inf for a row without keys.
     empty = np.isinf(lse) | (np.isnan(lse) & nan_is_empty)
     lse = np.where(empty, -np.inf, lse)
     with np.errstate(all="ignore"):
@@ -36,6 +37,7 @@ def merge_states(outs: Sequence[npt.ArrayLike], lses: Sequence[npt.ArrayLike], *
         top = np.where(np.isneginf(top), 0.0, top)
         weights = np.exp(lse - top)
         total = weights.sum(axis=0)
+        # [k, H, n] -> [k, n, H, 1]. Selected, since the output of an empty part may be NaN, and 0 * NaN is NaN.
         parts = np.where(empty.transpose(0, 2, 1)[..., None], 0.0, np.stack(states))
         summed = (parts * weights.transpose(0, 2, 1)[..., None]).sum(axis=0)
         norm = total.T[..., None]
@@ -57,5 +59,6 @@ def apply_sinks(out: npt.ArrayLike, lse: npt.ArrayLike, sinks: npt.ArrayLike) ->
     # An empty row is 0 with or without a sink (and -inf minus -inf would be NaN).
     empty = np.isinf(log).T[..., None]
     with np.errstate(all="ignore"):
+        # sigmoid(lse - sink): a huge difference overflows to infinity, and 1 / infinity is the right 0.
         factor = 1.0 / (1.0 + np.exp(sink[:, None] - log))
         return np.where(empty, 0.0, state * factor.T[..., None]), log.copy()

@@ -20,6 +20,7 @@ from typing import Any
 from attn.tables import counted
 
 KINDS = ("ran", "interpreted", "compiled", "stand-in")
+# Beside this module, so that it is in the wheel: `attn backends` shows the evidence on any machine.
 PATH = Path(__file__).with_name("evidence.json")
 
 
@@ -69,6 +70,7 @@ def load(path: Path = PATH) -> list[Evidence]:
     rows = json.loads(path.read_text(encoding="utf-8"))
     known = {f.name for f in fields(Evidence)}
     for row in rows:
+        # Named here: the class's own TypeError would not say which file and row.
         if unknown := row.keys() - known:
             raise ValueError(f"{path.name}: unknown field {sorted(unknown)[0]!r}; known: {', '.join(sorted(known))}")
     return [Evidence(**row) for row in rows]
@@ -76,7 +78,9 @@ def load(path: Path = PATH) -> list[Evidence]:
 
 def record(rows: Iterable[Evidence], path: Path = PATH) -> None:
     """Add `rows` to the file, each replacing an earlier run with the same key; sorted, one row per line."""
+    # New rows come last and so replace stored ones of the same key; rows of another level or reporter stay.
     table = {row.key: row for row in [*load(path), *rows]}
+    # One row per line, sorted: a diff of the file shows which runs are new.
     lines = ",\n".join(json.dumps(_plain(table[key])) for key in sorted(table))
     path.write_text(f"[\n{lines}\n]\n" if lines else "[]\n", encoding="utf-8")
 
@@ -98,5 +102,6 @@ def summary(registry: str, backend: str, path: Path = PATH) -> str:
     Of several levels on one device and of one kind, the longest run is shown, and every failed one.
     """
     rows = of(registry, backend, path)
+    # Sorted by cases, the longest run is the last and stays in the dict.
     longest = {(row.kind, row.device, row.reporter): row for row in sorted(rows, key=lambda row: row.cases)}
     return "; ".join(str(row) for row in rows if row.failures or row is longest[row.kind, row.device, row.reporter]) or "none"

@@ -24,6 +24,7 @@ def hints(selection: Selection) -> tuple[str, ...]:
     """Return hints as sentences; none for a backend requested by name."""
     if selection.source != "priority":
         return ()
+    # Only backends that the list prefers to the winner: a change that lets a later one serve changes nothing.
     at = selection.trace.index(selection.winner) if selection.winner else len(selection.trace)
     ahead = [verdict for verdict in selection.trace[:at] if not any(r.startswith("disabled by") for r in verdict.reasons)]
     ways = {verdict.name: list(_ways(verdict.name, selection.request, selection.device)) for verdict in ahead}
@@ -33,16 +34,20 @@ def hints(selection: Selection) -> tuple[str, ...]:
 
 def _ways(name: str, request: Request, device: Device) -> Iterator[str]:
     """Yield changes with which a rejected backend would serve: another block size, or a package."""
+    # Without pages there is no block size to change.
     if request.block_size is not None:
         asked = (size for size in BLOCK_SIZES if _serves(name, replace(request, block_size=size), device))
         yield from (f"with block_size={size}" for size in itertools.islice(asked, 1))
     # GPUs before Ampere have no bfloat16 products: their kernels are for float16
     dtypes = {"": request} | ({"dtype=float16": replace(request, dtype="float16")} if request.dtype == "bfloat16" else {})
     for dtype, other in dtypes.items():
+        # Here float16 alone helps; packages below are tried with the request's own dtype first, then with float16.
         if dtype and _serves(name, other, device):
             yield f"with {dtype}"
             return
         for package, modules in PACKAGES.items():
+            # In addition to what the outer assumption has: one package at a time, since advice to install two would be
+            # a guess.
             with assuming(modules, beside=True):
                 served = _serves(name, other, device)
             if served:
@@ -56,12 +61,15 @@ def _serves(name: str, request: Request, device: Device) -> bool:
 
 def _head_size(request: Request, device: Device) -> Iterator[str]:
     """Report a head size that no accelerator kernel supports; the framework's own operations support any."""
+    # A layer tried out on a laptop is meant for an accelerator, and its head size is known before one is at hand.
     platform = device.platform if device.platform != "cpu" else _ACCELERATOR[device.framework]
     accelerator = device if device.platform == platform else Device(device.framework, platform)
     rules: dict[str, list[str]] = {}
     for name in platform_for(device.framework, platform).priorities(request, accelerator):
         sizes = getattr(getattr(AttentionBackendEnum[name].candidate().backend, "capabilities", None), "head_sizes", None)
         if sizes is None or supports_size(request.head_size, sizes):
+            # A kernel that supports the size: nothing to report. One without limits is the framework's own operations,
+            # which say nothing about kernels.
             if sizes is not None and MultipleOf(1) not in sizes:
                 return
             continue

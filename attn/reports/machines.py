@@ -49,6 +49,7 @@ _PRODUCTS: dict[tuple[str | None, str | None, str], dict[str, tuple[str, ...]]] 
 }
 
 #: Words that drivers add to a product's name: makers and brands, memory, form factors, partitions.
+# Only these words may stand beside a product's: "RTX 4090 Laptop GPU" is one, "H100 and H200" is none.
 _ADDED = re.compile(
     r"nvidia|amd|intel|r|tm|tpu|geforce|tesla|quadro|instinct|radeon|graphics|laptop|gpu|generation|ada|blackwell"
     r"|workstation|server|max|q|edition|oam|nvl|pcie|sxm\d*|hbm\d?e?|mig|\d+g|\d+gb"
@@ -74,6 +75,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "torch-npu": ("torch_npu",),
 }
 #: (framework, platform) -> those of the packages that the framework's wheel for the platform installs.
+# torch's wheels require Triton; jax's do not.
 BROUGHT = {("torch", "cuda"): ("triton",), ("torch", "rocm"): ("triton",), ("torch", "xpu"): ("triton",)}
 
 
@@ -142,8 +144,10 @@ def device_named(name: str, framework: str | None = None) -> Device:
     for (torch_platform, jax_platform, maker), archs in _PRODUCTS.items():
         for arch, products in archs.items():
             called = product if product in products else None
+            # An empty name would equal the empty architecture of Intel's GPUs.
             if called is None and (not plain_name or plain_name != _plain(arch)):
                 continue
+            # TPUs have no torch platform here; all others default to torch.
             framework = framework or ("torch" if torch_platform else "jax")
             platform = {"torch": torch_platform, "jax": jax_platform}[framework]
             if platform is None:
@@ -161,12 +165,14 @@ def _product(name: str) -> str | None:
     for (_, _, maker), archs in _PRODUCTS.items():
         for product in (product for products in archs.values() for product in products):
             name_words = re.findall(r"[a-z0-9]+", product.lower())
+            # Exact, but for case, spaces and dashes: "RTX-4090", "mi300x".
             if _plain(name) in (_plain(product), _plain(f"{maker} {product}")):
                 return product
             for start in range(len(words) - len(name_words) + 1):
                 others = words[:start] + words[start + len(name_words) :]
                 if words[start : start + len(name_words)] == name_words and all(map(_ADDED.fullmatch, others)):
                     matches.append(product)
+    # The longest: "RTX 6000 Ada" has the words of shorter products too.
     return max(matches, key=len, default=None)
 
 
@@ -192,9 +198,9 @@ def modules_of(names: Collection[str]) -> list[str]:
     for name in names:
         plain_name = _plain(name)
         distribution = next((d for d, modules in PACKAGES.items() if plain_name in (_plain(d), *map(_plain, modules))), None)
-        distribution = distribution or next(
-            (d for d in PACKAGES if len(plain_name) > 3 and _plain(d).startswith(plain_name)), None
-        )  # flashinfer
+        begun = [d for d in PACKAGES if len(plain_name) > 3 and _plain(d).startswith(plain_name)]
+        # "flashinfer" is short for one distribution; "flash" would be any of five.
+        distribution = distribution or (begun[0] if len(begun) == 1 else None)
         if distribution is None:
             raise ValueError(unknown_name("package", name, PACKAGES))
         imports += PACKAGES[distribution]
@@ -207,5 +213,6 @@ def _plain(name: str) -> str:
 
 def pairs(n: int, m: int, window: int) -> int:
     """Count the visible pairs of the last n of m rows: row i (of all m) sees min(i + 1, window) keys."""
+    # Of the last n rows the first sees m - n + 1 keys and each next one more, up to the window; the rest see `window` each.
     growing = range(m - n + 1, min(m, window) + 1)  # keys seen by each row that the window does not limit
     return sum(growing) + (n - len(growing)) * window

@@ -60,6 +60,7 @@ class LayerKind:
     @property
     def features(self) -> frozenset[str]:
         """The features that the layer requires of a backend."""
+        # Truth decides: 0 and None both mean that a config has no window, cap or chunk.
         required = {
             Feature.SLIDING_WINDOW: self.window,
             Feature.SOFT_CAP: self.soft_cap,
@@ -107,6 +108,7 @@ class _Reader:
     """The fields of one configuration, which remembers those that were read."""
 
     def __init__(self, fields: Fields, model: _Model, used: dict[str, str] | None = None, prefix: str = "") -> None:
+        # A null in the file wins over the default: transformers writes null for a field that is off.
         self.fields = Fields({**model.defaults, **fields.values}, fields.source)
         self.explicit, self.model, self.prefix = fields.values, model, prefix
         self.used: dict[str, str] = {} if used is None else used
@@ -114,7 +116,9 @@ class _Reader:
     def name(self, usual: str) -> str:
         """Return the name under which the file has a field, noting that it was read."""
         names = self.model.names.get(usual, (usual,))
+        # The first name that has a value; an error about a missing field names the first of all.
         name = next((n for n in names if self.fields.has(n)), names[0])
+        # Sections are read field by field, which are noted themselves.
         if name in self.fields.values and not isinstance(self.fields.values[name], dict):
             text = _shown(self.fields.values[name])
             self.used[self.prefix + name] = f"{self.prefix}{name}={text}" + ("" if name in self.explicit else " (default)")
@@ -164,6 +168,7 @@ def read_layers(source: str | Path | Mapping[str, Any] | Any) -> ModelLayers:
     """
     top = _fields_of(source)
     fields, notes = top, list[str]()
+    # Multimodal models keep the language model's fields in a section, its type included (gemma3 -> gemma3_text).
     if isinstance(top.values.get("text_config"), dict):
         fields = top.section("text_config")
         notes.append("text_config only: layers of vision and audio are not listed")
@@ -173,9 +178,12 @@ def read_layers(source: str | Path | Mapping[str, Any] | Any) -> ModelLayers:
         model = replace(_MODELS[model_type], defaults={**_NESTED[model_type], **_MODELS[model_type].defaults})
     if model is None:
         notes.append(f"model_type {model_type!r} is not known here: read by the usual fields, as a decoder")
+        # What is unusual about an unknown type must be an error: a layer kind read wrongly would give wrong sizes
+        # without a sign.
         _check_usual(top, fields, model_type)
     reader = _Reader(fields, model or _Model(layers=_unknown_windows))
     kinds = (reader.model.read or _decoder)(reader)
+    # In order of appearance: equal layers are one row of the report, whatever lies between them.
     counted = Counter(kinds)
     dtype = _dtype(fields, top)
     notes += [] if dtype else ["neither dtype nor torch_dtype in the file: transformers' default is float32"]
@@ -195,6 +203,7 @@ def read_layers(source: str | Path | Mapping[str, Any] | Any) -> ModelLayers:
 def _fields_of(source: Any) -> Fields:
     if isinstance(source, Fields):
         return source
+    # A configuration object of transformers, which is not imported.
     if hasattr(source, "to_dict"):
         source = source.to_dict()
     if isinstance(source, Mapping):
@@ -250,12 +259,15 @@ def _decoder(reader: _Reader) -> list[LayerKind]:
     """Return a decoder's layers in order."""
     if reader.boolean("use_bidirectional_attention"):
         raise reader.wrong("use_bidirectional_attention", "false: the layers of a bidirectional decoder are not read")
+    # Nemotron-H's pattern is the list of layers, one letter each; its length is their number.
     count = None if reader.has("hybrid_override_pattern") else reader.integer("num_hidden_layers")
     types = _layer_types(reader, count) if reader.has("layer_types") else reader.model.layers(reader, count or 0)
+    # A model without attention need not have heads, which are read below.
     if all(_WORDS[word] not in _ATTENTION for word in types):
         return [LayerKind(_WORDS[word]) for word in types]
     base = _latent(reader) if reader.has("kv_lora_rank") else _heads(reader)
     base = reader.model.change(reader, replace(base, soft_cap=reader.number("attn_logit_softcapping")))
+    # Once per type, so that a field is read, and complained of, once.
     by_word = {word: _layer_of(reader, base, _WORDS[word]) for word in dict.fromkeys(types)}
     return [by_word[word] for word in types]
 
@@ -273,6 +285,7 @@ def _layer_types(reader: _Reader, count: int | None) -> list[str]:
 
 def _layer_of(reader: _Reader, base: LayerKind, word: str) -> LayerKind:
     if word == "sliding_attention":
+        # The two fields contradict each other: neither reading is better than the other.
         if reader.value("use_sliding_window") is False:
             raise reader.wrong("layer_types", "full_attention throughout: use_sliding_window or sliding_window is off")
         return replace(base, name="sliding", window=reader.integer("sliding_window"))
@@ -304,6 +317,7 @@ def _latent(reader: _Reader) -> LayerKind:
     sizes = LatentSizes(*(reader.integer(name, minimum) for name, minimum in zip(names, (1, 0, 1, 1), strict=True)))
     topk = reader.integer("index_topk") if reader.has("index_topk") else None
     heads = reader.integer("num_attention_heads")
+    # The cached row, [latent | rotary key]; the scale is that of a key before absorption (docs/semantics.md §9).
     size = sizes.kv_lora_rank + sizes.qk_rope_head_dim
     scale = _yarn_scale(reader) / math.sqrt(sizes.qk_nope_head_dim + sizes.qk_rope_head_dim)
     return LayerKind("sparse_mla" if topk else "mla", 1, heads, 1, size, scale=scale, latent=sizes, topk=topk)
@@ -311,8 +325,10 @@ def _latent(reader: _Reader) -> LayerKind:
 
 def _yarn_scale(reader: _Reader) -> float:
     """Return the factor by which DeepSeek scales scores beyond the trained context: mscale(factor, mscale_all_dim) squared."""
+    # transformers 5 renamed the field; files of both versions are in use.
     rope = reader.section(next((n for n in ("rope_scaling", "rope_parameters") if reader.has(n)), "rope_scaling"), {})
     mscale, factor = rope.number("mscale_all_dim"), rope.number("factor")
+    # As DeepSeek's modeling code, whose softmax_scale is multiplied by the square of 0.1 * mscale_all_dim * log(factor) + 1.
     return 1.0 if mscale is None or factor is None or factor <= 1 else (0.1 * mscale * math.log(factor) + 1) ** 2
 
 
@@ -320,6 +336,7 @@ def _yarn_scale(reader: _Reader) -> float:
 
 
 def _unknown_windows(reader: _Reader, count: int) -> list[str]:
+    # Which layers have the window depends on the type, and this one is not known.
     if reader.has("sliding_window") and reader.value("use_sliding_window") is not False:
         raise reader.wrong("sliding_window", "null, unless layer_types lists the layers that it applies to")
     return ["full_attention"] * count
@@ -344,6 +361,7 @@ def _every(usual: str, word: str) -> _Layers:
 
     def layers(reader: _Reader, count: int) -> list[str]:
         n = reader.integer(usual)
+        # Layers count from 1 here: the n-th, the 2n-th, ... are full.
         return [word if (i + 1) % n else "full_attention" for i in range(count)]
 
     return layers
@@ -353,6 +371,7 @@ def _llama4(reader: _Reader, count: int) -> list[str]:
     if not reader.has("attention_chunk_size"):
         return ["full_attention"] * count
     if reader.value("no_rope_layers"):
+        # The field's entries are 1 where a layer does use rotary embeddings, and such layers attend in chunks.
         return ["chunked_attention" if rope else "full_attention" for rope in reader.integers("no_rope_layers", count)]
     return _every("no_rope_layer_interval", "chunked_attention")(reader, count)
 
@@ -379,6 +398,7 @@ def _nemotron_h(reader: _Reader, count: int) -> list[str]:
 
 def _gemma(reader: _Reader, layer: LayerKind) -> LayerKind:
     scalar = reader.number("query_pre_attn_scalar")
+    # Gemma divides by the root of this field instead of the head size's.
     return replace(layer, scale=scalar and scalar**-0.5)
 
 
@@ -395,6 +415,7 @@ def _falcon(reader: _Reader, layer: LayerKind) -> LayerKind:
     if reader.boolean("new_decoder_architecture"):
         kv_heads = reader.integer("num_kv_heads")
     else:
+        # The old architecture ignores the field num_kv_heads, which files have all the same.
         kv_heads = 1 if reader.boolean("multi_query") else layer.num_heads
     return replace(layer, num_kv_heads=kv_heads, alibi=reader.boolean("alibi"))
 

@@ -89,17 +89,21 @@ class ModelReport:
 
     def decode_ms(self, nbytes: int) -> float | None:
         """Return the time of a copy of `nbytes`; None without a record, or where a decode reads no cache."""
+        # Bytes / (GB/s) / 1e6 = ms. Decodes read each cached key and value once, so the rate of a copy bounds them.
         return nbytes / self.ceilings.copy_gb_per_s / 1e6 if self.ceilings and nbytes else None
 
     def prompt_ms(self, flops: int) -> float | None:
         """Return the time of `flops` at the rate of a bfloat16 product; None without a record, or for other dtypes."""
         recorded = self.ceilings is not None and self.dtype == "bfloat16" and flops
+        # FLOP / (TFLOP/s) / 1e9 = ms: 1e12 FLOP a TFLOP, 1e3 ms a second. The rate is that of bfloat16, so other dtypes
+        # have no time.
         return flops / self.ceilings.gemm_tflop_per_s / 1e9 if recorded and self.ceilings else None
 
     def measured(self, row: KindReport) -> Attained | None:
         """Return the shares of the device's rates that the chosen backend reached in a measurement of such layers, if any."""
         layer = row.layer
         plain = self.dtype == "bfloat16" and self.kv_cache_dtype == "auto" and not (layer.features or layer.latent)
+        # What `ATTAINED` was measured with; a figure of other layers would be a guess.
         plain = plain and self.block_size == 16
         return ATTAINED.get((product_of(self.device.name), row.backend or "", layer.head_size or 0)) if plain else None
 
@@ -153,6 +157,7 @@ class ModelReport:
             layer, attends = row.layer, row.layer.is_attention
             backend = (row.backend or "none") if attends else "not attention"
             rows.append([str(layer.count), row.label, row.heads, str(layer.head_size or ""), backend, *self._numbers(row)])
+        # Times of sums equal sums of times, since each is proportional to its bytes or operations.
         total = KindReport(LayerKind("total"), None, None, "", *map(self.total, _NUMBERS))
         return [*rows, [str(sum(row.layer.count for row in self.rows)), "total", "", "", "", *self._numbers(total)]]
 
@@ -175,6 +180,7 @@ class ModelReport:
         words += [f"soft_cap {layer.soft_cap:g}" if name == "soft_cap" else name for name in sorted(layer.features)]
         words += [layer.attn_type] if layer.attn_type != AttentionType.DECODER else []
         words += [f"scale {layer.scale:.4g}"] if layer.scale else []
+        # `token_bytes` is of all layers of the kind.
         token = row.token_bytes // layer.count
         cached = f"; a layer caches {_bytes(token)} per token, {_bytes(token * self.block_size)} per block" if token else ""
         return ", ".join(words) + cached
@@ -256,18 +262,23 @@ def explain_model(
     block_size = positive_int("block_size", block_size)
     model = read_layers(config)
     dtype = model.dtype if dtype is None else dtype
+    # Raises for a format that does not exist.
     dtypes.kv_cache_element(kv_cache_dtype, dtype_name(dtype))  # encoders have no cache whose request would check it
     if isinstance(device, str):
         device = machines.device_named(device, framework or dtypes.framework_of_dtype(dtype))
     kv_cache_dtype = kv_cache_dtype or "auto"
     rows: list[KindReport] = []
+    # The device of the first choice, where none was passed: all layers of a model are on one.
     target: Device | None = device
     asked: dict[str, Any] = {"backend": backend, "framework": framework, "device": device, "disable": disable, "assume": assume}
     for layer in model.kinds:
+        # T5's bias differs for each pair of positions and head, which no feature of a paged backend describes, so none
+        # is asked.
         selection, reason = None, POSITION_BIAS if layer.position_bias else ""
         if layer.is_attention and not reason:
             cached = layer.attn_type not in ENCODER_TYPES
             arguments = {name: getattr(layer, name) for name in ("features", "attn_type", "num_heads", "num_kv_heads")}
+            # Encoders attend the keys of the call: no cache, and no block size that could rule out a backend.
             stored, page = (kv_cache_dtype, block_size) if cached else (None, None)
             selection = explain(layer.head_size, dtype, stored, page, **arguments, **asked)
             target = selection.device
@@ -278,11 +289,13 @@ def explain_model(
             prefill=_prefill(layer, selection, assume),
             reason=reason,
             token_bytes=token,
+            # Whole blocks: the last one of a request is allocated even if one token is in it.
             cache_bytes=token * -(-context // block_size) * block_size * requests,
             decode_bytes=token * _seen(layer, context) * requests,
             prompt_flops=_pair_flops(layer) * _pairs(layer, context) * layer.count * requests,
         )
         rows.append(row)
+    # A model without attention made no choice that could name a device.
     target = target or platform_for(framework or dtypes.framework_of_dtype(dtype) or default_framework()).device()
     return ModelReport(
         model=model,
@@ -307,6 +320,7 @@ def _prefill(layer: LayerKind, selection: Selection | None, assume: Collection[s
         return None
     key = layer.latent.qk_nope_head_dim + layer.latent.qk_rope_head_dim
     request = make_mla_prefill_request(key, layer.latent.v_head_dim, selection.request.dtype, num_heads=layer.num_heads)
+    # The same assumptions as for the layer's own choice, which `explain` has left by now.
     with assumed_machine(selection.device, None, assume):
         prefill = select_mla_prefill(request, framework=selection.device.framework, device=selection.device)
     return prefill if prefill.trace else None
@@ -318,21 +332,25 @@ def _token_bytes(layer: LayerKind, dtype: str, kv_cache_dtype: str) -> int:
         return 0
     stored = dtypes.DTYPES[dtypes.kv_cache_element(kv_cache_dtype, dtype)].itemsize
     row = stored * dtypes.kv_cache_row(kv_cache_dtype, layer.head_size)
+    # A latent row is key and value of all heads; other layers store both, for each kv head.
     return row if layer.latent else 2 * layer.num_kv_heads * row
 
 
 def _seen(layer: LayerKind, context: int) -> int:
     """Count the cached tokens that the last of `context` tokens sees."""
     if layer.chunk:
+        # The last token's position within its chunk, itself included.
         return (context - 1) % layer.chunk + 1
     return min(context, layer.window or layer.topk or context)
 
 
 def _pairs(layer: LayerKind, context: int) -> int:
     """Count the visible pairs of a query and a key in a prompt of `context` tokens."""
+    # Encoders and cross attention are not causal: every row sees every key.
     if layer.attn_type != AttentionType.DECODER:
         return context * context
     if layer.chunk:
+        # Chunks do not see each other: each whole one is a causal prompt of its own, and so is the rest.
         whole, tail = divmod(context, layer.chunk)
         return whole * pairs(layer.chunk, layer.chunk, layer.chunk) + pairs(tail, tail, layer.chunk)
     return pairs(context, context, layer.window or layer.topk or context)
@@ -342,6 +360,7 @@ def _pair_flops(layer: LayerKind) -> int:
     """Count the operations of all heads for a query and a key: scores and weighted values. A prompt over a latent expands its
     keys and values, whose projections are not counted; a sparse one reads the latent itself."""
     if layer.latent is None:
+        # Two products of head_size multiplications and as many additions: scores, and weighted values.
         return 4 * layer.num_heads * layer.head_size
     rank, rope, nope, value = layer.latent
     return 2 * layer.num_heads * (rank + rope + rank if layer.topk else nope + rope + value)

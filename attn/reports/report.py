@@ -29,6 +29,7 @@ from attn.selection.platforms import platform_for
 from attn.selection.verdicts import Selection, not_loadable
 from attn.tables import block, html, markdown, plain, wrapped
 
+# Resolved here, at import: this module shows all three, and `attn --help` does not import it.
 REGISTRIES = registries()
 NOT_BUILT = "not built yet"
 _COLUMNS = ("backend", "runs on", "types and sizes", "features", "evidence")
@@ -123,6 +124,7 @@ class BackendTable:
 
     def __getitem__(self, name: str) -> BackendRow:
         """Return the first row called `name`. Raises KeyError."""
+        # Attention backends first, in the order of `REGISTRIES`: names repeat in the other registries.
         for row in self.rows:
             if row.name == name:
                 return row
@@ -142,6 +144,7 @@ class BackendTable:
             if wide:
                 lines += block(cells, "  ")
                 continue
+            # Continuations begin below the verdict, the third column, whose text is the long one.
             more = " " * (4 + max(len(row.name) for row in rows) + len("framework"))
             for line in block([row[:3] for row in cells]):
                 lines += wrapped(line, "  ", more)
@@ -174,6 +177,8 @@ def backends(registry: str | None = None) -> BackendTable:
         if registry in (None, name):
             rows += [_row(name, registered[n], reports, devices) for n in registered.names()]
             rows += [_described(name, candidate, "built-in", devices) for candidate in _beside(name)]
+            # Plugins register in the registry of attention backends, so their failures are listed there, where a reader
+            # looks for the name.
             failed = [report for report in reports.values() if name == "attention" and report.problem]
             rows += [BackendRow(name, p.name, p.value, "plugin", "", (f"plugin not loaded: {p.problem}",)) for p in failed]
     return BackendTable(tuple(rows), {framework: str(device) for framework, device in devices.items()})
@@ -219,9 +224,12 @@ def explain(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
     )
+    # A product's name ("H100") is described under this framework, so it is needed before the selector would find it.
     framework = framework or framework_of_dtype(dtype)
     with assumed_machine(device, framework, assume) as (target, elsewhere, taken):
         selection = selector.select(request, framework=framework, backend=backend, device=target, disable=disable)
+        # Faster paths that are off depend on packages and compilers that are installed, which are not known of another
+        # machine.
         if elsewhere:
             notes = [f"assumed to be installed: {', '.join([selection.device.framework, *taken])}" + _MORE * (assume is None)]
         else:
@@ -229,6 +237,7 @@ def explain(
             notes += AttentionBackendEnum[selection.name].off_paths(selection.device) if selection.name else ()
         if selection.name:
             notes += AttentionBackendEnum[selection.name].rules(selection.device)
+        # Within the assumption: hints try further packages beside those assumed.
         return replace(selection, notes=(*notes, *hints(selection)))
 
 
@@ -242,10 +251,14 @@ def assumed_machine(
     """
     target = machines.device_named(device, framework) if isinstance(device, str) else device
     named = list_of_names("assume", () if assume is None else assume)
+    # The device of this machine that the description could mean, if there is one of its platform.
     here = platform_for(target.framework, target.platform).device() if target else None
+    # Drivers print longer names than products have ("NVIDIA H100 80GB HBM3"): compared by product, `--device H100` on
+    # such a machine means this one, with its packages.
     by_product = [one and replace(one, name=machines.product_of(one.name)) for one in (target, here)]
     elsewhere = by_product[0] != by_product[1]
     brought = machines.BROUGHT.get((target.framework, target.platform), ()) if target and elsewhere else ()
+    # Without repetitions and in order, as the note prints them.
     taken = list(dict.fromkeys([*brought, *named]))
     with imports.assuming(machines.modules_of(taken), beside=not elsewhere):
         yield target, elsewhere, taken
@@ -281,6 +294,7 @@ def _all_off_paths() -> dict[str, str]:
         try:
             off = registry[row.name].off_paths()
         except Exception as error:  # third-party classes may raise anything; report it in the entry
+            # A report of a bug must not fail because of it.
             off = (f"broken: {type(error).__name__}: {error}",)
         if off:
             off_paths[f"{row.registry} {row.name}"] = "; ".join(off)
@@ -295,6 +309,7 @@ def backend_tables() -> str:
     sections = []
     for name, registered in REGISTRIES.items():
         title = f"{registered.label[0].upper()}{registered.label[1:]}s"
+        # By the default paths, `m.value`: an override is of this process, the table is of the package.
         members = [load_candidate(m.name, m.value) if m.value else Candidate(m.name) for m in registered]
         rows = [_table_cells(name, candidate) for candidate in (*members, *_beside(name))]
         table = map(markdown, [_COLUMNS, ["---"] * len(_COLUMNS), *rows])
@@ -305,6 +320,7 @@ def backend_tables() -> str:
 def replace_tables(page: str) -> str:
     """Return `page` with the text between the two marks regenerated. Raises ValueError when a mark is missing."""
     begin, end = MARKS
+    # The prose around the marks is written by hand and kept.
     before, opened, content = page.partition(begin)
     _, closed, after = content.partition(end)
     if not opened or not closed:
@@ -324,6 +340,7 @@ def _row(registry: str, member: Any, reports: Mapping[str, Any], devices: Mappin
     candidate = member.candidate()
     report = reports.get(member.name)
     custom = member.name not in type(member).__members__
+    # A report with a problem is of an entry point whose name was taken by another registration: that one is not the plugin's.
     origin = "plugin" if custom and report is not None and not report.problem else "custom" if custom else "built-in"
     if origin == "built-in" and member.is_overridden():
         origin = "overridden"
@@ -345,9 +362,11 @@ def _described(
             served = {"block_sizes": tuple(map(str, sizes)), "features": _features(backend), "limits": limits}
             if judge:
                 device = devices[framework]
+                # `devices` has a reason in place of a device where a framework has none.
                 reasons += [device] if isinstance(device, str) else capabilities.device_reasons(device)
     except Exception as error:  # third-party classes may raise anything; report it in the row
         reasons.append(f"broken: {type(error).__name__}: {error}")
+        # Nothing of a broken class is shown: half of a record would look like a whole one.
         capabilities, served = None, {}
     return BackendRow(
         registry=registry,
@@ -381,6 +400,7 @@ def _framework_of_path(path: str) -> str:
 def _table_cells(registry: str, candidate: Candidate) -> list[str]:
     if not candidate.path:
         return [f"`{candidate.name}`", "a slot for a class of yours", *[""] * (len(_COLUMNS) - 2)]
+    # Not judged: the table is the same on every machine that has both frameworks.
     row = _described(registry, candidate, "built-in", {}, judge=False)
     can = row.capabilities
     on, sizes = [row.framework, *([] if row.built else [NOT_BUILT])], []

@@ -40,6 +40,7 @@ def asked_for(registry: type[BackendEnum], wishes: Iterable[tuple[Any, str]] = (
 
     Raises the exceptions of `member_of`.
     """
+    # Before any name is resolved: the backend may be a plugin's.
     plugins.load()
     for backend, source in wishes:
         if backend is not None:
@@ -52,6 +53,8 @@ def asked_for(registry: type[BackendEnum], wishes: Iterable[tuple[Any, str]] = (
 
 def asked_by_environment(registry: type[BackendEnum]) -> tuple[str, str] | None:
     """Return (variable, backend name) requested by the environment, or None. A blank value counts as unset."""
+    # Blank counts as unset, as container files write `ATTN_BACKEND=`; the first variable that is set decides, so
+    # ATTN_BACKEND wins over vLLM's.
     settings = ((variable, (envs.read(variable) or "").strip()) for variable in registry.variables)
     return next((pair for pair in settings if pair[1]), None)
 
@@ -76,10 +79,13 @@ def member_of(registry: type[BackendEnum], backend: Any, source: str = "") -> An
 
 def disabled(registry: type[BackendEnum], disable: Collection[str] = ()) -> dict[str, str]:
     """Return {backend excluded from automatic choice: what disabled it}. Raises ValueError for an unknown name."""
+    # By the member's own name, since a name may be given in any case.
     out = {member_of(registry, name).name: "the caller" for name in list_of_names("disable", disable)}
     for name in envs.read_list("ATTN_DISABLE") or ():
         if name in registry:
             out[registry[name].name] = "ATTN_DISABLE"
+        # The variable is one for three registries: a name of another one is none of this registry's business, but a
+        # name of none is a misspelling, which would leave a backend on that the user turned off.
         elif not any(name in other for other in registries().values()):
             every = [known for other in registries().values() for known in other.names()]
             raise ValueError(f"ATTN_DISABLE={name}: {unknown_name('backend', name, every)}")
@@ -94,6 +100,7 @@ def framework_of_backend(member: Any) -> str | None:
     capabilities = getattr(candidate.backend, "capabilities", None)
     if capabilities is not None:
         return str(capabilities.framework)
+    # A built-in whose framework is not installed has no record, but its path says where it belongs.
     parts = candidate.path.split(".")
     return parts[1] if parts[0] == "attn" and parts[1] in FRAMEWORKS else None
 
@@ -107,6 +114,8 @@ def place_of(asked: Asked, framework: str | None, platform: Platform | None, dev
     if device is not None and not isinstance(device, Device):
         raise TypeError(f"device={device!r} must be an attn.Device, such as Device('torch', 'cuda')")
     if platform is None:
+        # The caller's framework, then the device's, then the requested backend's: `backend="PALLAS"` asks for jax even
+        # in a process that has imported torch only.
         named = framework or (device.framework if device else None) or framework_of_backend(asked.member)
         platform = platform_for(named or default_framework(), device.platform if device else None)
     return platform, device or platform.device()
@@ -131,13 +140,17 @@ def decide(
     envs.warn_of_unknown()
     out = disabled(registry, disable)  # a misspelled name is always an error
     if asked.member is not None:
+        # The order of the platform is not asked for: a list of one, judged as every candidate is.
         member = asked.member.under(device.framework)
         return _logged(choose([member.candidate()], request, device, asked.source), registry, role)
     names = dict.fromkeys(order(request, device))
     if measured_on is not None:
+        # Pairs are on no list: only a measurement makes them candidates, after the list's own.
         names |= dict.fromkeys(name for name in preferences.pairs_for(request, measured_on) if name in registry)
     candidates = []
     for member in ranked(registry, list(names)):
+        # A pair is off if either of its members is. A disabled backend stays in the trace with its reason, and is not
+        # imported.
         by = next((out[name] for name in (member.name, *(part.name for part in member.parts)) if name in out), None)
         candidates.append(member.candidate() if by is None else Candidate(member.name, problem=f"disabled by {by}"))
     selection = choose(candidates, request, device, asked.source)
@@ -149,6 +162,7 @@ def decide(
 def _logged(selection: Selection, registry: type[BackendEnum], role: str) -> Selection:
     if selection.winner is not None:
         label = f"{registry.label} for {role}" if role else registry.label
+        # Once per backend and device, as vLLM logs it; every decision with its reasons at level debug.
         logger.info_once("Using %s %s on %s.", selection.name, label, str(selection.device))
     logger.debug("%s", selection)
     return selection

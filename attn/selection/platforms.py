@@ -78,6 +78,7 @@ def platform_for(framework: str, name: str | None = None) -> Platform:
     """
     if framework not in FRAMEWORKS:
         raise ValueError(f"framework={framework!r} (supports {', '.join(FRAMEWORKS)})")
+    # Without this check the error would be one of the module that imports the framework.
     if not installed(framework):
         raise BackendLoadError(f"{framework} is not installed: {pip_install(framework)}")
     return resolve_obj_by_qualname(f"attn.{framework}.platforms.platform")(name)
@@ -95,11 +96,13 @@ def default_framework() -> str:
         if asked not in FRAMEWORKS:
             raise ValueError(f"ATTN_FRAMEWORK={asked!r} (supports {', '.join(FRAMEWORKS)})")
         return asked
+    # What the process uses says more than what the machine has; neither step imports anything.
     for present in ([w for w in FRAMEWORKS if w in sys.modules], [w for w in FRAMEWORKS if installed(w)]):
         if len(present) == 1:
             return present[0]
     if not any(installed(w) for w in FRAMEWORKS):
         raise ImportError(f"neither torch nor jax is installed: {pip_install('torch')}, or {pip_install('jax')}")
+    # Both are imported here, which takes seconds: only where nothing cheaper decides.
     jax_platform, torch_platform = platform_for("jax").name, platform_for("torch").name
     if jax_platform == "tpu" or (torch_platform == "cpu" and jax_platform != "cpu"):
         return "jax"

@@ -43,6 +43,7 @@ def load() -> dict[str, PluginReport]:
     """
     global _loaded, _loading
     allowed = envs.read_list("ATTN_PLUGINS")
+    # Read once, without the lock: every selection comes here, and the tuple is replaced as a whole.
     current = _loaded
     if current is not None and current[0] == allowed:
         return current[1]
@@ -50,6 +51,7 @@ def load() -> dict[str, PluginReport]:
         # a plugin of this thread selects while it loads; another thread's entry is of a load that a fork interrupted
         if _loading is not None and _loading[0] == threading.get_ident():
             return _loading[1]
+        # Another thread may have loaded them while this one waited.
         if _loaded is not None and _loaded[0] == allowed:
             return _loaded[1]
         reports: dict[str, PluginReport] = {}
@@ -58,6 +60,7 @@ def load() -> dict[str, PluginReport]:
             _load_all(allowed, reports)
         finally:
             _loading = None
+        # After an interrupt this is not reached: the next selection loads all again.
         _loaded = (allowed, reports)
         return reports
 
@@ -65,6 +68,8 @@ def load() -> dict[str, PluginReport]:
 def _load_all(allowed: tuple[str, ...] | None, reports: dict[str, PluginReport]) -> None:
     while _registered:  # admitted by an earlier value of ATTN_PLUGINS
         _registered.pop().clear_override()
+    # The order of `entry_points` is that of sys.path and of installation; with one of its own, two machines with the
+    # same packages choose the same backend.
     points = sorted(metadata.entry_points(group=GROUP), key=lambda point: (point.name, point.value))
     known = [point.name for point in points]
     for name in (name for name in allowed or () if name not in known):
@@ -75,6 +80,8 @@ def _load_all(allowed: tuple[str, ...] | None, reports: dict[str, PluginReport])
         if allowed is not None and point.name not in allowed:
             reports[point.name] = PluginReport(point.name, point.value, "not in ATTN_PLUGINS")
             continue
+        # Two packages with one name: the first keeps it, and the second is reported under a key of its own, so that
+        # neither report is lost.
         if point.name in reports:
             problem = f"duplicate name: {reports[point.name].value} already has it"
             report = PluginReport(point.name, point.value, problem)
@@ -115,6 +122,7 @@ def _register(name: str, loaded: Any) -> str:
     """Register the object of an entry point; return the problem, or ""."""
     registry = registries()["attention"]
     if name in registry:
+        # A plugin adds backends; to replace a built-in one takes an explicit `register_backend`.
         builtin = name in registry.__members__
         return f"{name} is {'the name of a built-in backend' if builtin else 'already registered'}"
     before = generation()
@@ -128,6 +136,7 @@ def _register(name: str, loaded: Any) -> str:
             return "" if generation() != before else "its function returned None and registered nothing"
     if not isinstance(loaded, type):
         return f"expected a backend class, got {loaded!r}"
+    # Reported when it loads, not when the first layer calls the missing method.
     if problem := registry.complaint(loaded):
         return problem
     register(registry, name, loaded)

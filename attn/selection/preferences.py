@@ -50,11 +50,13 @@ class Time:
     def __post_init__(self) -> None:
         numbers = [self.ms_p20, self.ms, self.ms_p80]
         fine = all(isinstance(n, int | float) and math.isfinite(n) and n > 0 for n in numbers)
+        # A file may have been edited: a time of 0 would win every comparison, NaN would make it undefined.
         if not fine or numbers != sorted(numbers):
             raise ValueError(f"invalid timing {self}: need 0 < p20 <= median <= p80")
 
     def ratio(self, other: "Time") -> float:
         """Return this time over the other; 1 if their middle three fifths overlap."""
+        # Disjoint ranges are a difference that noise does not explain; all else is a tie.
         return self.ms / other.ms if self.ms_p80 < other.ms_p20 or other.ms_p80 < self.ms_p20 else 1.0
 
 
@@ -67,6 +69,7 @@ class RequestTimes:
 
     def serves(self, request: Request) -> bool:
         """Whether the measurements apply to `request`; heads and block size match any if it leaves them open."""
+        # `attn.explain` may ask without heads or block size; requests that were measured have both.
         free: dict[str, Any] = {f.name: None for f in fields(Request) if f.default is None and getattr(request, f.name) is None}
         return replace(self.request, **free) == request
 
@@ -79,6 +82,7 @@ def on() -> bool:
 def _asked() -> str:
     """Return the variable's value. Raises ValueError for a bare word, which is neither a switch nor a path."""
     value = (envs.read(_VARIABLE) or "0").strip()
+    # "true" would otherwise be taken for a file of that name, which does not exist, and measurements would silently be off.
     if value not in ("", "0", "1") and not re.search(r"[./\\]", value):
         raise ValueError(f"{_VARIABLE}={value!r} must be 0, 1 or a file's path, such as ./{value}.json")
     return value
@@ -94,6 +98,7 @@ def file_of(device: Device) -> Path:
 
 def owner(device: Device) -> dict[str, Any]:
     """Return the machine and versions of this process. A file of times that states others is ignored."""
+    # A GPU's name identifies it; the host's processor has little part in its times.
     machine = _processor() if device.platform == "cpu" else ""
     facts = {"device": device.name, **{name: getattr(device, name) for name in ("framework", "platform", "arch")}}
     return {"format": 1, "attn": attn.__version__, "version": version_of(device.framework), "machine": machine, **facts}
@@ -117,8 +122,10 @@ def preferred(selection: Selection, candidates: Sequence[Candidate], platform: P
     list's order applies. Unchanged if measurements are off or do not apply: a choice by name, or no backend serves."""
     if not on() or selection.source != "priority" or selection.winner is None:
         return selection
+    # `device=` may describe a machine that is not this one.
     if selection.device != platform.device():
         return replace(selection, measured="priority list used: measurements are of this machine's device only")
+    # Measured times differ from run to run, and so might the choice and its bits.
     asked = f"{Feature.BATCH_INVARIANT.value} is requested" if Feature.BATCH_INVARIANT in selection.request.features else ""
     if why := asked or platform.deterministic():
         return replace(selection, measured=f"priority list used: {why}")
@@ -162,10 +169,12 @@ def consulted(
     count = sum(len(times) for entry in entries for key, times in entry.times.items() if key[0] == first.name)
     best = min(ratios, key=lambda name: ratios[name])
     batches = f"{count} batch{'es' if count > 1 else ''}, {file}"
+    # The first of the list is among the ratios, at 1: it stays unless another takes under 95 % of its time.
     if ratios[best] >= 1 / (1 + MARGIN):
         return replace(selection, measured=f"priority list used: nothing takes under 95 % of the first's time ({batches})")
     winner = next(verdict for verdict in selection.trace if verdict.name == best)
     at = selection.trace.index(first)
+    # Candidates before the list's first valid one were rejected, and keep their places.
     others = tuple(verdict for verdict in selection.trace[at:] if verdict is not winner)
     backend = next((candidate.backend for candidate in candidates if candidate.name == best), None)
     of_each = ", ".join(
@@ -183,8 +192,11 @@ def _ratio(key: tuple[str, str], base: tuple[str, str], entries: Sequence[Reques
     for entry in entries:
         times = entry.times.get(key, {})
         for batch, time in entry.times.get(base, {}).items():
+            # A backend that was not timed in every batch of the first may be slow in the missing one.
             if batch not in times:
                 return None
+            # The geometric mean weighs a batch of microseconds as much as one of milliseconds, and is the reciprocal if
+            # both change places.
             logs.append(math.log(times[batch].ratio(time)))
     return math.exp(sum(logs) / len(logs)) if logs else None
 
@@ -205,6 +217,8 @@ def state(device: Device) -> tuple[Path, int, int] | None:
 def read(file: Path, device: Device) -> list[RequestTimes] | str:
     """Return a file's measurements of a device, or the reason why they are ignored."""
     try:
+        # Before the content is read: if the file changes in between, the older fingerprint is kept with the newer
+        # content, and the next call reads it again.
         state = file.stat()
     except OSError as error:
         return f"{file} cannot be read: {error.strerror}"
@@ -218,6 +232,7 @@ def read(file: Path, device: Device) -> list[RequestTimes] | str:
 
 def _entry(entry: dict[str, Any]) -> RequestTimes:
     asked = dict(entry["request"])
+    # JSON has lists only. Unknown fields raise TypeError, which makes the whole file invalid.
     request = Request(**{**asked, "features": frozenset(asked.get("features", ()))})
     times = {
         (str(name), str(of["path"])): {str(batch): Time(*numbers) for batch, numbers in of["times"].items()}
@@ -234,8 +249,10 @@ def record(entries: Collection[RequestTimes], device: Device, file: Path | None 
     file = file or file_of(device)
     with _lock():
         before = read(file, device) if file.exists() else []
+        # Another machine's times, or those of other versions, say nothing about this one: they go.
         kept = {} if isinstance(before, str) else {entry.request: entry for entry in before}
         kept |= {entry.request: entry for entry in entries}
+        # Sorted, so that two runs of one measurement differ in the times only.
         plain = [_plain(kept[request]) for request in sorted(kept, key=str)]
         cache_file.write(file, owner(device), plain)
         for key in [key for key in _read_files if key[0] == file]:

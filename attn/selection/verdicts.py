@@ -53,6 +53,7 @@ class Selection:
 
     @property
     def winner(self) -> Verdict | None:
+        # Derived from the trace, so that it cannot disagree with the reasons shown.
         return next((v for v in self.trace if v.ok), None)
 
     @property
@@ -103,9 +104,12 @@ class Selection:
     def require(self) -> type[Any]:
         """Return the winner's class. Without one, raise `UnsupportedError` with the whole table, or `BackendLoadError` with
         its cause for a backend that was requested by name and failed to load."""
+        # The class was taken with the decision: a backend registered since does not change it.
         if self.backend is not None:
             return self.backend
         message = f"Invalid attention backend for {self.device.name or self.device.platform}\n{self}"
+        # Of an automatic choice, one that fails to load is one reason among others; a backend that was requested has
+        # failed to import, which is an ImportError.
         broken = next((v.error for v in self.trace if v.error is not None), None)
         if broken is not None and self.source != "priority":
             raise BackendLoadError(message) from broken
@@ -132,6 +136,7 @@ def not_loadable(candidate: Candidate) -> tuple[str, ...]:
     """Why a candidate can serve no request: it did not load, or packages are missing."""
     if candidate.problem:
         return (candidate.problem,)
+    # The pip argument differs from the module's name (flash_attn.cute is in flash-attn-4).
     install = getattr(getattr(candidate.backend, "capabilities", None), "install", "")
     hint = f" (pip install {install})" if install else ""
     return tuple(f"{package.replace('|', ' or ')} is not installed{hint}" for package in candidate.missing)
@@ -140,12 +145,15 @@ def not_loadable(candidate: Candidate) -> tuple[str, ...]:
 def judge(candidate: Candidate, request: Request, device: Device) -> Verdict:
     """Collect every reason to reject one candidate. A class without capabilities states no limits and is accepted."""
     reasons, error = list(not_loadable(candidate)), candidate.error
+    # Asked even if packages are missing: a reader should see all reasons, and not install a package for a device that
+    # it does not support.
     why_not = getattr(candidate.backend, "why_not", None)
     if why_not is not None:
         try:
             reasons += why_not(request, device)
         except Exception as broken:  # a broken vendor package may fail only here; the other candidates must still be judged
             reasons.append(f"{type(broken).__name__}: {broken}")
+            # Without its package a backend is expected to fail, and that is no error of its own.
             error = None if candidate.missing else broken
     return Verdict(candidate.name, candidate.path, tuple(reasons), error)
 

@@ -28,10 +28,12 @@ def block_key(tokens: Sequence[int], previous: bytes = b"") -> bytes:
     """
     import numpy as np
 
+    # Through NumPy, so that lists, arrays and any integer type with the same tokens give the same bytes.
     ids = np.asarray(tokens)
     if ids.size and ids.dtype.kind not in "iu":
         raise ValueError(f"tokens={tokens!r} must be ints")
     content = ids.astype(np.int64).tobytes()
+    # The length goes first: without it a salt that ends in the bytes of a token would be the same content as one more token.
     return hashlib.blake2b(len(previous).to_bytes(8, "little") + previous + content, digest_size=32).digest()
 
 
@@ -48,6 +50,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = positive_int("num_blocks", num_blocks)
         self._users = [0] * self.num_blocks
+        # An ordered set: taking the oldest, and taking any block out when it is shared again, are both O(1).
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))  # the next to allocate first
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
@@ -72,6 +75,7 @@ class BlockPool:
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
             self._users[block] = 1
+            # From now on its content may change, so it must not be found any more.
             if (key := self._key_of.pop(block, None)) is not None:
                 del self._block_of[key]
         return blocks
@@ -89,6 +93,7 @@ class BlockPool:
         """Add one user to each of `blocks`, which `find` returned; free blocks are taken off the free list."""
         blocks = [self._known(block) for block in blocks]
         for block in blocks:
+            # All blocks are checked before the first is changed, here and in `release`: an error changes nothing.
             if not self._users[block] and block not in self._key_of:
                 raise PoolError(
                     f"block {block} is free and has no key: its content is undefined; call allocate() for a new one"
@@ -103,9 +108,12 @@ class BlockPool:
         The end of a sequence is thus reused before its beginning, which more requests share.
         """
         blocks = [self._known(block) for block in blocks]
+        # Counted, because a list with one block twice would pass a check of each entry alone.
         for block, times in Counter(blocks).items():
             if times > (users := self._users[block]):
                 raise PoolError(f"block {block} released {times} times: it has {users} users, and each releases it once")
+        # The last block of the sequence enters the free list first, and so loses its content first; a beginning is
+        # worth more, since a prefix is found from its first block on.
         for block in reversed(blocks):
             self._users[block] -= 1
             if not self._users[block]:
@@ -116,8 +124,11 @@ class BlockPool:
         block = self._known(block)
         if not self._users[block]:
             raise PoolError(f"block {block} is free: register it before it is released")
+        # A registered block may have other readers, whose keys would no longer be those of their tokens.
         if self._key_of.get(block, key) != key:
             raise PoolError(f"block {block} has another key: a registered block must not be written again")
+        # Two requests may compute the same prefix at the same time: the first block is found from then on, the second
+        # stays without a key and is free for anything after its release.
         if key not in self._block_of:
             self._block_of[key], self._key_of[block] = block, key
 

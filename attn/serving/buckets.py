@@ -37,12 +37,14 @@ class Buckets:
     def __init__(self, scheduler: Scheduler, num_tokens: Sequence[int] | None = None) -> None:
         self.block_size = scheduler.block_size
         self.num_reqs = next_power_of_two(scheduler.max_num_reqs)
+        # No request has more blocks than the pool, nor more than the longest one allowed needs.
         longest = scheduler.pool.num_blocks
         if scheduler.max_model_len is not None:
             longest = min(longest, -(-scheduler.max_model_len // scheduler.block_size))
         self.columns = next_power_of_two(longest)
         budget = next_power_of_two(scheduler.token_budget)
         if num_tokens is None:
+            # 16, 32, ... up to the budget, or the budget alone if it is smaller.
             num_tokens = [1 << i for i in range(min(4, budget.bit_length() - 1), budget.bit_length())]
         sizes = set[int]()
         for passed in num_tokens:
@@ -53,6 +55,9 @@ class Buckets:
         if max(sizes, default=0) < scheduler.token_budget:
             least = f"at least the scheduler's token_budget={scheduler.token_budget}"
             raise AttnError(f"num_tokens={[*num_tokens]}: the largest must be {least}")
+        # The first bucket is for steps of decodes alone, whose rows are at most the requests; a program for
+        # max_query_len = 1 may leave out what prompts need. Size 1 is left out of the others, as a step of one token is
+        # a decode.
         self._all = (Bucket(min(self.num_reqs, budget), 1), *(Bucket(size, size) for size in sorted(sizes - {1})))
 
     def __len__(self) -> int:
@@ -79,6 +84,8 @@ class Buckets:
             size = f"{batch.num_reqs} requests, {rows} tokens and {batch.block_table.shape[1]} blocks in a request"
             most = f"{self.num_reqs}, {self._all[-1].num_tokens} and {self.columns}"
             raise AttnError(f"a step of {size}: must be at most {most}, the limits of the scheduler that the buckets are for")
+        # The smallest bound first, since sizes grow with it: decodes take the first bucket, others the smallest that
+        # holds their rows.
         return self._padded(step, min(fits, key=lambda b: b.max_query_len))
 
     def _padded(self, step: Step, bucket: Bucket) -> Step:
@@ -89,6 +96,7 @@ class Buckets:
 
         batch = step.attn_metadata
         reqs, columns = self.num_reqs - batch.num_reqs, self.columns - batch.block_table.shape[1]
+        # Padding requests begin where the last one ends: they own no row, and have no key.
         starts, seq_lens = np.pad(batch.query_start_loc, (0, reqs), "edge"), np.pad(batch.seq_lens, (0, reqs))
         padded = batch.replace(
             query_start_loc=starts,
@@ -99,6 +107,7 @@ class Buckets:
             slot_mapping=rows(batch.slot_mapping, PAD_SLOT_ID),
             num_reqs=self.num_reqs,
             max_query_len=bucket.max_query_len,
+            # A constant of the bucket: a bound of the batch itself would be another program at each step.
             max_seq_len=self.columns * self.block_size,
         )
         return replace(
@@ -106,5 +115,6 @@ class Buckets:
             token_ids=rows(step.token_ids),
             positions=rows(step.positions),
             attn_metadata=padded,
+            # Padded entries read row 0, whose logits `commit` does not use.
             sample_rows=np.pad(step.sample_rows, (0, self.num_reqs - len(step.sample_rows))),
         )

@@ -59,6 +59,7 @@ class GenerationRequest:
 
     def block_keys(self, count: int, block_size: int) -> list[bytes]:
         """Return the keys of the first `count` blocks, which are full."""
+        # Keys of earlier blocks are kept over a preemption: tokens are only ever appended, so they stay true.
         for i in range(len(self.keys), count):
             self.keys.append(
                 block_key(self.tokens[i * block_size : (i + 1) * block_size], self.keys[-1] if i else self.cache_salt)
@@ -128,12 +129,15 @@ class Scheduler:
         self.max_num_reqs = positive_int("max_num_reqs", max_num_reqs)
         self.max_model_len = None if max_model_len is None else positive_int("max_model_len", max_model_len)
         self.vocab_size = None if vocab_size is None else positive_int("vocab_size", vocab_size)
+        # Here order does not matter, so a set is as good as a list.
         ends = eos_token_ids if isinstance(eos_token_ids, Set) else _listed("eos_token_ids", eos_token_ids)
         self.eos_token_ids = frozenset(natural_int("an entry of eos_token_ids", token) for token in ends)
         self.waiting: deque[GenerationRequest] = deque()
         self.running: list[GenerationRequest] = []
         self.stats = Stats()
         self._submitted = 0
+        # The batch between `schedule` and `commit`, with how many tokens of each request it computes: until then no
+        # request's progress changes.
         self._open: tuple[Step, list[tuple[GenerationRequest, int]]] | None = None
 
     def submit(self, prompt: Sequence[int], max_new_tokens: int, *, cache_salt: bytes = b"") -> GenerationRequest:
@@ -155,10 +159,12 @@ class Scheduler:
         parts = f"a prompt of {len(tokens)} tokens and max_new_tokens={max_new_tokens}"
         if self.max_model_len is not None and total > self.max_model_len:
             raise RequestError(f"{name}: {parts} make {total}: must be at most max_model_len={self.max_model_len}")
+        # This is what makes waiting safe: alone in the pool, every accepted request can finish.
         blocks = self._blocks_for(total - 1)  # the last generated token is not cached
         if blocks > self.pool.num_blocks:
             pool = f"{self.pool.num_blocks} blocks of {self.block_size}"
             raise RequestError(f"{name}: {parts} need {blocks} blocks: the whole pool has {pool}")
+        # Numbered only once it is accepted, so that a rejected one leaves no gap.
         request = GenerationRequest(self._submitted, tokens, len(tokens), max_new_tokens, cache_salt)
         self._submitted += 1
         self.waiting.append(request)
@@ -166,6 +172,7 @@ class Scheduler:
 
     def cancel(self, request: GenerationRequest) -> None:
         """End a waiting or running request, between `commit` and `schedule`. Raises `RequestError` for any other."""
+        # In between, the batch on the device writes to the request's blocks, which a release would give to others.
         if self._open is not None:
             raise RuntimeError("cancel() called before commit() of the batch from schedule()")
         if not isinstance(request, GenerationRequest):
@@ -184,9 +191,11 @@ class Scheduler:
         """
         if self._open is not None:
             raise RuntimeError("schedule() called again before commit() of its batch")
+        # Running requests before waiting ones: they hold blocks, and are older.
         rows = self._continue_running()
         rows += self._admit(self.token_budget - sum(count for _, count in rows))
         if not rows:
+            # Nothing runs and nothing could be admitted: all requests wait for blocks that no request has.
             if self.waiting:
                 self._refuse_to_wait(self.waiting[0])
             return None
@@ -209,12 +218,16 @@ class Scheduler:
         tokens = _listed("next_tokens", next_tokens)
         if len(tokens) != len(step.sampled):
             raise ValueError(f"{len(tokens)} next tokens: must be {len(step.sampled)}, one per request in step.sampled")
+        # All tokens are checked before any state changes, so that a wrong one leaves the batch open.
         taken = [
             (request, self._token(f"request {request.request_id}", f"next_tokens[{i}]", token))
             for i, (request, token) in enumerate(zip(step.sampled, tokens, strict=True))
         ]
         self._open = None
         for request, count in rows:
+            # Blocks that became full in this step: from the first that was not full before to the last that is now.
+            # Only these are registered, after they were computed and not when they were scheduled, so that `find` never
+            # returns one without its keys.
             first = request.num_computed // self.block_size
             request.num_computed += count
             self.stats.computed_tokens += count
@@ -224,6 +237,7 @@ class Scheduler:
         for request, token in taken:
             request.tokens.append(token)
             self.stats.generated_tokens += 1
+            # The token that ends a request is appended, but its key and value are not computed: no later token needs them.
             reason = (
                 "eos" if token in self.eos_token_ids else "length" if len(request.output) == request.max_new_tokens else None
             )
@@ -254,6 +268,7 @@ class Scheduler:
         budget = self.token_budget
         while len(rows) < len(self.running) and budget:
             request = self.running[len(rows)]
+            # One token for a decode; of a prompt what the budget leaves, and the rest in later steps (chunked prefill).
             count = min(len(request.tokens) - request.num_computed, budget)
             if not self._make_room(request, count):
                 break
@@ -265,8 +280,11 @@ class Scheduler:
         """Allocate blocks for `count` more tokens, preempting younger requests; False if `request` itself was preempted."""
         missing = self._blocks_for(request.num_computed + count) - len(request.blocks)
         while missing > self.pool.num_free:
+            # The list is in order of arrival. Its last entry is younger than every request that has rows in this step,
+            # or is `request` itself: no row that was planned loses its blocks.
             youngest = self.running.pop()
             self._give_up_blocks(youngest)
+            # To the front: it arrived before all that wait.
             self.waiting.appendleft(youngest)
             youngest.num_preemptions += 1
             self.stats.preemptions += 1
@@ -280,9 +298,14 @@ class Scheduler:
         rows: list[tuple[GenerationRequest, int]] = []
         while self.waiting and budget and len(self.running) < self.max_num_reqs:
             request = self.waiting[0]
+            # All tokens but the last, whose logits give the next one and have to be computed.
             sharable = (len(request.tokens) - 1) // self.block_size
             shared = self.pool.find(request.block_keys(sharable, self.block_size))
+            # Shared blocks that are free count as free in the pool, but will not be once they are shared.
             revived = sum(not self.pool.users(block) for block in shared)
+            # Room for all of its tokens, though blocks are allocated chunk by chunk and not reserved: with less, a long
+            # prompt would preempt others, or itself, halfway. The first that does not fit stops admission: every
+            # running request arrived before every waiting one.
             if self._blocks_for(len(request.tokens)) - len(shared) > self.pool.num_free - revived:
                 break
             self.pool.share(shared)
@@ -293,6 +316,7 @@ class Scheduler:
                 self.stats.prefix_hit_tokens += request.num_computed
             self.running.append(self.waiting.popleft())
             count = min(len(request.tokens) - request.num_computed, budget)
+            # Never preempts here: the check above found room for more than this.
             self._make_room(request, count)
             rows.append((request, count))
             budget -= count
@@ -317,11 +341,13 @@ class Scheduler:
             [request.blocks for request, _, _ in spans],
             self.block_size,
         )
+        # Only the last known token's logits give a new one.
         reads_all = [stop == len(request.tokens) for request, _, stop in spans]
         return Step(
             token_ids=np.concatenate([np.asarray(request.tokens[start:stop], np.int32) for request, start, stop in spans]),
             positions=batch.positions(),
             attn_metadata=batch,
+            # The last row of each request.
             sample_rows=(batch.query_start_loc[1:] - 1)[reads_all],
             sampled=tuple(request for (request, _, _), complete in zip(spans, reads_all, strict=True) if complete),
         )

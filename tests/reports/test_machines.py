@@ -143,6 +143,8 @@ def test_packages_by_any_of_their_names(name, modules):
 def test_a_package_that_no_backend_uses_is_an_error():
     with pytest.raises(ValueError, match=r"Unknown package: 'flashinfre'. Did you mean flashinfer-python\? Valid options"):
         modules_of(["triton", "flashinfre"])
+    with pytest.raises(ValueError, match="Unknown package: 'flash'"):  # the beginning of five of them
+        modules_of(["flash"])
 
 
 def test_an_assumption_ends_with_its_block():

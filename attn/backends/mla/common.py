@@ -178,6 +178,8 @@ class MLAImpl(MLAAttentionImpl[T]):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.kv_b_proj, self.indexer = kv_b_proj, indexer
         refuse(self.backend, self.request())
+        # Apart from `refuse`, since a request has the size of the cached row, L + Dr, and not the parts of it that
+        # kernels are written for.
         why = self.backend.latent_reasons(self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim)
         if why:
             raise UnsupportedError(f"{self.backend.get_name()} does not serve this layer: {'; '.join(why)}", why)
@@ -191,6 +193,7 @@ class MLAImpl(MLAAttentionImpl[T]):
         if qk_head_dim != self.qk_head_dim:
             parts = f"{self.qk_nope_head_dim} + {rope}"
             raise ShapeError(f"qk_head_dim={qk_head_dim} must be qk_nope_head_dim + qk_rope_head_dim = {parts}")
+        # The row's layout is fixed in bytes: no other sizes fit into it.
         if self.kv_cache_dtype == "fp8_ds_mla" and (rank, rope) != (DS_MLA_LATENT, DS_MLA_ROPE):
             needed = f"kv_lora_rank={DS_MLA_LATENT} and qk_rope_head_dim={DS_MLA_ROPE}"
             raise ShapeError(f"kv_cache_dtype=fp8_ds_mla needs {needed}, got {rank} and {rope}")
@@ -210,6 +213,7 @@ class MLAImpl(MLAAttentionImpl[T]):
         a view if possible. Raises `ShapeError` for weights of another size.
         """
         source = self.kv_b_proj if kv_b_proj is None else kv_b_proj
+        # By attribute and not by class: projections are modules of torch, flax or the caller's own, or bare arrays.
         if hasattr(source, "kernel"):
             # flax stores [in, out] under `kernel`, torch [out, in] under `weight`. `[...]` reads the array of an nnx
             # variable; of a tensor it is a view.

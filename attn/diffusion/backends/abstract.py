@@ -88,9 +88,12 @@ class DiffusionAttentionBackend(LayerBackend):
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
         """Return every reason why this backend does not serve `request` (on `device`); empty if it does."""
         why = [] if cls.capabilities is None else cls.capabilities.reasons(request, device, cls.served_features())
+        # A plain `Request`, without this family's fields, asks for exact arithmetic.
         budget = getattr(request, "error_budget", 0.0)
         if cls.error > budget:
             why.append(f"relative error {cls.error:g} ({cls.error_note}): error_budget={budget:g} allows less")
+        # Known when the layer is chosen where the caller says it (`rows`, `keys`); each call is judged again by its own
+        # shapes.
         if isinstance(request, DiffusionRequest):
             why += cls.why_not_call(request.rows, request.keys, request.causal, request.key_mask)
         return why
@@ -111,12 +114,14 @@ class DiffusionAttentionBackend(LayerBackend):
     def why_not_call(cls, rows: int | None, keys: int | None, causal: bool, key_mask: bool) -> list[str]:
         """Return every reason why a call of `rows` rows and `keys` keys (None: unknown) is not served."""
         why = []
+        # A call without keys is served without the kernel: its rows are 0.
         if keys is not None and 0 < keys < cls.min_keys:
             why.append(f"keys={keys} (supports {cls.min_keys} and more)")
         if keys is not None and keys % cls.key_multiple and not causal:
             why.append(f"keys={keys} without causality (supports multiples of {cls.key_multiple})")
         if key_mask and not cls.key_masks:
             why.append("a mask of keys is not supported (avoid padding, or use another backend)")
+        # Causality is aligned to the last key (docs/semantics.md §3), which padding at the end is not.
         if causal and key_mask:
             why.append("causal layer over padded keys: positions of padded rows are undefined")
         if causal and not cls.causal_unequal and None not in (rows, keys) and rows != keys:

@@ -58,6 +58,7 @@ class DenseAttentionImpl(DiffusionAttentionImpl):
         self.causal, self.prefix = check_flag("causal", causal), prefix
         request = DiffusionRequest(
             self.head_size,
+            # Any served dtype: the call checks its own arrays.
             self._capabilities.dtypes[0],
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -68,6 +69,7 @@ class DenseAttentionImpl(DiffusionAttentionImpl):
 
     def forward(self, query: Array, key: Array, value: Array, attn_metadata: DiffusionAttentionMetadata | None = None) -> Array:
         call = self._prepared(query, key, value, attn_metadata)
+        # Kernels are not launched for empty grids, and a softmax over no keys is the zero of docs/semantics.md §1.
         if call.query.shape[1] == 0 or call.key.shape[1] == 0:
             return self.ops.zeros_like(call.query)
         return self._attend(call)
@@ -83,10 +85,13 @@ class DenseAttentionImpl(DiffusionAttentionImpl):
         """Check the call and join its streams."""
         meta = attn_metadata or DiffusionAttentionMetadata()
         self._check(query, key, value)
+        # Of the first stream alone; the joint stream's own mask is joined below.
         present, lens = self._present(meta, key)
         if meta.joint_key is not None or meta.joint_query is not None:
             query, key, value, present = self._joined(meta, query, key, value, present)
+            # The keys that are present no longer come first of all, so lengths do not describe them.
             lens = None
+        # After joining, because a full mask spans the rows and keys of both streams.
         mask = self._full_mask(meta, query, key)
         if why := self.backend.why_not_call(query.shape[1], key.shape[1], self.causal, present is not None):
             raise UnsupportedError(f"{self._name}: {'; '.join(why)}", why)
@@ -139,14 +144,17 @@ class DenseAttentionImpl(DiffusionAttentionImpl):
             if len(lens) != batch or not all(0 <= n <= length for n in lens):
                 lengths = [*meta.kv_lens]
                 raise ValueError(f"{self._name}: kv_lens={lengths} must be {batch} ints of 0..{length}, one per batch entry")
+            # No padding: a kernel without masks, and a backend that has none, serves the call.
             if all(n == length for n in lens):
                 return None, None
+            # [M] < [B, 1] -> [B, M], beside the lengths: some kernels take one, some the other.
             return self.ops.arange(0, length, key) < self.ops.asarray(lens, key)[:, None], lens
         if meta.attn_mask is None or meta.attn_mask.ndim != 2:
             return None, None
         return self._key_mask("attn_mask", meta.attn_mask, key), None
 
     def _mask(self, name: str, array: Any, like: Array) -> Array:
+        # A mask may come from the host or another framework: it is small beside what it masks.
         mask = self.ops.asarray(to_framework(array, self.framework), like)
         if dtype_name(mask.dtype) != "bool":
             raise DTypeError(f"{self._name}: {name} has dtype {mask.dtype}: must be bool, True = attend")
@@ -167,6 +175,7 @@ class DenseAttentionImpl(DiffusionAttentionImpl):
         if meta.joint_strategy not in JOINT_STRATEGIES:
             known = ", ".join(JOINT_STRATEGIES)
             raise ValueError(f"{self._name}: joint_strategy={meta.joint_strategy!r} is unknown; known: {known}")
+        # Empty rows of the right dtype and device, so that one concatenation serves both cases.
         joint_query = query[:, :0] if meta.joint_query is None else meta.joint_query
         joint = (joint_query, meta.joint_key, meta.joint_value)
         self._check(*joint)
@@ -177,6 +186,7 @@ class DenseAttentionImpl(DiffusionAttentionImpl):
 
         mask = None
         if present is not None or meta.joint_attn_mask is not None:
+            # A mask of one stream makes one of both: all keys of the other are present.
             text, image = self.ops.ones(joint[1]), self.ops.ones(key) if present is None else present
             if meta.joint_attn_mask is not None:
                 text = self._key_mask("joint_attn_mask", meta.joint_attn_mask, joint[1])

@@ -44,6 +44,7 @@ class DiffusionAttentionBackendEnum(
     CUDNN = "attn.jax.diffusion.backends.cudnn.CuDNNAttentionBackend"
     XLA_ATTN = "attn.jax.diffusion.backends.xla_attn.XLAAttentionBackend"
     # Placeholder for third-party/custom backends - must be registered before use
+    # None and not "": an Enum makes members of equal values aliases of one member.
     CUSTOM = None
 
 

@@ -129,6 +129,7 @@ class MLAPrefillBackend(Backend):
         q, k: [T, H, D]; v: [T, H, Dv], as in `PrefillCall`. Returns out [T, H, Dv] in q's dtype, or with `return_lse` (out,
         lse [H, T] float32, or float64 for float64 queries, natural log).
         """
+        # Without context there is nothing to merge with: kernels then need not store the log-sum-exp.
         out, lse = self._attend(PrefillCall(q, k, v, meta, None, return_lse))
         return (out, lse) if return_lse else out
 

@@ -26,6 +26,7 @@ def make_mla_prefill_request(
     return MLAPrefillRequest(
         head_size=positive_int("qk_head_dim", qk_head_dim),
         dtype=dtype_name(dtype),
+        # Prefill backends declare `mla`, and a backend that does serves only requests for it (`capabilities.KINDS`).
         features=frozenset({Feature.MLA.value, *list_of_names("features", features)}),
         num_heads=None if num_heads is None else positive_int("num_heads", num_heads),
         # Expanded, every query head has a key and a value of its own.
