@@ -121,14 +121,14 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         up = self.up_projection()
         if not isinstance(up, torch.Tensor):
             raise TypeError(f"{self.backend.get_name()}: kv_b_proj holds a {type(up).__name__}: must hold torch tensors")
-        # Copies: weights that are loaded later do not reach them, as the module's text says.
         up = up.detach().to(act_dtype)
+        # First, because it may refuse the dtype: then the weights stay that were absorbed for another.
+        prefill = self._choose_prefill(act_dtype, up.device)
         self._w_up = up.reshape(self.kv_lora_rank, -1)
         # contiguous [H, Dn, L] and [H, L, Dv]: the second operands of a product for each head
         self._w_uk_t = up[..., : self.qk_nope_head_dim].permute(1, 2, 0).contiguous()
         self._w_uv = up[..., self.qk_nope_head_dim :].transpose(0, 1).contiguous()
-        self._prefill = self._choose_prefill(act_dtype, up.device)
-        # last, so that a failure above leaves nothing that a later call would take for absorbed weights
+        self._prefill = prefill
         self._absorbed = (act_dtype, up.device)
 
     def _choose_prefill(self, act_dtype: Any, device: torch.device) -> MLAPrefillBackend:

@@ -326,6 +326,15 @@ def test_a_named_prefill_backend_is_obeyed_or_refused():
     assert impl._prefill.get_name() == "TORCH_SDPA"
 
 
+def test_a_dtype_that_no_prefill_backend_serves_leaves_the_absorbed_weights():
+    impl, sequences = implementation(), Sequences([1, 20], [30, 20])
+    want = sequences.run(impl)
+    impl.prefill_backend = "TRITON"
+    with pytest.raises(UnsupportedError, match="platform=cpu"):
+        impl.process_weights_after_loading(torch.float64)
+    close(sequences.run(impl), want)
+
+
 def test_tokens_that_are_cached_already_come_as_none():
     """Decodes and prefills, with context and without; half of a pair is a mistake."""
     sequences, impl = Sequences([1, 20, 3, 33], [40, 75, 3, 33]), implementation()
