@@ -30,6 +30,8 @@ _PACKED_POISONS = {"mixed": (0x7F, 0xFF, 0xFF, 0x7F, 0xFF), "huge": (0x7E, 0xFE,
 FP8 = "float8_e4m3fn"  #: dtype of an output that has a scale
 
 #: Contents of memory that a backend must not read.
+# Seven entries in "mixed": coprime to the powers of two that rows have as sizes, so that each lane gets each value in some
+# slot.
 POISONS = {
     "mixed": (np.nan, np.inf, -np.inf, 3.0e38, -3.0e38, np.nan, 1.0e4),
     "huge": (3.4e38, -3.4e38, 3.4e38),
@@ -46,20 +48,26 @@ def encode(values: npt.ArrayLike, element: str, scale: npt.ArrayLike = 1.0, nudg
         return np.asarray(values, np.float64)
     array = np.asarray(values, np.float32)
     if element == PACKED:
+        # 512 latent numbers become codes and scales, 64 rotary ones stay bfloat16: 512 + 4 * 4 + 64 * 2 = 656 bytes.
         rows = array.reshape(-1, array.shape[-1])
         return pack_fp8_ds_mla(rows[:, :512], rows[:, 512:]).reshape(*array.shape[:-1], 656)
     if element in SELF_SCALED:
         code = SELF_SCALED[element]
         row_scales = per_token_head_scales(array, CODES[code]).astype(np.float32)
+        # The scale is that of the unchanged values: `nudge` imitates another rounding of the division, not another row.
         return _joined(quantize(array * np.float32(nudge), CODES[code], row_scales), row_scales)
     array = array * np.float32(nudge)
     if element in CODES:
         return quantize(array, CODES[element], scale)
+    # A number beyond the largest becomes an infinity, as in a device's conversion.
     with np.errstate(over="ignore"):
         if element == "float16":
             return array.astype(np.float16)
         if element == "bfloat16":
             bits = array.view(np.uint32)
+            # Round to nearest even on the bits of a float32, of which bfloat16 is the upper half: adds just below a half, and
+            # the lowest kept bit, so that a tie rounds up only from an odd number. A NaN could carry into the sign bit and
+            # become a number.
             nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
             return np.where(np.isnan(array), np.uint16(0x7FC0), nearest)
     return array.astype(element)
@@ -74,6 +82,7 @@ def decode(stored: Array, element: str) -> Array:
             joined = np.concatenate(unpack_fp8_ds_mla(stored.reshape(-1, stored.shape[-1])), 1)
             return joined.reshape(*stored.shape[:-1], joined.shape[1]).astype(np.float32)
     if element in SELF_SCALED:
+        # A view as another element size needs contiguous bytes, which the two parts of a row are not.
         codes, row_scales = np.ascontiguousarray(stored[..., :-4]), np.ascontiguousarray(stored[..., -4:]).view(np.float32)
         with np.errstate(all="ignore"):
             return decode(codes.view(raw(SELF_SCALED[element])), SELF_SCALED[element]) * row_scales
@@ -86,6 +95,7 @@ def decode(stored: Array, element: str) -> Array:
 
 def drawn(values: Array, dtype: str) -> Array:
     """Convert random float32 values to values of `dtype`; for float64, to values that float32 cannot represent."""
+    # A backend that stores float64 as float32 loses the factor, an error of 1e-9 where 1e-11 is allowed.
     return values.astype(np.float64) * (1 + 2.0**-30) if dtype == "float64" else rounded(values, dtype)
 
 
@@ -101,6 +111,7 @@ def _joined(codes: Array, row_scales: Array) -> Array:
 
 def raw(element: str) -> np.dtype[Any]:
     """Return the NumPy dtype that represents an element's bits."""
+    # Both store bytes of several kinds; any other element's dtype is what `encode` makes of no numbers.
     return np.dtype(np.uint8) if element == PACKED or element in SELF_SCALED else encode(np.zeros(0), element).dtype
 
 
@@ -119,9 +130,12 @@ def poisoned(shape: tuple[int, ...], element: str, poison: str) -> Array:
         # keeps the product of code and scale finite
         return _joined(codes, row_scales / np.float32(DTYPES[SELF_SCALED[element]].max))
     values = np.array(POISONS[poison])
+    # e4m3 has a NaN but no infinity, and int8 has neither: their largest number stands in. e5m2 has both.
     if element in CODES and element != "float8_e5m2":
         values = np.where(np.isnan(values) & (element != "int8"), values, np.nan_to_num(values, nan=3e38))
     limit = DTYPES[element].max
+    # Clipped before it is encoded, where 3e38 would become an infinity in float16: "huge" must stay finite for backends that
+    # multiply by 0.
     pattern = encode(np.where(np.isfinite(values), np.clip(values, -limit, limit), values), element)
     run = np.resize(pattern, min(math.prod(shape), len(pattern) << 12))  # `resize` concatenates copies: keep them few
     return np.resize(run, shape)

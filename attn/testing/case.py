@@ -37,11 +37,13 @@ class Recipe:
     def plain(cls, without: Collection[str], **simplest: Any) -> dict[str, Any]:
         """Return the plain values of the fields: `simplest`, else their defaults; without required fields and some others."""
         defaults = {f.name: f.default for f in fields(cls)}  # type: ignore[arg-type]
+        # A required field has no default (MISSING) and so no plain value, unless `simplest` gives one.
         return {name: value for name, value in (defaults | simplest).items() if value is not MISSING and name not in without}
 
     def json(self) -> str:
         """Return the fields that differ from the defaults, on one line."""
         specs = fields(self)  # type: ignore[arg-type]
+        # A required field's default is MISSING, which no value equals, so it is always stated.
         stated = {f.name: getattr(self, f.name) for f in specs if getattr(self, f.name) != f.default}
         return json.dumps(stated, separators=(",", ":"))
 
@@ -55,11 +57,13 @@ class Recipe:
             stated = json.loads(text)
             if not isinstance(stated, dict):
                 raise TypeError("it must be a JSON object")
+            # Checked here, because the message of the dataclass names `__init__` and not the text that a person pasted.
             known = {f.name: f.default is MISSING for f in fields(cls)}  # type: ignore[arg-type]
             if unknown := [name for name in stated if name not in known]:
                 raise TypeError(f"unknown field {unknown[0]!r} (fields: {', '.join(known)})")
             if missing := [name for name, required in known.items() if required and name not in stated]:
                 raise TypeError(f"missing fields: {', '.join(missing)} (pass what a failure printed after --repro)")
+            # JSON has no tuples, and a case with a list could not be hashed, as the cache of `draw` needs.
             return cls(**{name: _tuples(value) for name, value in stated.items()})
         except (json.JSONDecodeError, TypeError) as error:
             raise ValueError(f"{text!r} is not a case: {error}") from error
@@ -189,6 +193,7 @@ class Case(Recipe):
     @property
     def element(self) -> str:
         """The cache's element type: a dtype, or the name of a cache whose rows contain their own scales."""
+        # The scale stands between the codes, so the row is no array of the codes' dtype.
         if self.kv_cache_dtype in PER_TOKEN_HEAD:
             return self.kv_cache_dtype
         return kv_cache_element(self.kv_cache_dtype, self.dtype)
@@ -212,6 +217,7 @@ class Case(Recipe):
     def request(self) -> Request:
         """Return the case's request to a backend."""
         asked = {
+            # Encoders and cross attention are never causal: their type says it, not a feature. "mixed" needs both features.
             Feature.NON_CAUSAL: self.causal is not True and self.attn_type == AttentionType.DECODER,
             Feature.TREE_MASK: bool(self.tree),
             Feature.SPANS: bool(self.spans or self.prefix),
@@ -222,6 +228,7 @@ class Case(Recipe):
             Feature.SPARSE_MLA: bool(self.topk),
             Feature.OUTPUT_SCALE: self.output_scale is not None,
             Feature.PER_HEAD_SCALES: isinstance(self.k_scale, tuple) or isinstance(self.v_scale, tuple),
+            # A request of nan_safe makes `Subject.serves` drop the case for backends that multiply masked values by 0.
             Feature.NAN_SAFE: self.is_wild or self.inputs == "infinite",
         }
         layer = layer_features(
@@ -248,6 +255,7 @@ class Case(Recipe):
         """As `Recipe.from_json`; query_lens and seq_lens must be lists of equally many ints."""
         case = super().from_json(text)
         lens = (case.query_lens, case.seq_lens)
+        # `type`, not isinstance: JSON's true is an int to Python, and would be a request of one token.
         if not all(isinstance(x, tuple) and all(type(n) is int for n in x) for x in lens) or len(lens[0]) != len(lens[1]):
             raise ValueError(f"query_lens={lens[0]} and seq_lens={lens[1]} must be lists of equally many ints")
         return case

@@ -51,6 +51,7 @@ class Call:
         """Return a copy with some arrays or fields of the case changed."""
         arrays = {k: v for k, v in changes.items() if k in self.__dataclass_fields__}
         arrays["case"] = self.case.replace(**{k: v for k, v in changes.items() if k not in arrays})
+        # The memo holds the expected result of the arrays before the change.
         return replace(self, **arrays, memo={})
 
     def with_batch(self, **changes: Any) -> Self:
@@ -86,7 +87,10 @@ class Call:
             rows, end = self.rows(r), int(self.batch.seq_lens[r])
             for row in range(rows.start, rows.stop):
                 position = row - rows.stop + end
+                # The position of a row before the sequence's start is negative, which NumPy refuses in a seed.
                 rng = np.random.default_rng([10, self.case.data_seed, position + (1 << 20)])
+                # Three entries of a list name no key, and places that the pool does not reach stay -1, also between others: a
+                # kernel that stops at the first -1 reads too few keys.
                 pool = np.concatenate([rng.permutation(max(0, position + 1))[: self.case.topk - 3], [-1, 1 << 30, -1]])
                 places = rng.permutation(self.case.topk)[: len(pool)]
                 chosen[row, places] = pool
@@ -135,6 +139,7 @@ def layer_arguments(call: Call) -> dict[str, Any]:
     """
     case = call.case
     special: dict[str, Any] = {"blocksparse_params": case.sparse_pattern} if case.sparse else {}
+    # The sizes of a latent, by name as in vLLM's interface; the query arrives projected, so it has no rank of its own.
     if case.mla:
         rank, nope, rope, value = case.mla
         special = {
@@ -143,6 +148,7 @@ def layer_arguments(call: Call) -> dict[str, Any]:
         }
     if case.chunk_size:
         special["chunk_size"] = case.chunk_size
+    # Required of a layer with a window that is to serve spans (docs/semantics.md §18).
     if case.spans and case.sliding_window is not None:
         special["span_window"] = case.span_window
     return {
@@ -164,6 +170,7 @@ def layer_arguments(call: Call) -> dict[str, Any]:
 def _up_projection(mla: tuple[int, ...], num_heads: int, dtype: str, seed: int) -> Array:
     rank, nope, _, value = mla
     values = np.random.default_rng([9, seed]).standard_normal((rank, num_heads, nope + value), np.float32)
+    # A sum over `rank` latents of unit variance keeps that variance: the rules' floors assume values of about 1.
     weights = drawn(values * np.float32(rank**-0.5), dtype)
     weights.setflags(write=False)
     return weights
@@ -190,16 +197,21 @@ def cache_spec(call: Call) -> KVCacheSpec:
     )
 
 
+# Keyed by the case, name included, since a `Case` is frozen. Shared arrays are safe because they are read-only (`frozen`).
 @functools.lru_cache(maxsize=512)
 def draw(case: Case) -> Call:
     """Return the call of a case, cached because several backends and checks use the same one."""
+    # The first number of a seed names the array that is drawn, so that the contents of one do not depend on whether another is
+    # drawn, nor on how many numbers it took.
     geometry = np.random.default_rng([1, case.geometry_seed])
     table, num_blocks = _tables(case, geometry)
     slack = int(geometry.integers(0, 2)) * 3 * (max(case.query_lens, default=0) > 1)  # a captured graph's bound is not tight
     q_lens, seq_lens = np.array(case.query_lens, np.int32), np.array(case.seq_lens, np.int32)
     start = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
+    # [m, K, D] of each request; the cache's contents and the call's new rows are both cut out of these.
     data = [_sequence(case, r) for r in range(len(q_lens))]
     query, key, value = _tokens(case, start, data)
+    # Cross attention reads an encoder's keys, which are in the cache already; an encoder has keys in its call and no slots.
     writes = case.attn_type != AttentionType.ENCODER_DECODER and case.new == "written"
     batch = CommonAttentionMetadata(
         query_start_loc=start,
@@ -210,6 +222,7 @@ def draw(case: Case) -> Call:
         num_actual_tokens=int(start[-1]),
         max_query_len=int(q_lens.max(initial=0)) + slack + case.loose,
         max_seq_len=min(int(seq_lens.max(initial=0)) + slack, table.shape[1] * case.block_size) + case.loose,
+        # "mixed": the first request is causal, the second is not, and so on.
         causal=np.arange(len(q_lens)) % 2 == 0 if case.causal == "mixed" else case.causal,
         query_start_loc_cpu=start,
         seq_lens_cpu=seq_lens,
@@ -226,6 +239,8 @@ def draw(case: Case) -> Call:
 def frozen(call: Call) -> Call:
     """Make the call's arrays read-only, and return it."""
     for array in (*vars(call).values(), *vars(call.batch).values()):
+        # A backend that wrote into an argument would otherwise change the input of every later one, through the cache of
+        # `draw`.
         if isinstance(array, np.ndarray):
             array.setflags(write=False)
     return call
@@ -234,6 +249,7 @@ def frozen(call: Call) -> Call:
 def _tokens(case: Case, start: Array, data: list[tuple[Array, Array]]) -> tuple[Array, Array, Array]:
     """Return query [T, H, D] and key, value [T, K, D] of the batch's tokens. Padding, and rows without a key, are NaN."""
     rows = int(start[-1]) + case.padding
+    # float32 holds every 16-bit value exactly, so only float64 needs a wider array.
     dtype = np.float64 if case.dtype == "float64" else np.float32
     query = np.full((rows, case.num_heads, case.query_size), np.nan, dtype)
     key = np.full((rows, case.num_kv_heads, case.head_size), np.nan, dtype)
@@ -241,6 +257,7 @@ def _tokens(case: Case, start: Array, data: list[tuple[Array, Array]]) -> tuple[
     for r, (count, length) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
         query[start[r] : start[r + 1]] = _queries(case, r, data[r][0])
         keyless = max(count - length, 0)  # rows before the sequence's start
+        # Elsewhere the call's keys stay NaN: a backend that reads them where it must not gives NaN.
         if case.attn_type != AttentionType.ENCODER_DECODER and not case.kv_sharing and count > keyless:
             live, new = slice(start[r] + keyless, start[r + 1]), slice(max(length - count, 0), None)
             key[live], value[live] = (x[new] for x in data[r])
@@ -252,6 +269,7 @@ def _slots(case: Case, table: Array, start: Array, writes: bool) -> Array:
     slots, total = np.full(int(start[-1]) + case.padding, -1, np.int64), int(start[-1])
     if writes and case.attn_type == AttentionType.DECODER:
         q_lens, seq_lens = np.diff(start), np.array(case.seq_lens, np.int64)
+        # [T]: the request of each row, and the row's position in that request, which is negative before its start (slot -1).
         owner = np.repeat(np.arange(len(q_lens)), q_lens)
         position = np.arange(total) - start[owner] + (seq_lens - q_lens)[owner]
         slots[:total] = slots_of(table, owner, position, case.block_size)
@@ -264,18 +282,23 @@ def _tables(case: Case, rng: np.random.Generator) -> tuple[Array, int]:
     shared = case.shared_prefix // case.block_size
     # few sizes: a compiled backend compiles for each
     num_blocks = case.num_blocks or max(8, next_power_of_two(2 * sum(used) + 2))
+    # The permutation below would run out of pages without an error, and two requests would write to the same one.
     if num_blocks < shared + sum(used):
         raise ValueError(f"num_blocks={num_blocks} must be at least {shared + sum(used)}, the pages in use")
     free = rng.permutation(num_blocks).astype(np.int32)
     common, free = free[:shared], free[shared:]
+    # At least two entries past every request's last page, and few different widths, since some backends compile for them.
     columns = max(8, max(used, default=0) + 2)
+    # What an engine leaves in a row that it reuses: padding, or pages of requests that have ended.
     table = np.where(rng.random((len(used), columns)) < 0.5, -1, rng.integers(0, num_blocks, (len(used), columns)))
     table = table.astype(np.int32)
     for r, count in enumerate(used):
+        # Only cached tokens are shared: a new token in a shared page would be written by every request that shares it.
         shares = shared if shared and case.seq_lens[r] - case.query_lens[r] >= case.shared_prefix else 0
         table[r, :shares] = common[:shares]
         table[r, shares:count], free = free[: count - shares], free[count - shares :]
     if case.new == "shared" and used:
+        # Requests with fewer pages read the first pages of the longest one; `_sequence` gives all of them its keys.
         longest = table[used.index(max(used))]
         for row, count in zip(table, used, strict=True):
             row[:count] = longest[:count]
@@ -292,6 +315,7 @@ def _trees(case: Case) -> Array | None:
         rng = np.random.default_rng([6, case.geometry_seed, r])
         for node in range(width):
             if node:
+                # A parent with a smaller number: its row is complete and holds its ancestors and itself.
                 mask[node] = mask[rng.integers(0, node)]
             mask[node, node] = True
     return trees
@@ -306,17 +330,21 @@ def _spans(case: Case) -> Array | None:
     at = 0
     for r, (n, m) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
         rng = np.random.default_rng([11, case.geometry_seed, r])
+        # `ranges` is a view, through which the request's rows of `spans` are written.
         position, ranges = np.arange(m - n, m), spans[at : at + n]
         at += n
         live = position >= 0
         if case.spans < 0:
             ranges[live] = position[live, None]
             continue
+        # Ends of m + 1 runs of at least one token each, so the last end is past every position.
         bounds = np.cumsum(rng.integers(1, 2 * case.spans + 1, m + 1))
         run = np.searchsorted(bounds, np.maximum(position, 0), side="right")
         first = np.where(run > 0, bounds[run - 1], 0)
+        # Every other run is an image; whether the first one is alternates with the request.
         together = live & (run % 2 == r % 2)
         ranges[together] = np.stack([first, np.minimum(bounds[run], m) - 1], 1)[together]
+        # Ranges that do not contain their own row, before or after it, which spans of images never are.
         for i in np.flatnonzero((rng.random(n) < 0.15) & (m > 0)):
             ranges[i] = np.sort(rng.integers(0, m, 2))
     return spans
@@ -325,24 +353,32 @@ def _spans(case: Case) -> Array | None:
 def _sequence(case: Case, r: int) -> tuple[Array, Array]:
     """Return request r's (keys, values) [m, K, D], rounded to the case's dtype; those of its own rows for an encoder."""
     shares = case.new == "shared"
+    # Requests that share pages must agree on what these hold, so all draw the longest one's tokens and keep their first ones.
     rng = np.random.default_rng([2, case.data_seed, 0 if shares else r])
     m = max(case.seq_lens) if shares else case.seq_lens[r]
     shape = (m, case.num_kv_heads, case.head_size)
     key, value = rng.standard_normal(shape, np.float32), rng.standard_normal(shape, np.float32)
     if case.inputs == "far":
         key = np.zeros(shape, np.float32)
+        # With a query of -256 / scale (`_queries`) the score is -524288, of which every factor is a power of two and exact in
+        # 16 bits. A kernel whose "minus infinity" is a large finite number takes such a key for a masked one.
         key[..., 0] = 2048.0
     elif case.inputs == "loud":
+        # With a query of 250: 40 * 250 * sqrt(D) at the default scale of 1 / sqrt(D), about 1e4.
         key *= 40.0
     elif case.inputs == "constant":
         value = np.full(shape, 1.625, np.float32)
     elif case.inputs == "wide":
+        # Divided by the scales of `fixtures._caches` (0.02 and 0.5) both are about 400, where e4m3 ends at 448 and int8 at 127.
         key, value = key * 8.0, value * 200.0
     elif case.inputs == "hollow":
+        # A token of zeros has a scale of 0 in a cache that scales each token, and 0 / 0 is NaN.
         key[::3], value[::3] = 0.0, 0.0
     elif case.inputs == "infinite":
+        # One element is enough: the query has 1 there (`_queries`), and the others are finite.
         key[(slice(None), slice(None, None, 3), slice(m // 2))[r % 3], :, case.mla[0] if case.mla else 0] = -np.inf
     if case.shared_prefix:
+        # Not of the request: every request that shares the pages draws the same prefix.
         common = np.random.default_rng([3, case.data_seed])
         for array in (key, value):
             prefix = common.standard_normal((case.shared_prefix, *shape[1:]), np.float32)
@@ -366,6 +402,7 @@ def _spoil(case: Case, rng: np.random.Generator, rows: Array, tensor: str) -> No
         return
     first = 0
     if case.mla:
+        # Rotary elements follow the latent in a cached row, and the part without rotation in a query.
         first = case.mla[0] if tensor == "key" else case.mla[1]
     for _ in range(2):
         row, head, d = (int(rng.integers(0, size)) for size in (*rows.shape[:2], rows.shape[2] - first))
@@ -379,6 +416,7 @@ def _queries(case: Case, r: int, key: Array) -> Array:
     query = rng.standard_normal((n, case.num_heads, case.query_size), np.float32)
     if case.inputs == "far":
         query = np.zeros_like(query)
+        # The scale of this case is a power of two, so that the product with the key is exact.
         query[..., 0] = -256.0 / (case.scale if case.scale is not None else case.query_size**-0.5)
     elif case.inputs == "loud":
         query *= 250.0
@@ -391,6 +429,8 @@ def _queries(case: Case, r: int, key: Array) -> Array:
     elif case.inputs == "nonfinite":
         _spoil(case, rng, query, "query")
     elif case.inputs == "needle" and m:
+        # The noise is small against a score of 8: a kernel that misses the target key loses nearly the whole row, at any
+        # length, where the mean of random values hides an error among thousands of keys.
         query = _needles(case, rng, key, n) + 0.25 * query
     return drawn(query, case.dtype)
 
@@ -406,17 +446,21 @@ def _needles(case: Case, rng: np.random.Generator, key: Array, n: int) -> Array:
     left = case.block_size if left is None else left
     right = 1 if right is None else right
     page = p // (case.chunk_size or case.block_size) * (case.chunk_size or case.block_size)
+    # [14, n]: a key on each side of every bound that a mask has, since an error by one moves exactly these.
     edges = [p, p - 1, p + 1, p - left, p - left - 1, p - left + 1, p + right, p + right + 1, p + right - 1, page, page - 1]
     edges += [np.zeros_like(p), np.full_like(p, m - 1), rng.integers(0, m, n)]
     choice = rng.integers(0, len(edges), (n, case.num_heads))
     target = np.stack(edges)[choice, np.arange(n)[:, None]]
+    # A row near the start has edges before it.
     target = np.where((target >= 0) & (target < m), target, rng.integers(0, m, target.shape))
     if case.mla:
         rank, nope, rope, _ = case.mla
         shared = np.broadcast_to(key[..., rank:], (m, case.num_heads, rope))
+        # The expanded keys [m, H, Dn + Dr], since a query is compared with these, not with latents.
         key = np.concatenate([np.tensordot(key[:, 0, :rank], up_projection(case)[..., :nope], 1), shared], 2)
     head = np.arange(case.num_heads) // (case.num_heads // key.shape[1])
     scale = case.scale if case.scale is not None else case.query_size**-0.5
+    # The square of a unit normal key's length is about its size, so the score is scale * (8 / (scale * size)) * size.
     return (8.0 / (scale * case.query_size)) * key[target, head]
 
 
@@ -424,12 +468,16 @@ def _filled_caches(case: Case, table: Array, num_blocks: int, data: list[tuple[A
     """Return key and value storage [N, P, K, D] with the readable context of every request, and poison elsewhere."""
     shape = (num_blocks, case.block_size, case.num_kv_heads, kv_cache_row(case.kv_cache_dtype, case.head_size))
     caches = tuple(poisoned(shape, case.element, case.poison) for _ in range(2))
+    # If the call writes its new tokens, their slots are poison until then.
     is_written = case.attn_type == AttentionType.DECODER and not case.kv_sharing and case.new == "written"
+    # A span or a prefix reaches keys that the window does not.
     left = None if case.spans or case.prefix else case.window[0]
     for r, (n, m) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
         end, first = max(m - n, 0) if is_written else m, max(m - n, 0)
         begin = 0 if left is None else max(m - n - left, 0)  # keys that are outside every row's window and chunk
+        # The first row's chunk begins earliest, and a chunk limits spans and prefixes too.
         begin = min(max(begin, first // case.chunk_size * case.chunk_size if case.chunk_size else 0), end)
+        # Nobody reads the keys of a request without rows: they stay poison.
         if n == 0 or end == begin:
             continue
         j = np.arange(begin, end)
@@ -445,6 +493,7 @@ def _slopes(case: Case) -> Array | None:
     if case.alibi is True:
         return alibi_slopes(case.num_heads).astype(np.float32)
     slopes = np.random.default_rng([11, case.data_seed]).uniform(-0.2, 0.2, case.num_heads)
+    # Zeros beside others, since a kernel may skip the bias by layer, but not by head.
     return np.where(np.arange(case.num_heads) % 3 == 2, 0.0, slopes).astype(np.float32)
 
 
@@ -454,7 +503,11 @@ def _sinks(case: Case) -> Array | None:
     rng = np.random.default_rng([5, case.data_seed])
     sinks = rng.standard_normal(case.num_heads)
     if case.sinks == "log_length":
+        # The sum of n exponentials of scores near 0 is about n: a sink of ln n has as much weight as all keys together, where
+        # one of about 1 is invisible among thousands. The two ones are there because `max` needs two arguments if there is no
+        # request.
         sinks = 0.5 * sinks + math.log(max(*case.seq_lens, 1, 1))
     elif case.sinks == "infinite":
+        # In single heads: some kernels branch on whether a layer has sinks, and must not on their values.
         sinks = np.where(rng.random(case.num_heads) < 0.6, rng.choice((-np.inf, np.inf), case.num_heads), sinks)
     return sinks.astype(np.float32)

@@ -37,12 +37,15 @@ class Expected:
 
 def specified_cache(call: Call) -> tuple[Array, Array]:
     """Return the required bits of (key_cache, value_cache) after the call: the context, and the new tokens at their slots."""
+    # Memorised: rule W, the oracle and several transformations ask for it.
     if "cache" not in call.memo:
         assert call.key_cache is not None and call.value_cache is not None
         caches = [call.key_cache.copy(), call.value_cache.copy()]
+        # A layer that shares a cache ignores its own keys (docs/semantics.md §14).
         if call.key is not None and call.value is not None and not call.case.kv_sharing:
             for cache, fresh, scale in zip(caches, (call.key, call.value), call.case.cache_scales, strict=True):
                 slots = call.batch.slot_mapping
+                # A view: a slot is page * block_size + offset, the index of a token in the flattened pages.
                 flat = cache.reshape(-1, *cache.shape[2:])
                 flat[slots[slots >= 0]] = encode(fresh[slots >= 0], call.case.element, scale_array(scale))
         call.memo["cache"] = caches
@@ -62,9 +65,12 @@ def wrong_bytes(call: Call, stored: tuple[Array, Array]) -> Iterator[tuple[str, 
     ):
         flat, meant = (x.reshape(-1, *x.shape[2:]) for x in (written, want))
         wrong = as_bytes(flat) != as_bytes(meant)
+        # Decoded only where a written row is wrong at all, and not where a row has more bytes than values.
         if case.element in DTYPES and case.element != PACKED and wrong[slots[live]].any():
             wrong[slots[live]] &= ~np.isnan([decode(x[slots[live]], case.element) for x in (flat, meant)]).all(0)
         if case.is_quantized and fresh is not None and wrong.any():
+            # Up to 8 units in the last place of float32, which includes a product with the rounded 1 / scale in place of a
+            # division; more could hide a wrong scale.
             for nudge in (1 - 2.0**-21, 1 + 2.0**-21):
                 near = encode(fresh[live], case.element, scale_array(scale), nudge)
                 wrong[slots[live]] &= flat[slots[live]] != near
@@ -78,7 +84,9 @@ def expect(call: Call, result: Result | None = None) -> Expected:
     caches = specified_cache(call)
     if call.case.is_quantized and result is not None and result.key_cache is not None and result.value_cache is not None:
         written = (result.key_cache, result.value_cache)
+        # The usual case shares the memorised oracle; only a cache with other, allowed codes needs one of its own.
         as_specified = all(np.array_equal(a, b) for a, b in zip(written, caches, strict=True))
+        # Over bytes that rule W rejects the oracle would be right about the wrong cache, and hide the cause.
         if not as_specified and not any(wrong.any() for *_, wrong in wrong_bytes(call, written)):
             return _with_slack(call, _paged(call, written))
     return _remembered(call, lambda: _paged(call, caches))
@@ -107,7 +115,9 @@ def _paged(call: Call, caches: tuple[Array, Array]) -> tuple[Array, Array]:
         return _latent(call, caches[0], mla_unabsorbed)
     page = case.block_size
     used = -(-batch.seq_lens // page)
+    # [R, columns]. Stale entries become page 0, which is decoded in vain but is a valid index; they may be out of range.
     live = np.arange(batch.block_table.shape[1]) < used[:, None]
+    # `compact` numbers the pages that are left, one after another; its shape differs between NumPy 1 and 2, hence the reshape.
     ids, compact = np.unique(np.where(live, batch.block_table, 0), return_inverse=True)
     keys, values = (decode(cache[ids], case.element) for cache in caches)
     masks = None
@@ -119,6 +129,7 @@ def _paged(call: Call, caches: tuple[Array, Array]) -> tuple[Array, Array]:
         keys,
         values,
         block_table=compact.reshape(batch.block_table.shape),
+        # Cross attention reads the cache without causality, whatever the batch says.
         causal=batch.causal if case.attn_type == AttentionType.DECODER else False,
         mask=masks,
         **{name: getattr(batch, name) for name in ("query_start_loc", "seq_lens", "tree_mask", "spans", "prefix")},
@@ -143,6 +154,7 @@ def _latent(call: Call, cache: Array, attend: Callable[..., tuple[Array, Array]]
         latent = decode(stored, case.element) * scale_array(case.cache_scales[0])
         query, mask = call.query[rows], None
         if indices is not None:
+            # [H, n, m]: whether the row's list names the key. A list names no later token, so the mask replaces causality.
             mask = (indices[rows, :, None] == j).any(1)[None].repeat(case.num_heads, 0)
         if len(query):
             out[rows], lse[:, rows] = attend(
@@ -169,6 +181,7 @@ def _eager_latent(*arrays: Array, scale: float, causal: bool, mask: Array | None
     scores = scale * (np.einsum("nhl,ml->hnm", absorbed, latent) + np.einsum("nhr,mr->hnm", q_pe, rope))
     scores = np.where(np.arange(m) <= np.arange(n)[:, None] + m - n, scores, -np.inf) if causal else scores
     scores = scores if mask is None else np.where(mask, scores, -np.inf)
+    # A row without keys has a maximum of -inf, and -inf - -inf is NaN; with -3e38 its weights are 0.
     top = np.maximum(scores.max(-1, keepdims=True, initial=-np.inf), -3e38)
     weights = np.exp(scores - top)
     total = weights.sum(-1, keepdims=True)
@@ -208,24 +221,33 @@ def _lse_noise(call: Call, lse: Array) -> Array | None:
     if not case.mla or case.dtype not in ROUNDOFF:
         return None
     rank, nope, _, _ = case.mla
-    up_k = call.weights[..., :nope].astype(np.float64)
+    up_k = call.weights[..., :nope].astype(np.float64)  # [L, H, Dn]
     noise, cache = np.zeros_like(lse), specified_cache(call)[0]
     for r in range(batch.num_reqs):
         rows, j = call.rows(r), np.arange(int(batch.seq_lens[r]))
         if rows.stop == rows.start or not len(j):
             continue
         stored = cache[batch.block_table[r, j // case.block_size], j % case.block_size, 0]
+        # A NaN would spread to every row by the products. -inf becomes the lowest finite number, whose probability is 0 all the
+        # same.
         latent = np.nan_to_num(decode(stored, case.element) * scale_array(case.cache_scales[0])).astype(np.float64)
         kv_c, k_pe, query = latent[:, :rank], latent[:, rank:], np.nan_to_num(call.query[rows].astype(np.float64))
         q_nope, q_pe = query[..., :nope], query[..., nope:]
+        # [H, n, L], and the scores [H, n, m].
         absorbed = np.einsum("nhd,lhd->hnl", q_nope, up_k)
         scores = call.scale * (absorbed @ kv_c.T + np.einsum("nhr,mr->hnm", q_pe, k_pe))
+        # Where a probability is meant: exp(score - lse) of keys that the row sees and whose score is finite.
         known = np.isfinite(lse[:, rows])[..., None] & _visible(call, rows, len(j)) & np.isfinite(scores)
         p = np.where(known, np.exp(np.minimum(np.where(known, scores - lse[:, rows, None], 0), 0)), 0)
+        # Absorbed: element l of q' is off by u |q'_l|, which shifts all of a row's scores together, each by its key's element
+        # l; the mean under p of these is (p @ kv_c)_l. Independent errors add in squares.
         by_query = np.einsum("hnl,hnl->hn", absorbed**2, (p @ kv_c) ** 2)
         keys = np.einsum("ml,lhd->mhd", kv_c, up_k)
+        # Expanded: every key has rounding errors of its own, so the probabilities enter in squares. Which form a backend used
+        # is not known: the larger one counts.
         by_key = np.einsum("hnm,nhd,mhd->hn", p**2, q_nope**2, keys**2, optimize=True)
         with np.errstate(invalid="ignore"):
+            # What a latent loses when code times scale is rounded to the dtype; known exactly, so it is no random term.
             lost = np.where(np.abs(latent) < 1e30, rounded(latent, case.dtype) - latent, 0)  # infinities are exact
         shift = (p * (absorbed @ lost[:, :rank].T + np.einsum("nhr,mr->hnm", q_pe, lost[:, rank:]))).sum(-1)
         random = _DEVIATIONS * ROUNDOFF[case.dtype] * np.sqrt(np.maximum(by_query, by_key) / 3)
@@ -251,10 +273,14 @@ def _with_slack(call: Call, answer: tuple[Array, Array]) -> Expected:
             with np.errstate(all="ignore"):
                 eager = _latent(call, specified_cache(call)[0], partial(_eager_latent, dtype=call.case.dtype))[0][live]
         else:
+            # In the query's dtype: the codes of an fp8 output are judged by rule B (`rules._codes`) and not by this slack.
             eager = EagerKernel()(call.but(output_scale=None)).output[live]
+        # FlashAttention's term (its tests' fwd_atol): the error of an addition that rounds, a floor for outputs near 0, where
+        # an eager kernel may happen to be exact.
         shifted = rounded(rounded(out[live] + 0.3, call.case.dtype) - np.float32(0.3), call.case.dtype)
         with np.errstate(invalid="ignore"):
             errors = [np.abs(x - out[live]) for x in (eager, shifted)]
+        # FlashAttention's factors (`rtol` of its tests).
         factor = 3.0 if call.case.logits_soft_cap else 2.0
         worst = [np.max(e, where=np.isfinite(e), initial=0.0) for e in errors]
         slack = factor * float(worst[0]) + 2.0 * float(worst[1])

@@ -50,6 +50,7 @@ def judged(call: Call, run: Runner, score: Score, want: Expected | None = None) 
 
 def mapped(want: Expected, rows: Array | slice = slice(None), heads: Array | slice = slice(None)) -> Expected:
     """Return the expected result of some rows and heads."""
+    # In two steps: one index with two arrays would pair rows with heads.
     noise = None if want.noise is None else want.noise[heads][:, rows]
     return Expected(want.out[rows][:, heads], want.lse[heads][:, rows], want.slack, noise)
 
@@ -64,12 +65,15 @@ def same(
     case: Case, change: str, one: Result, other: Result, rows: Array | slice | None = None, rule: str = "X"
 ) -> Iterator[Violation]:
     """Check that row i of `other` has the same bits as row rows[i] of `one`; by default for all live rows."""
+    # Rows of padding are rule A's (`rules._padding`).
     live = slice(0, sum(case.query_lens)) if rows is None else rows
     pairs = [("output", one.output[live], other.output[: len(one.output[live])])]
     if case.lse and one.lse is not None and other.lse is not None:
         lse = one.lse[:, live]
         pairs.append(("lse", lse.T, other.lse[:, : lse.shape[1]].T))
     for name, a, b in pairs:
+        # Bytes, not values: a NaN would equal nothing and -0 would equal 0. The lse is transposed, and a view needs contiguous
+        # rows.
         differ = as_bytes(np.ascontiguousarray(a)) != as_bytes(np.ascontiguousarray(b))
         if differ.any():
             index = tuple(int(i) for i in np.argwhere(differ)[0])
@@ -105,6 +109,7 @@ def equal(variants: Callable[[Case, Call], Iterable[tuple[str, Call]]]) -> Check
         base, want, violations = oracle_of(call, run, score)
         yield from violations
         for change, changed in variants(case, call):
+            # The expected result is computed once: all variants must match the oracle's answer to the unchanged call.
             result, violations = judged(changed, run, score, want)
             yield from violations
             if change:
@@ -129,6 +134,7 @@ def single_key(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     result, violations = judged(call, run, score)
     yield from violations
     want = expect(call, result)
+    # The only weight of such a row is exp(s - s) = 1, which leaves nothing to round. Rows without a key are rule A's.
     seeing = np.flatnonzero(np.isfinite(want.lse).all(0))
     exact = Result(rounded(want.out, case.dtype), None, None, None, case.dtype)
     part = Result(result.output[seeing], None, None, None, case.dtype)
@@ -140,6 +146,7 @@ def constant_value(case: Case, run: Runner, score: Score) -> Iterator[Violation]
     """If all of V is one number, the output is that number; it never leaves V's range."""
     result, violations = judged(draw(case), run, score)
     yield from violations
+    # 1.625 is exact in every dtype; weights that are rounded before they are summed need not sum to 1, hence the budget.
     low, high = 1.625 * (1 - BUDGETS[case.dtype].hard), 1.625 * (1 + BUDGETS[case.dtype].hard)
     out = result.output[: sum(case.query_lens)]
     outside = (out < low) | (out > high)
@@ -160,8 +167,11 @@ def live_nan(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     """A NaN (for backends without `nan_safe`, a large number) in a live value affects exactly the rows that attend to it."""
     call = draw(case)
     assert call.value is not None and call.key is not None
+    # One tensor at a time: a NaN in a value enters by the product with the weights, one in a key by the softmax, and either
+    # could hide the other.
     for names in (("key", "value"),) if case.mla else (("value",), ("key",)):  # MLA's rows are keys and values
         edited = np.array(getattr(call, names[0]))
+        # Only the last two rows of that request see this token, so all rows before it and every other request must stay finite.
         edited[call.rows(len(case.query_lens) - 1).stop - 2, 0, 3] = case.hidden  # the second to last token of the last request
         yield from judged(to.frozen(call.but(**dict.fromkeys(names, edited))), run, score)[1]
 
@@ -203,6 +213,7 @@ def too_large(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 def poison(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     """The contents of unused memory change no bit."""
     base = run(draw(case))
+    # Equal bits are exact arithmetic: a masked key has the weight 0 and adds nothing, whatever its finite contents.
     for contents in ("zero", "huge"):
         yield from same(case, f"poison {case.poison} against {contents}", base, run(draw(case.replace(poison=contents))))
 
@@ -211,6 +222,7 @@ def poison(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 def permute_pages(case: Case, call: Call) -> Iterator[tuple[str, Call]]:
     """Permuting the pages together with the block table changes no bit."""
     assert call.key_cache is not None
+    # The first number is another one than those in `draw`, whose permutation this must not undo.
     order = np.random.default_rng([8, case.geometry_seed]).permutation(call.key_cache.shape[0])
     yield "pages permuted", to.repaged(call, order)
 
@@ -220,6 +232,7 @@ def table_tail(case: Case, call: Call) -> Iterator[tuple[str, Call]]:
     """Entries past a row's last page are never read, even if they are out of range."""
     used = -(-call.batch.seq_lens // case.block_size)
     tail = np.arange(call.batch.block_table.shape[1]) >= used[:, None]
+    # -2**31 times an even page size is 0 in int32, a valid offset; the other two are far outside the cache.
     for garbage in (-1, -(2**31), 2**31 - 1):
         table = np.where(tail, garbage, call.batch.block_table).astype(np.int32)
         yield f"table tail of {garbage}", to.frozen(call.with_batch(block_table=table))
@@ -247,6 +260,7 @@ def written_before(case: Case, call: Call) -> Iterator[tuple[str, Call]]:
     """Tokens that are in the cache already (all slots -1) give the same result, and the cache is not changed."""
     ready = to.already_written(call)
     yield "", ready
+    # Keys that are passed but have no slot are in the cache, so that attention must not count them twice.
     yield "", ready.but(key=call.key, value=call.value)
 
 
@@ -256,6 +270,7 @@ def ignored_keys(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     call = draw(case)
     base, _, violations = oracle_of(call, run, score)
     yield from violations
+    # The base call has NaN in its keys (`draw._tokens`); both ways to pass nothing must give its bits.
     for replacement, fresh in (("zeros", np.zeros_like(call.query[:, : case.num_kv_heads])), ("nothing", None)):
         yield from same(case, f"own keys NaN against {replacement}", base, run(call.but(key=fresh, value=fresh)))
 
@@ -293,6 +308,8 @@ def neighbours(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     base, want, violations = oracle_of(call, run, score)
     yield from violations
     rows = np.arange(call.num_tokens)
+    # An empty request shifts indices, a decode of more than three pages raises the longest context, and the last two are a
+    # prompt and a chunk beside requests of which some are decodes.
     for extra in ((0, 5), (1, 3 * case.block_size + 1), (9, 9), (17, 40)):
         other = case.replace(query_lens=(*case.query_lens, extra[0]), seq_lens=(*case.seq_lens, extra[1]), padding=0)
         result, more = judged(draw(other), run, score)
@@ -314,6 +331,7 @@ def any_batch(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     rng = np.random.default_rng([13, case.geometry_seed])
     order = rng.permutation(call.batch.num_reqs).tolist()
     decodes, drafts = ([r for r in order if case.query_lens[r] in lens] for lens in ((1,), (1, 2, 3, 4)))
+    # Seven at random, and the longest context, which is most likely to be split.
     batches = [("alone", [r]) for r in (*order[:7], int(np.argmax(case.seq_lens)))]
     batches += [
         (f"among {size - 1} others", rng.permutation(order)[:size].tolist()) for size in (2, 7, 16) if size < len(order)
@@ -321,6 +339,8 @@ def any_batch(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     batches += [("among decodes", decodes[:4]), ("among drafts", drafts), ("in reverse", sorted(order, reverse=True))]
     for i, (change, requests) in enumerate(batches):
         part = to.picked(call, requests)
+        # A captured graph is replayed for shorter batches than it was captured for, with the bounds of its capture. Other steps
+        # of i give other bounds.
         if i % 2:
             bounds = {name: getattr(part.batch, name) + 37 * i for name in ("max_query_len", "max_seq_len")}
             part, change = to.frozen(part.with_batch(**bounds)), f"{change}, in a graph for longer requests"
@@ -337,6 +357,7 @@ def _in_chunks(
         expected = None if want is None else mapped(want, to.chunk_rows(call, begin, end))
         result, violations = judged(to.chunk(call, begin, end, caches), run, score, expected)
         yield from violations
+        # The next chunk would read a cache that is known to be wrong, and repeat the failure.
         if violations or result.key_cache is None or result.value_cache is None:
             return
         caches = (result.key_cache, result.value_cache)
@@ -359,8 +380,10 @@ def steps(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     A step reads what earlier steps wrote to the cache; a runner keeps layer and cache by its method `open`.
     """
     call = draw(case)
+    # A runner without `open` (the simulated kernel) makes a layer for each call, which tests the cache alone.
     run = getattr(run, "open", lambda call: run)(call)
     rng, lens = np.random.default_rng([12, case.geometry_seed]), np.array(case.query_lens, np.int64)
+    # Two cuts per request, which may coincide: a step in which a request has no token.
     inner = np.sort(rng.integers(0, np.maximum(lens, 1), (2, len(lens))), 0)
     cuts = [np.zeros_like(lens), *inner, np.maximum(lens - 1, 0), lens]
     yield from _in_chunks(call, [cut.tolist() for cut in cuts], run, score)
@@ -376,12 +399,14 @@ def layers_in_turn(case: Case, run: Runner, score: Score) -> Iterator[Violation]
     call = draw(case)
     changes = {name: x[::-1].copy() for name in ("sinks", "alibi_slopes") if (x := getattr(call, name)) is not None}
     changes |= {name: _times(getattr(case, name), 2) for name in ("k_scale", "v_scale") if case.is_quantized}
+    # The second has the same launches as the first, with other addresses in them; the third may not reuse them.
     calls = [call, to.frozen(call.but(**changes)), call.but(scale=-0.7 * call.scale)]
     alone = []
     for each in calls:
         result, violations = judged(each, run, score)
         yield from violations
         alone.append(result)
+    # Rules A-D above apply to any runner; only drivers of a framework have layers that can share a batch.
     if not (hasattr(run, "open") and hasattr(run, "metadata")):
         return
     layers = [run.open(each) for each in calls]
@@ -400,6 +425,7 @@ def split_and_merge(case: Case, run: Runner, score: Score) -> Iterator[Violation
     yield from violations
     whole = _requests(call)
     states = []
+    # Uneven parts, one of no keys; each is a call of its own, whose decodes see every key of their part.
     for a, b in ((0.0, 0.3), (0.3, 0.3), (0.3, 0.9), (0.9, 1.0)):
         part = to.placed(call, [tuple(x[int(a * len(x)) : int(b * len(x))] for x in both) for both in whole])  # type: ignore[misc]
         result, more = judged(part, run, score)
@@ -410,6 +436,7 @@ def split_and_merge(case: Case, run: Runner, score: Score) -> Iterator[Violation
             (result.output[: call.num_tokens].astype(np.float64), result.lse[:, : call.num_tokens].astype(np.float64))
         )
     one, two, three, four = states
+    # A merge of all parts at once, and one in steps and in another order (docs/semantics.md §6: associative, commutative).
     for order in ([one, two, three, four], [four, merge_states(*zip(three, one, strict=True)), two]):
         out, lse = merge_states(*zip(*order, strict=True))
         merged = Result(rounded(out, case.dtype), lse.astype(np.float32), None, None, case.dtype)
@@ -424,6 +451,7 @@ def split_and_merge(case: Case, run: Runner, score: Score) -> Iterator[Violation
 def window_of_everything(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     """A window as long as the sequence masks nothing."""
     _, want, violations = oracle_of(draw(case.replace(sliding_window=None)), run, score)
+    # Not `case` with another window: it would draw other poison, since the keys outside a window are not in its cache.
     wide = draw(case.replace(sliding_window=None)).but(sliding_window=max(case.seq_lens) + 1)
     yield from violations + judged(wide, run, score, want)[1]
 
@@ -437,6 +465,7 @@ def hidden_keys(case: Case, call: Call) -> Iterator[tuple[str, Call]]:
     for r, both in enumerate(_requests(call)):
         hidden = case.seq_lens[r] - case.query_lens[r] - left
         if hidden >= 0:  # otherwise the first row would attend to the added keys
+            # Replaced by another number of copies of the last key, so that the positions of the visible keys shift.
             both = tuple(np.concatenate([x[-1:].repeat(case.block_size + 3, 0), x[hidden:]]) for x in both)  # type: ignore[assignment]
         longer.append(both)
     yield "", to.placed(call, longer)
@@ -445,6 +474,7 @@ def hidden_keys(case: Case, call: Call) -> Iterator[tuple[str, Call]]:
 @check
 def causal_by_window(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     """Non-causal attention with a right bound of 0 is causal attention."""
+    # Both calls have the arrays of the non-causal case: `causal` takes part in no draw.
     causal = draw(case).but(causal=True).with_batch(causal=True)
     _, want, violations = oracle_of(causal, run, score)
     window = draw(case).but(sliding_window=(None, 0))
@@ -468,6 +498,7 @@ def whole_span(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     call = draw(case)
     _, want, violations = oracle_of(call.with_batch(causal=False), run, score)
     yield from violations
+    # [T]: the last position of each row's request, the end of a span that begins at 0.
     last = np.repeat(call.batch.seq_lens, case.query_lens) - 1
     spans = np.stack([np.zeros_like(last), last], 1)
     yield from judged(to.frozen(call.with_batch(spans=spans)), run, score, want)[1]
@@ -480,6 +511,7 @@ def soft_cap_limits(case: Case, run: Runner, score: Score) -> Iterator[Violation
     call = draw(case)
     free = expect(call.but(logits_soft_cap=None))
     yield from judged(call.but(logits_soft_cap=1e4), run, score, free)[1]
+    # The oracle of the capped call, not equal weights: the scores of up to 1e-3 are ten times rule D's tolerance.
     yield from judged(call.but(logits_soft_cap=1e-3), run, score)[1]
 
 
@@ -499,8 +531,11 @@ def powers_of_two(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     base = run(call)
     assert call.key is not None and call.value is not None and call.key_cache is not None and call.value_cache is not None
     louder = run(to.frozen(call.but(value=call.value * 4, value_cache=to.scaled(call.value_cache, case.element, 4))))
+    # Exact: a power of two changes the exponent only, unless a number overflows or becomes subnormal (the suite leaves float16
+    # out).
     quarter = Result(louder.output / 4, louder.lse, None, None, louder.dtype)
     yield from same(case, "V scaled by 4 (output / 4)", base, quarter)
+    # Every product q * k has the bits it had, so all that follows has.
     traded = call.but(query=call.query * 2, key=call.key / 2, key_cache=to.scaled(call.key_cache, case.element, 0.5))
     yield from same(case, "q * 2 and k / 2", base, run(to.frozen(traded)))
 
@@ -508,6 +543,7 @@ def powers_of_two(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 @check
 def scales_fold(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     """k_scale multiplies the softmax scale and v_scale the output, exactly for powers of two."""
+    # The codes must stay the same while the scale changes, so nothing may be written with the new scale.
     call = to.already_written(draw(case))
     base = run(call)
     keys = run(call.but(k_scale=_times(case.k_scale, 2), scale=call.scale / 2))
@@ -527,11 +563,13 @@ def head_groups(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     base, want, violations = oracle_of(call, run, score)
     yield from violations
     group = case.num_heads // case.num_kv_heads
+    # With one kv head the second is a call of no heads at all, which no layer has; the base case has two.
     for kv_heads in (np.arange(case.num_kv_heads)[::-1], np.arange(case.num_kv_heads // 2)):
         heads = (kv_heads[:, None] * group + np.arange(group)).reshape(-1)
         part = _with_heads(call, heads, kv_heads)
         result, more = judged(part, run, score, mapped(want, heads=heads))
         yield from more
+        # Half of the heads are another layer, which may run other tiles: only the reordered ones must have equal bits.
         if len(heads) == case.num_heads:
             yield from invariant(case, "head groups reversed", part_of(base, heads=heads), result)
 
@@ -548,7 +586,9 @@ def _with_heads(call: Call, heads: Array, kv_heads: Array) -> Call:
         return None if array is None else np.take(array, chosen, axis)
 
     scales = {
-        n: s if isinstance(s := getattr(call.case, n), float) else tuple(s[i] for i in kv_heads) for n in ("k_scale", "v_scale")
+        # A scale of each head moves with its head.
+        n: s if isinstance(s := getattr(call.case, n), float) else tuple(s[i] for i in kv_heads)
+        for n in ("k_scale", "v_scale")
     }
     return to.frozen(
         call.but(
@@ -575,6 +615,7 @@ def key_order(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     whole = _requests(call)
     yield from judged(to.placed(call, [(k[::-1], v[::-1]) for k, v in whole]), run, score, want)[1]
     twice = to.placed(call, [(np.concatenate([k, k]), np.concatenate([v, v])) for k, v in whole])
+    # No bits are compared: the sums run over other tiles.
     yield from judged(twice, run, score, Expected(want.out, want.lse + np.log(2), want.slack))[1]
 
 
@@ -608,10 +649,13 @@ def tree_paths(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     for r, n in enumerate(case.query_lens):
         request_rows = call.rows(r)
         rows.append(request_rows.stop - 1)
+        # Of the request's last node. A request with more rows than the tree has nodes is causal (`reference.paged_attention`),
+        # and its last row sees every key.
         hidden = ~call.batch.tree_mask[r, n - 1, :n] if n <= case.tree else np.zeros(n, np.bool_)
         key[request_rows][hidden], value[request_rows][hidden] = case.hidden, case.hidden
     poisoned = run(to.frozen(call.but(key=key, value=value)))
     last = np.array(rows)
+    # As a case of one row per request, so that `compare` takes the rows for live ones and names their request.
     yield from compare(case.replace(query_lens=(1,) * len(rows), padding=0), part_of(poisoned, last), mapped(want, last), score)
 
 
@@ -625,6 +669,7 @@ def future_edit(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     before = []
     for r, n in enumerate(case.query_lens):
         request_rows = call.rows(r)
+        # At least the request's first row; of a decode nothing is edited.
         before.append(np.arange(request_rows.start, request_rows.start + (n + 1) // 2))
         key[request_rows.start + (n + 1) // 2 : request_rows.stop] = 3.0
         value[request_rows.start + (n + 1) // 2 : request_rows.stop] = -5.0

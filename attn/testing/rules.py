@@ -34,6 +34,9 @@ class Budget:
     hard: float
 
 
+# In 16 bits `hard` is twice `target`: over 150 to 300 random configurations the worst row of a correct flash kernel
+# (`attn.testing.simulated`) had 3.8e-4 in float16 and 3.3e-3 in bfloat16 (1.7e-6 in float32), that of an eager kernel ten times
+# as much, since it rounds the scores too. That is why B does not compare with an eager kernel.
 BUDGETS = {
     "float64": Budget(1e-12, 1e-11),
     "float32": Budget(1e-5, 1e-4),
@@ -80,7 +83,9 @@ def lse_budget(case: Case) -> Budget:
     if case.dtype == "float64":
         return Budget(1e-7, 1e-7)
     if case.mla or not case.is_quantized or case.dtype not in ROUNDOFF:
+        # The oracle rounds neither keys nor weights, so an unquantised cache leaves only the errors of float32 sums.
         return Budget(1.0, 1.0)
+    # In units of D's absolute tolerance of 1e-4: a relative error u of the sum of weights shifts its logarithm by about u.
     return Budget(1.0, 10.0 + ROUNDOFF[case.dtype] / 1e-4)
 
 
@@ -88,12 +93,14 @@ def compare(case: Case, result: Result, expected: Expected, score: Score | None 
     """Return a violation, at its worst place, for each rule of A-D that `result` breaks. Updates `score` if passed."""
     score = score or Score()
     live = int(sum(case.query_lens))
+    # Every other rule compares elementwise and would fail in NumPy, or broadcast, on another shape.
     if result.output.shape != expected.out.shape:
         return [Violation("A", "output has another shape", case, got=result.output.shape, want=expected.out.shape)]
     violations = []
     asked = case.dtype if case.output_scale is None else FP8
     if result.dtype != asked:
         violations.append(Violation("A", "output has another dtype than it must have", case, got=result.dtype, want=asked))
+    # Rows from `live` on are padding: the oracle has NaN there, and `_padding` knows what they must hold.
     out, want = result.output[:live].astype(np.float64), expected.out[:live]
     violations += _padding(case, result, live)
     if case.output_scale is not None:
@@ -114,6 +121,7 @@ def compare(case: Case, result: Result, expected: Expected, score: Score | None 
 
 def _padding(case: Case, result: Result, live: int) -> Iterator[Violation]:
     padding = result.output[live:]
+    # An output buffer is filled with NaN before the call, and NaN equals nothing, itself included.
     right = np.isnan(padding) if np.isnan(result.padding) else padding == result.padding
     if not right.all():
         row, head, d = (int(i) for i in np.argwhere(~right)[0])
@@ -126,19 +134,25 @@ def _pattern(case: Case, out: Array, want: Array, lse: Array) -> Iterator[Violat
     """Check that NaN, infinities and finite values are where the oracle has them (a live NaN affects exactly the rows that
     attend to it), and that rows without keys are 0."""
     wrong = np.isnan(want) != np.isnan(out)
+    # `want != out` holds for a NaN on either side as well, which the line above has judged.
     wrong |= (np.isinf(want) | np.isinf(out)) & (want != out) & ~np.isnan(want)
     yield from _at(case, "A", "not finite where it must be, or the reverse", wrong, out, want)
+    # Not B's business: its floor of 1e-3 would let a small number pass where docs/semantics.md §5 requires 0. lse is [H, T].
     nonzero = np.isneginf(lse).T[..., None] & (out != 0) & ~wrong
     yield from _at(case, "A", "a row without keys is not exactly 0", nonzero, out, want)
 
 
 def _rows(case: Case, out: Array, want: Array, score: Score) -> Iterator[Violation]:
+    # Rows with a NaN or an infinity are rule A's; here they would make the maximum NaN, which exceeds no limit.
     good: Array = np.asarray(np.isfinite(out).all(-1) & np.isfinite(want).all(-1))
     out, want = (np.where(good[..., None], x, 0) for x in (out, want))
     error = np.sqrt(np.mean(np.square(out - want), -1))
+    # The mean of many random values is near 0, where a relative error of rounding is unbounded: the floor is absolute, which
+    # assumes values of about 1, as the inputs are (a kernel's error on tiny values would hide below it).
     size = np.sqrt(np.mean(np.square(want), -1)) + 1e-3
     ratio = error / size
     limit = BUDGETS[case.dtype].hard
+    # A batch without rows has no maximum.
     if ratio.size:
         score.row = max(score.row, float(ratio.max()))
         if ratio.max() > limit:
@@ -158,19 +172,24 @@ def _rows(case: Case, out: Array, want: Array, score: Score) -> Iterator[Violati
 
 def _codes(case: Case, scale: float, out: Array, want: Array, lse: Array) -> Iterator[Violation]:
     """Check that an fp8 output is `want` / scale, saturated and rounded to nearest even, for a `want` within its budget."""
+    # B bounds the root mean square of a row's errors, and one element of it may have several times that.
     margin = 4 * BUDGETS[case.dtype].hard * (np.sqrt(np.mean(np.square(want), -1, keepdims=True)) + 1e-3)
     margin[np.isneginf(lse).T] = 0.0  # rows without keys are exactly 0
+    # Rounding and saturation are monotone, so the code of every number between the two ends lies between their codes.
     low, high = (decode(encode(want + side * margin, FP8, np.float32(scale)), FP8) for side in (-1, 1))
+    # Not `(out < low) | (out > high)`: a NaN code would pass that.
     wrong = ~((out >= low) & (out <= high))
     yield from _at(case, "B", f"not the nearest code of a result in units of {scale}", wrong, out, want)
 
 
 def _worst_element(case: Case, out: Array, want: Array, slack: float) -> Iterator[Violation]:
+    # Infinities are replaced before the subtraction, since inf - inf warns and gives NaN.
     error = np.where(np.isfinite(out) & np.isfinite(want), np.abs(out - np.where(np.isfinite(want), want, 0)), 0)
     yield from _at(case, "C", f"error above {slack:.2g}, twice an eager kernel's", error > slack, out, want, error)
 
 
 def _lse(case: Case, lse: Array, want: Array, noise: Array | float, score: Score) -> Iterator[Violation]:
+    # +inf is never right: a score of +inf makes the sum NaN in the oracle.
     wrong = (np.isnan(lse) != np.isnan(want)) | (np.isneginf(lse) != np.isneginf(want)) | np.isposinf(lse)
     yield from _at(case, "A", "lse is NaN or infinite where it must not be, or the reverse", wrong.T, lse.T, want.T)
     good = np.isfinite(lse) & np.isfinite(want)
@@ -188,6 +207,7 @@ def _at(
 ) -> Iterator[Violation]:
     """Yield one violation for all places that are `wrong` ([T, H] or [T, H, D]), at that of the largest `weight`."""
     if wrong.any():
+        # `wrong` as a factor, so that a right element of a larger weight is not shown as the worst.
         index = tuple(int(i) for i in np.unravel_index((wrong if weight is None else weight * wrong).argmax(), wrong.shape))
         yield Violation(rule, f"{text} ({int(wrong.sum())} places)", case, index[0], index[1], got[index], want[index])
 
@@ -205,6 +225,8 @@ def check_cache(call: Call, result: Result) -> Iterator[Violation]:
             slot, head, d = (int(i) for i in np.argwhere(wrong)[0])
             is_mapped = slot in call.batch.slot_mapping
             text = "a written slot holds other bytes" if is_mapped else "a slot was written that is not in slot_mapping"
+            # The whole row is decoded, since its scale may be among its bytes; d then counts bytes, of which there are more
+            # than elements.
             got, right = (decode(x[slot, head], case.element)[min(d, case.head_size - 1)] for x in (stored, want))
             where = f"{cache} cache, slot {slot}, kv head {head}"
             yield Violation("W", f"{where}: {text} ({int(wrong.sum())} elements)", case, got=got, want=right)

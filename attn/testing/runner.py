@@ -48,6 +48,7 @@ class BaseRunner:
     def build(self, call: Call) -> Any:
         """Return the implementation of the call's layer. Raises what its constructor raises."""
         impl = self.backend.get_impl_cls()(**{**layer_arguments(call), **self._of_impl(call)})
+        # What the layer sets after it has made an implementation; the constructor does not take them.
         impl.need_to_return_lse_for_decode = call.case.lse
         impl.batch_invariant = Feature.BATCH_INVARIANT.value in call.case.features
         if (record := self.backend.capabilities) is not None:  # the same prefill backend, whatever the poison
@@ -65,6 +66,7 @@ class BaseRunner:
             "dtype": self._dtype(case.dtype),
             "block_size": case.block_size,
             "backend": self.backend.get_name(),
+            # A backend may return the LSE without listing it in its record; `return_lse` below asks for it.
             "features": sorted(case.request().features & declared),
             "return_lse": case.lse,
             "k_scale": self._scale(case, case.k_scale),
@@ -76,6 +78,7 @@ class BaseRunner:
             plain = layer_arguments(call)
             names = ("head_size", "num_kv_heads", "alibi_slopes", "sliding_window", "logits_soft_cap", "attn_type")
             arguments |= {key: plain[key] for key in (*names, "kv_sharing_target_layer_name")}
+            # `layer_arguments` leaves them out where they are not set: a layer has a default of its own, which is then tested.
             arguments |= {key: plain[key] for key in ("chunk_size", "span_window") if key in plain}
             arguments |= {"sinks": None if call.sinks is None else self._own_sinks(call.sinks)}
             arguments |= {"v_scale": self._scale(case, case.v_scale)}
@@ -84,6 +87,7 @@ class BaseRunner:
 
     def _scale(self, case: Case, scale: Scale) -> Any:
         """Return a scale as a user passes it: a number, a list, or an array on the device."""
+        # Users pass scales in each of these ways; the seed decides, so that a case stays the same when it is repeated.
         return self._array(scale) if case.data_seed % 2 else list(scale) if isinstance(scale, tuple) else scale
 
     def _batch(self, call: Call) -> CommonAttentionMetadata:
@@ -94,5 +98,6 @@ class BaseRunner:
         names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "tree_mask", "spans", "prefix")
         host = {name: getattr(batch, name) for name in names}
         device = {name: None if x is None else self._array(x) for name, x in host.items()}
+        # "bare": without the host copies a backend must read the lengths from the device, or do without.
         mirrors = {} if arrays == "device" else {"query_start_loc_cpu": None, "seq_lens_cpu": None}
         return batch.replace(**device, **mirrors)

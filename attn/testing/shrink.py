@@ -31,10 +31,12 @@ def minimised(
     None: those of a paged case. With empty `plain` a case may be anything that `simpler` takes.
     """
     steps: Callable[[Any], Iterator[Any]] = simpler or _simpler
+    # Fields first: a tree, for instance, forbids the steps that make a sequence shorter than its query.
     for name, value in plain.items():
         if getattr(case, name) != value and fails(changed := case.replace(**{name: value})):  # type: ignore[attr-defined]
             case = changed
     for _ in range(attempts):
+        # Greedy: the first step that still fails is taken, and all steps are tried again from there; `attempts` bounds them.
         smaller = next((c for c in steps(case) if fails(c)), None)
         if smaller is None:
             return case
@@ -45,12 +47,15 @@ def minimised(
 def _simpler(case: Case) -> Iterator[Case]:
     """Yield the cases that are one step simpler."""
     count = len(case.query_lens)
+    # A whole request less, before any is made shorter: most failures need only one.
     for r in range(count if count > 1 else 0):
         keep = [i for i in range(count) if i != r]
         yield case.replace(query_lens=tuple(case.query_lens[i] for i in keep), seq_lens=tuple(case.seq_lens[i] for i in keep))
     for r, (n, m) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
+        # Halves before ones, so that long requests need few attempts.
         steps = [(n // 2, m), (n, (n + m) // 2), (n, m // 2), (n - 1, m), (n, m - 1)]
         for q, s in [(n // 2, n // 2), (n - 1, n - 1)] if case.is_encoder else steps:
+            # A tree's nodes must be in the cache: s >= q.
             if (q, s) != (n, m) and min(q, s) >= 0 and (not case.tree or s >= q):
                 lens = [list(case.query_lens), list(case.seq_lens)]
                 lens[0][r], lens[1][r] = q, s
@@ -67,6 +72,7 @@ def _fewer_features(case: Case) -> Iterator[Case]:
         yield case.replace(block_size=16)
     group, scales = case.num_heads // case.num_kv_heads, {name: getattr(case, name) for name in ("k_scale", "v_scale")}
     if case.num_kv_heads > 1:
+        # A scale of each kv head must have as many entries as there are heads.
         first = {name: scale[0] if isinstance(scale, tuple) else scale for name, scale in scales.items()}
         yield case.replace(num_heads=group, num_kv_heads=1, **first)
     if case.num_kv_heads > 2:
