@@ -71,6 +71,7 @@ def device_for(backend: Any) -> Device:
     """Return the device of the backend's framework on this machine; the CPU for a torch backend that supports no other."""
     framework, capabilities = _framework(backend), getattr(backend, "capabilities", None)
     device = platform_for(framework).device()
+    # On a machine with a GPU a backend for CPUs would otherwise have no device, and could not be tested there.
     if framework == "torch" and capabilities is not None and capabilities.device_reasons(device):
         cpu = platform_for(framework, "cpu").device()
         return device if capabilities.device_reasons(cpu) else cpu
@@ -96,6 +97,7 @@ def run_case(backend: Any, case: Case, device: Device | None = None, score: Scor
     device = device or device_for(backend)
     runner = runner_for(backend, device)
     violations = _refusal(backend, case, device, runner) if case.check.startswith(REFUSAL) else run_check(case, runner, score)
+    # The checks do not know the backend's name, which the command that repeats a case needs.
     return [Violation(**{**vars(v), "backend": backend.get_name()}) for v in violations]
 
 
@@ -115,10 +117,12 @@ def _refusal(backend: Any, case: Case, device: Device, runner: BackendRunner) ->
     name, _, value = setting.partition("=")
 
     def select() -> Any:
+        # The selector judges a candidate of this class, whether or not the class is registered.
         candidate = load_candidate(backend.get_name(), path_of(backend), backend)
         return choose([candidate], case.request(), device).require()
 
     attempts: list[tuple[str, Callable[[], Any]]] = []
+    # Selection reads the record only; a backend without one refuses in its constructor and its call.
     if getattr(backend, "capabilities", None) is not None:
         attempts.append(("selection", select))
     if name in _SEEN_BY_CONSTRUCTOR and not (case.mla and name in ("sinks", "chunk_size")):  # not MLA's
@@ -132,6 +136,7 @@ def _refusal(backend: Any, case: Case, device: Device, runner: BackendRunner) ->
             attempt()
         except AttnError as error:
             message = str(error)
+            # A rejection for another reason would hide that this setting is accepted.
             if name not in message or value not in message:
                 violations.append(Violation("R", f"{step} refuses without naming {setting}: {message}", case))
         else:
@@ -258,10 +263,12 @@ def run_conformance(
     dtypes = [dtype_name(dtype) for dtype in dtypes]
 
     def cases(backend: Any, subject: Subject) -> list[Case]:
+        # Refusals in any dtype stay: they compute nothing.
         served = cases_of(subject, level)
         return [case for case in served if not dtypes or case.dtype in dtypes or case.check.startswith(REFUSAL)]
 
     words = f"{level}, {' '.join(dtypes)}" if dtypes else level
+    # Called at the run, since plug-ins add names to the registry.
     all_names = lambda: [*AttentionBackendEnum.names(), BLOCKSPARSE]  # noqa: E731
     more: dict[str, Any] = {"program_of": program_of, "minimise": minimise}
     family = Family("attention", words, all_names, candidate_of, subject_here, cases, _outcome, **more)
@@ -316,6 +323,7 @@ def run_family(
         subject, report.skipped = family.subject(candidate, kind, names is not None)
         if subject is None:
             continue
+        # Every n-th case, not a block of them: neighbours are of one kind and need about the same time.
         cases = [case for case in family.cases(candidate.backend, subject) if only in case.name][part[0] - 1 :: part[1]]
         if not cases:
             report.skipped = "no case was selected"
@@ -323,12 +331,14 @@ def run_family(
         report.level, report.kind = family.level, kind or kind_here(candidate.backend)
         runs.append((candidate.backend, cases, subject, report))
     done = 0
+    # All cases are listed before any is run, so that the progress has a total.
     shown.begin("cases", sum(len(cases) for _, cases, _, _ in runs))
     for backend, cases, subject, report in runs:
         shown.step(done, report.backend)
         for _ in _examine(family, backend, cases, subject, report, jobs):
             done += 1
             shown.step(done, report.backend)
+    # Also a run with failures: the table must not keep the older, better row.
     if record:
         evidence.record(evidence_of(report, backend, family.name) for backend, _, _, report in runs)
     return Report(reports)
@@ -368,6 +378,7 @@ def subject_here(candidate: Candidate, kind: str | None = None, named: bool = Tr
         device = None  # interpreted: the limits are those of any device
     try:
         subject = subject_of(backend, device=device)
+        # For its error only: a device on which no case is served is a reason to skip the backend.
         cases_of(subject)
     except UnsupportedError as error:
         return None, str(error)
@@ -397,6 +408,7 @@ def unable(candidate: Candidate, kind: str | None = None, named: bool = True) ->
         raise ValueError(f"{candidate.name} is interpreted on this machine: kind must be 'interpreted'")
     if interpreted and kind is None and not named:
         return "kernels are interpreted on this machine, slow: request it by name"
+    # Under an interpreter or with a stand-in the record's devices do not matter.
     return "" if interpreted or kind not in (None, "ran") else "; ".join(not_on(backend, device_for(backend)))
 
 
@@ -431,6 +443,7 @@ def _examine(
     """Run the cases into `report`; yield after each."""
     begin, device = time.perf_counter(), device_for(backend)
     report.device, report.platform = device.name or device.platform, device.platform
+    # A dense family's subject is a device.
     report.tame = isinstance(subject, Subject) and not subject.has(Feature.NAN_SAFE)
     outcomes = each(family.outcome, backend, cases, jobs, lambda why: _Outcome([why]), family.program_of)
     for case, outcome in zip(cases, outcomes, strict=True):
@@ -439,6 +452,7 @@ def _examine(
         if violations:
             repro = case.repro(report.backend) if isinstance(case, Recipe) else ""
             report.failures.append(Failure(case.name, violations, repro))
+        # A property or a refusal that computes no row has no error to report.
         elif score.row and (score.row > BUDGETS[case.dtype].target or score.lse > lse_budget(case).target):
             report.above_target.append(case.name)
         if score.row:
@@ -474,9 +488,11 @@ def _checked(check: Check, backend: Any, case: Any) -> _Outcome:
 def evidence_of(report: BackendReport, backend: Any, registry: str = "attention") -> evidence.Evidence:
     """Return the evidence of one backend's run."""
     framework = _framework(backend)
+    # Of alternatives `a|b` the one that is installed. A substitute (stand-in) runs without any, and no version is recorded.
     needed = [first_installed(names) or names for names in getattr(backend.capabilities, "packages", ())]
     named = packages_distributions()  # the module flashinfer is in the package flashinfer-python
     modules = [module.partition(".")[0] for module in needed]
+    # A module that no distribution names is looked up as a distribution of that name.
     packages = (framework, "numpy", *(package for module in modules for package in named.get(module, [module])))
     return evidence.Evidence(
         **{name: getattr(report, name) for name in ("backend", "platform", "device", "kind", "cases", "level")},

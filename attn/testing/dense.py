@@ -112,12 +112,14 @@ class DenseArrays:
 def attend(impl: Any, call: DenseArrays, qkv: Sequence[Any], mask: Any, joint: Sequence[Any] | None) -> Any:
     """Run an implementation on a call's arrays of its framework; `mask` is None, or that of keys or of rows and keys."""
     meta = DiffusionAttentionMetadata(joint_strategy="rear" if call.case.rear else "front")
+    # Lengths and a mask are two ways to say which keys are present; a case uses one, so that both are tested.
     if call.case.lens:
         meta.kv_lens = call.case.lens
     else:
         meta.attn_mask = mask
     if joint is not None:
         query, meta.joint_key, meta.joint_value = joint
+        # A joint stream may have keys alone; None, as a caller without queries passes.
         meta.joint_query = query if query.shape[1] else None
     return impl.forward(*qkv, meta)
 
@@ -130,6 +132,7 @@ def dense_cases(backend: Any, device: Device | None = None, level: str = "quick"
     if level not in LEVELS:
         raise ValueError(f"level={level!r} (supports {', '.join(LEVELS)})")
     c = backend.capabilities
+    # Every record supports one of these.
     size = next(s for s in (64, 128, 32, 192, 256) if supports_size(s, c.head_sizes))
     plain = DenseCase("self", head_size=size, dtype=next(d for d in ("bfloat16", "float32", "float16") if d in c.dtypes))
     candidates = [
@@ -178,7 +181,9 @@ def dense_cases(backend: Any, device: Device | None = None, level: str = "quick"
     for case in candidates:
         why = backend.why_not_call(**case.asked)
         if why:
+            # `vast` would call the driver's function for large arrays, which expects a result.
             cases[f"refused: {case}"] = replace(case, name=f"refused: {case}", vast=False, refused=tuple(why))
+            # A backend that only demands a multiple of keys (`key_multiple`) is tested with the next one.
             case = _fitted(case, backend)
         # skip unsupported combinations: the installed provider may support less than the family
         if not backend.why_not(case.request(backend.error), runs_on):
@@ -189,6 +194,7 @@ def dense_cases(backend: Any, device: Device | None = None, level: str = "quick"
 def _fitted(case: DenseCase, backend: Any) -> DenseCase:
     """Return the case with keys added up to the backend's multiple (and as many rows, if there were as many as keys)."""
     more = -(case.keys + case.joint[1]) % backend.key_multiple
+    # More keys would move the diagonal.
     if case.causal or not more:
         return case
     name = f"{case}, and {more} keys more"
@@ -228,9 +234,12 @@ def draw_dense(case: DenseCase) -> DenseArrays:
     if case.lens:
         present = np.arange(case.keys) < np.array(case.lens)[:, None]
     elif case.holes:
+        # [B, M]; an entry may lose all keys, whose rows must then be 0.
         present = rng.random((case.batch, case.keys)) < 0.6
     if present is not None:
+        # Every dense backend must exclude masked keys instead of multiplying them by 0.
         k[~present] = v[~present] = np.nan
+    # [B, 1, S, M]: one mask for all heads, as models pass it.
     mask = rng.random((case.batch, 1, case.rows, case.keys)) < 0.7 if case.mask else None
     if mask is not None:
         mask[0, 0, min(3, case.rows - 1)] = False  # a row without keys
@@ -246,6 +255,7 @@ def expected_dense(call: DenseArrays) -> Array:
     if call.joint is not None:
         seen = np.ones(k.shape[:2], bool) if present is None else present
         extra = np.ones(call.joint[1].shape[:2], bool)
+        # The mask is of the image's keys; the joint stream's are all present.
         parts = [(call.joint[0], q), (call.joint[1], k), (call.joint[2], v), (extra, seen)]
         q, k, v, present = (np.concatenate(p[::-1] if case.rear else p, 1) for p in parts)
     out = []
@@ -266,6 +276,7 @@ def check_dense(backend: Any, case: DenseCase) -> None:
     if case.vast:
         for sampled in resolve_obj_by_qualname(f"{driver}.vast")(backend, case):
             assert sampled.finite, f"{case}: non-finite numbers in the output"
+            # [R, 1, D] and [M, 1, D]: the oracle takes heads in the second axis.
             arrays = (sampled.query[:, None], sampled.key[:, None], sampled.value[:, None])
             _judge(backend, case, sampled.out[:, None], reference.attention(*arrays, scale=case.scale)[0])
         return
@@ -275,20 +286,24 @@ def check_dense(backend: Any, case: DenseCase) -> None:
         try:
             run(backend, call)
         except UnsupportedError as refusal:
+            # The call may have further reasons.
             assert set(case.refused) <= set(refusal.reasons), f"{case}: rejected with other reasons: {refusal}"
             return
         raise AssertionError(f"{case}: computed instead of rejected: {'; '.join(case.refused)}")
     got, want = run(backend, call).astype(np.float64), expected_dense(call)
     assert got.shape == want.shape, f"{case}: shape {got.shape}, not {want.shape}"
+    # The oracle's result is finite in every case; a count says more than a relative error of NaN.
     assert np.isfinite(got).all(), f"{case}: {np.sum(~np.isfinite(got))} numbers are not finite"
     _judge(backend, case, got, want)
 
 
 def _judge(backend: Any, case: DenseCase, got: Array, want: Array) -> None:
     """Check every row's error against the dtype's budget, and an approximation's total error against the declared one."""
+    # [B, S, H]. A row without keys has a size of 0: its error is then absolute.
     size = np.sqrt((want**2).mean(-1))
     error = np.sqrt(((got - want) ** 2).mean(-1)) / np.where(size == 0, 1, size)
     budget = BUDGETS[case.dtype].hard
+    # A declared error is that of the whole output; single rows of an approximation scatter about it.
     worst, most = np.unravel_index(error.argmax(), error.shape), budget + 3 * backend.error
     assert error[worst] <= most, f"{case}: relative row error {error[worst]:.3g} > {most:.3g} at [.., row, head] {worst}"
     whole, most = np.sqrt(((got - want) ** 2).sum() / max((want**2).sum(), 1e-30)), budget + backend.error
@@ -316,6 +331,7 @@ def vast_places(case: DenseCase) -> list[tuple[int, int, int, list[tuple[int, in
     """
 
     def ends(n: int) -> list[int]:
+        # `_vast` puts the last 64 beyond 2**31 elements.
         return [0, n // 2, max(0, n - 64), max(0, n - 2), n - 1]
 
     places = []

@@ -21,6 +21,7 @@ def fixtures(subject: Subject) -> list[Case]:
         return base_case(subject, name, q, m, **changes)
 
     page = at("").block_size
+    # `or 1`: a page of one token has no length below it.
     edges = (1, page - 1 or 1, page, page + 1, 2 * page)
     return [
         *_lengths(at, page, edges),
@@ -54,6 +55,7 @@ def _lengths(at: At, page: int, edges: tuple[int, ...]) -> list[Case]:
         at("dummy batch", m=(0,) * 5, padding=3),  # as in a server's warm-up: all rows are padding
         at("empty among others", (0, 3, 1, 0, 2, 18, 9), (5, 7, 17, 0, 2, 18, 9), inputs="needle"),
         at("query longer than keys", (5, 20, 3, 2, 4), (3, 1, 0, 2, 30), inputs="needle"),
+        # As in FlashInfer's tests (flashinfer#4267): 33 rows before the sequence's start must be 0, with an LSE of -inf.
         at("query much longer than keys", (34, 2), (1, 2)),
         at("padding rows", padding=5),
     ]
@@ -74,6 +76,7 @@ def _features(at: At) -> list[Case]:
         at("scores of 1e4 under a cap", inputs="loud", logits_soft_cap=30.0),
         at("cap of 2", inputs="needle", logits_soft_cap=2.0),
         at("alibi", alibi=True),
+        # Distances of later keys are positive: a bias of slope * (j - p) without the absolute value would raise them.
         at("alibi without causality", alibi=True, causal=False),
         at("sinks near ln of the length", sinks="log_length"),
         at("sinks in rows without keys", (3, 1, 2, 18, 9), (0, 0, 5, 18, 0), sinks="randn"),
@@ -96,6 +99,7 @@ def _non_finite(at: At, edges: tuple[int, ...]) -> list[Case]:
         *(
             at(f"NaN and infinities in {array}, {words}", q, m, inputs="nonfinite", data_seed=seed)
             for words, q, m in (("decodes of a key", _ONES, _ONES), ("decodes", _ONES, edges), ("prompts", Q_LENS, Q_LENS))
+            # `draw._spoil` takes the seed modulo 3 as the array to spoil.
             for array, seed in (("a query", 0), ("a key", 1), ("a value", 2), ("another value", 5))
         ),
     ]
@@ -136,6 +140,7 @@ def _attn_types(at: At, subject: Subject) -> list[Case]:
     """Return cases of encoders and of cross attention."""
     return [
         at(f"{attn_type}, {words}", attn_type=attn_type, causal=False, inputs="needle", **more).replace(
+            # An encoder attends the call's own keys: n = m.
             **({"seq_lens": Q_LENS} if attn_type in ENCODER_TYPES else {})
         )
         for attn_type in subject.capabilities.attn_types
@@ -151,6 +156,7 @@ def _attn_types(at: At, subject: Subject) -> list[Case]:
 def _caches(at: At, stored: str) -> list[Case]:
     """Return cases of a cache's dtype."""
     cases = [at(f"{stored} cache", kv_cache_dtype=stored)]
+    # The writer computes a scale for each row, which is 0 for a token of zeros.
     if stored in SELF_SCALED:
         cases += [
             at(f"{stored} cache, needle", kv_cache_dtype=stored, inputs="needle"),
@@ -182,6 +188,7 @@ def variety(subject: Subject) -> list[Case]:
     cases += [base_case(subject, f"{s} cache, per-head scales", kv_cache_dtype=s).replace(**per_head_scales(2)) for s in scaled]
     cases += [
         base_case(subject, f"{s} cache, per-head {name}", kv_cache_dtype=s).replace(**{name: per_head_scales(2)[name]})
+        # The last dtype only: scales are applied in the same way to all codes.
         for s in scaled[-1:]
         for name in ("k_scale", "v_scale")
     ]
@@ -200,6 +207,7 @@ def reach(at: At, few_programs: bool) -> list[Case]:
     """Return the cases of what a row sees besides causality and the window (docs/semantics.md §18)."""
     long, chunks = (40, 18, 1, 33, 9), (60, 18, 50, 33, 40)
     every = {"causal": "mixed", "spans": 6, "prefix": 9, "chunk_size": 20}
+    # Each of these is a program to compile; together they have every kind of added key.
     least = [
         at("spans in prompts", m=Q_LENS, spans=4, inputs="needle"),
         at("spans in a window, a prefix", spans=9, prefix=11, sliding_window=5, inputs="needle"),
@@ -233,6 +241,7 @@ def long_context(subject: Subject, full: bool) -> list[Case]:
     length = 32768 if full else 4096
     dtype = "bfloat16" if "bfloat16" in subject.capabilities.dtypes else main_dtypes(subject)[0]
     more: dict[str, Any] = {"num_heads": 2, "num_kv_heads": 1, "num_blocks": None}
+    # A decode over the whole context and a few rows over a part of it: both are split over the keys.
     q, m = (1, 3), (length, length // 4 + 3)
     return [
         base_case(subject, f"{length} keys, sinks near ln of the length", q, m, sinks="log_length", dtype=dtype, **more),
@@ -247,8 +256,11 @@ def vast(subject: Subject) -> list[Case]:
     """Return cases of caches that need wide indices: more than 65536 pages, and more than 2**31 elements."""
     small: dict[str, Any] = {"dtype": main_dtypes(subject)[-1], "lse": False}
     size = subject.sizes((128,), subject.capabilities.head_sizes)[0]
+    # More than 2**16 pages, as in AITER's regression test of page numbers above 65,535.
     base = base_case(subject, "70000 pages", (1, 5), (70, 33), num_heads=2, num_kv_heads=1, **{**small, "num_blocks": 70000})
+    # The last 4096 pages begin beyond 2**31 elements: `draw._tables` gives these to the requests of so large a cache.
     pages = 2**31 // (size * 2 * base.block_size) + 4096
     large = base.replace(name="2**31 elements", head_size=size, num_heads=4, num_kv_heads=2, num_blocks=pages)
+    # The backend may declare that its kernels' offsets have 32 bits: it must then reject the cache.
     counted = subject.max_cache_span is None or pages * base.block_size * 2 * size <= subject.max_cache_span
     return [base, large if counted else large.replace(check="too_large")]

@@ -57,8 +57,11 @@ def _valid(subject: Subject, axes: dict[str, list[Any]], choice: Choice) -> Choi
     if attn_type != AttentionType.DECODER:
         choice |= {"causal": False, "tree": 0, "kv_sharing": False, "spans": 0, "prefix": 0, "chunk_size": 0}
     if attn_type in ENCODER_TYPES:
+        # No cache: varying its dtype would be the same case several times.
         choice |= {"kv_cache_dtype": axes["kv_cache_dtype"][0], "scales": "one"}
     if choice["tree"]:
+        # A tree replaces causality. In "verify" every request's rows are in the cache, as a tree's must be, and most fit into
+        # the tree.
         choice |= {"causal": True, "batch": "verify"}
     if choice["kv_cache_dtype"] not in SCALED:
         choice["scales"] = "one"
@@ -75,16 +78,21 @@ def grid(subject: Subject, few_programs: bool, least: int = 60) -> list[Case]:
         fixed = {name: values for name, values in axes.items() if name not in _DYNAMIC}
         free = {name: axes[name] for name in _DYNAMIC}
         plain = {name: values[0] for name, values in free.items()}
+        # First the axes that decide what is compiled, with the others at their first value, ...
         programs = pairwise(fixed, lambda choice: _valid(subject, axes, plain | choice), 0, most=_GRID_PROGRAMS)
 
         def vary(choice: Choice) -> Choice | None:
+            # ... then the others, over these programs: `program` is an axis like any other, so each meets every value of them.
             program = programs[choice["program"]]
+            # Decodes have a shape of their own after padding, the other batches share one (`_BATCHES`), so these may be
+            # exchanged.
             batch = program["batch"] if "decode" in (program["batch"], choice["batch"]) or program["tree"] else choice["batch"]
             # with two programs rather than four, both values of each and all four pairs still occur
             odd = sum(p["attn_type"] == AttentionType.DECODER for p in programs[: choice["program"]]) % 2
             shared = choice["kv_sharing"] if len(axes["lse"]) == 1 else choice["lse"] == bool(odd)
             shared &= len(axes["kv_sharing"]) > 1
             valid = _valid(subject, axes, {**program, **choice, "batch": batch, "kv_sharing": shared})
+            # `pairwise` counts the pairs of the choice that it gets back, which must contain the axis.
             return None if valid is None else valid | {"program": choice["program"]}
 
         choices = pairwise({"program": range(len(programs)), "batch": axes["batch"], **free}, vary, least)
@@ -113,6 +121,7 @@ def _from_choice(choice: Choice, index: int) -> Case:
         num_kv_heads=heads[1],
         sliding_window=choice["window"],
         logits_soft_cap=choice["cap"],
+        # Enough for every batch, and few different numbers, which are part of a compiled shape.
         num_blocks=128 if size < 5 else 64 if size <= 32 else 32,
         geometry_seed=index,
         data_seed=1000 + index,
@@ -148,6 +157,7 @@ def random_cases(subject: Subject, count: int) -> list[Case]:
             continue
         case = _from_choice(choice, seed - 1)
         m = q if case.is_encoder else [max(a, b) for a, b in zip(q, m, strict=True)] if case.tree else m
+        # Another width where the choice has a window; a pair, too, becomes one.
         window = case.sliding_window and (width or case.sliding_window)
         shape = {"query_lens": tuple(q), "seq_lens": tuple(m), "padding": padding, "sliding_window": window, "num_blocks": None}
         cases.append(case.replace(name=f"random {seed - 1}", **shape))

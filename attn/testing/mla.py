@@ -25,6 +25,7 @@ def latent_cases(subject: Subject, level: str) -> list[Case]:
     positive = _fixtures(subject)
     if level != "smoke":
         positive += [*properties(subject, level == "full"), *_random(subject, 60 if level == "full" else 12)]
+        # The 24 of short cases would contain few of the keys that needles look for among 4096.
         more: dict[str, Any] = {} if subject.has(Feature.MLA) else {"topk": 700}
         positive.append(_at(subject, "4096 keys, needle", (1, 3), (4096, 1027), inputs="needle", num_blocks=None, **more))
     return positive
@@ -42,6 +43,7 @@ def _fixtures(subject: Subject) -> list[Case]:
         _at(subject, "mixed batch, needle", inputs="needle"),
         _at(subject, "decodes", (1,) * 5, edges, inputs="needle"),
         _at(subject, "decodes of equal length", (1,) * 3, (70,) * 3, inputs="needle"),  # others are cut by a plan on the device
+        # Up to 16 rows most backends take a request for a decode, in absorbed form; the 17 of the next case are a prefill.
         _at(subject, "drafts to verify", (4, 2, 16, 4, 3), (page + 5, 2, 16, 40, 2 * page), inputs="needle"),
         _at(subject, "prefills with context", (17, 40, 23), (page + 17, 40, 2 * page + 23), inputs="needle"),
         _at(subject, "prefills before decodes", (19, 1, 30, 2), (40, 20, 30, 9), inputs="needle"),
@@ -75,6 +77,7 @@ def _fixtures(subject: Subject) -> list[Case]:
         ]
     for dtype in main_dtypes(subject):
         cases += [_at(subject, f"{dtype}, {inputs}", dtype=dtype, inputs=inputs) for inputs in ("randn", "needle")]
+        # -0.072 is about -1 / sqrt(192), the default's size: rounding errors of 16-bit scores grow with the scale.
         cases.append(_at(subject, f"{dtype}, negative scale, prompts", m=_Q, dtype=dtype, scale=-0.072, lse=False))
         cases.append(_at(subject, f"{dtype}, scores of -inf", dtype=dtype, inputs="infinite"))
     others = [dtype for dtype in subject.capabilities.dtypes if dtype not in main_dtypes(subject)]
@@ -82,6 +85,7 @@ def _fixtures(subject: Subject) -> list[Case]:
         _at(subject, f"{dtype}, {inputs}", dtype=dtype, inputs=inputs) for dtype in others for inputs in ("randn", "needle")
     ]
     for stored in subject.capabilities.kv_cache_dtypes:
+        # One scale for both: a latent row is key and value. `fp8_ds_mla` has scales in its rows.
         is_scaled = KV_CACHE_DTYPES[stored] in ("float8_e4m3fn", "float8_e5m2")
         scales: dict[str, Any] = {"k_scale": 0.037, "v_scale": 0.037} if is_scaled else {}
         cases += [

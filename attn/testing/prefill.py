@@ -71,6 +71,7 @@ def prefill_cases(backend: Any) -> list[PrefillCase]:
     sizes = [s for s in _SIZES if supports_size(s[0], c.head_sizes) and supports_size(s[1], backend.v_head_dims)]
     dtypes = [d for d in ("bfloat16", "float32", "float16", "float64") if d in c.dtypes and d in BUDGETS]
     plain = PrefillCase("new tokens and context", sizes=sizes[0], dtype=dtypes[0])
+    # One row: a view of it may look contiguous although its stride is not.
     one = replace(plain, query_lens=(1,), chunks=((1,),))
     cases = [
         plain,
@@ -108,6 +109,7 @@ def draw_prefill(case: PrefillCase) -> PrefillArrays:
 
     size, value_size = case.sizes
     query = normal(sum(case.query_lens), size)
+    # Packed as the queries are: request r has the rows starts[r] to starts[r + 1] of a part.
     parts = [(normal(sum(n), size), normal(sum(n), value_size), starts(n)) for n in (case.query_lens, *case.chunks)]
     return PrefillArrays(case, size**-0.5 if case.scale is None else case.scale, query, starts(case.query_lens), parts)
 
@@ -133,6 +135,7 @@ def results(
     meta = MLAPrefillMetadata(put(starts), starts, len(starts) - 1, longest(starts), chunks)
     impl = backend(call.case.num_heads, *call.case.sizes, call.scale)
     query, new = rows(call.query), pair(*call.parts[0][:2])
+    # Without the LSE first: a backend may take another path for it, which must give the same output.
     alone = impl.run_prefill_new_tokens(query, *new, meta, False)
     assert alone.dtype == query.dtype
     states = [impl.run_prefill_new_tokens(query, *new, meta, True)]
@@ -147,6 +150,7 @@ def _expected(call: PrefillArrays, parts: Sequence[int], causal: bool) -> State:
     lse = np.full((call.case.num_heads, len(call.query)), -np.inf)
     for r in range(len(call.case.query_lens)):
         rows = slice(call.query_start_loc[r], call.query_start_loc[r + 1])
+        # The causal part comes last, so that its diagonal is at the bottom right of all keys.
         slices = [tuple(x[starts[r] : starts[r + 1]] for x in (k, v)) for k, v, starts in (call.parts[i] for i in parts)]
         keys, values = (np.concatenate([part[i] for part in slices]) for i in (0, 1))
         if rows.stop > rows.start:
@@ -169,7 +173,9 @@ def check_prefill(backend: Any, case: PrefillCase) -> None:
     for i, (state, want) in enumerate(zip(states, expected, strict=True)):
         violations += _broken(case, f"chunk {i - 1}" if i else "new tokens", state, want)
     outs, logs = zip(*states, strict=True)
+    # As the MLA template merges them: a wrong base or shift of an LSE shows here even if every part is right.
     merged = reference.merge_states(list(outs), list(logs))
+    # The context's parts, then the new tokens: `_expected` masks the last part.
     violations += _broken(case, "everything, merged", merged, _expected(call, [*range(1, len(call.parts)), 0], True))
     assert not violations, f"{case}: {'; '.join(violations)}"
 
@@ -177,6 +183,7 @@ def check_prefill(backend: Any, case: PrefillCase) -> None:
 def _broken(case: PrefillCase, state_name: str, state: State, want: State) -> list[str]:
     """Return the rules that a state breaks. The output of a row without keys is never read and is not checked."""
     out = np.where(np.isneginf(want[1]).T[..., None], 0, state[0])
+    # The rules need a paged case only for its lengths, dtype and name.
     as_case = Case(state_name, case.query_lens, case.query_lens, num_heads=case.num_heads, dtype=case.dtype, lse=True)
     result = Result(rounded(out, case.dtype), state[1], None, None, case.dtype)
     return [f"rule {v.rule} ({state_name}): {v.what}" for v in compare(as_case, result, Expected(*want, None))]

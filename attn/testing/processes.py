@@ -27,7 +27,9 @@ Outcome = TypeVar("Outcome")
 
 #: Variables that limit a worker's threads. Libraries read them at import, so they are set before the worker starts.
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+# Not SIGSEGV, SIGABRT and their like, which the task itself causes. Windows lacks SIGKILL and SIGHUP.
 _OUTSIDE = tuple(signal.Signals[name] for name in ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
+# The environment belongs to the whole process: workers that threads start at the same time would get each other's variables.
 _starting = threading.Lock()
 
 
@@ -65,9 +67,12 @@ def spread(
     try:
         with shared_cores(jobs):
             futures = {i: pool.submit(run, tasks[i]) for i in first + later}
+            # In the order of the tasks, although another one may be done first.
             for i in range(len(tasks)):
                 yield futures[i].result()
     finally:
+        # First no new task, then the running ones are ended by their processes' death, then their threads can be joined. Also
+        # if the caller stops early or an exception ends the loop.
         pool.shutdown(wait=False, cancel_futures=True)
         for worker in workers:
             worker.kill()
@@ -86,6 +91,7 @@ def each(
 ) -> Iterable[Outcome]:
     """Return `function(backend, task)` of every task, in order: here, or by `spread` in several processes, which import the
     backend class by its path."""
+    # Here: a debugger and the caches of this process work, and a framework is imported once.
     if jobs == 1:
         return (function(backend, task) for task in tasks)
     return spread(functools.partial(_imported, function, path_of(backend)), tasks, jobs, lost, program_of)
@@ -132,18 +138,22 @@ class Worker:
 
         Raises `Lost` if the process dies or needs more than `limit` seconds, and `Ended` if it is ended from outside.
         """
+        # The file is shared by all tasks of this worker: only what this one adds is its last words.
         said = os.stat(self._log.name).st_size if self._log else 0
         if self._process is None:
             self._start()
         try:
             self._pipe.send(task)
+            # A process that dies closes its end, which ends the wait as well: `recv` then raises EOFError.
             if not self._pipe.poll(limit):
                 self.kill()
                 self.close()
                 raise Lost(f"not done within {limit:g} s")
             return self._pipe.recv()
+        # ConnectionError: it died before the task was sent.
         except (EOFError, ConnectionError):
             process = self._process
+            # The pipe closes before the process has ended and has an exit code, which may take a while.
             process.join(5)
             self.close()
             if -process.exitcode in _OUTSIDE:
@@ -157,15 +167,19 @@ class Worker:
         context = multiprocessing.get_context("spawn")
         self._pipe, child_pipe = context.Pipe()
         log = self._log.name if self._log else None
+        # A daemon ends with this process, even if nobody closes the worker.
         self._process = context.Process(target=_serve, args=(self._function, child_pipe, log), daemon=True)
         with _starting, _set(self._variables):
             self._process.start()
+        # While this copy is open, the death of the process would not end a wait.
         child_pipe.close()
 
     def kill(self) -> None:
         """Kill the process and those that it started; a call in another thread raises `Ended`."""
         if (process := self._process) is not None:
             if hasattr(os, "killpg"):
+                # There is no such group before `_serve` has called setsid, nor after the process is gone; `process.kill` below
+                # serves the first.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
             process.kill()
@@ -185,12 +199,14 @@ def _serve(function: Callable[[Any], Any], pipe: Connection, log: str | None) ->
         os.setsid()  # so that `Worker.kill` reaches what it starts
     if log is not None:
         to = os.open(log, os.O_WRONLY | os.O_APPEND)
+        # What was buffered before belongs to the old file. File descriptors are replaced, since compilers print from C++.
         sys.stdout.flush()
         os.dup2(to, 1)
         os.dup2(to, 2)
     while True:
         try:
             task = pipe.recv()
+        # The parent has closed the pipe or ended, or a Ctrl-C has reached the whole group: no traceback of each worker.
         except (EOFError, KeyboardInterrupt):
             return
         outcome = function(task)
@@ -202,6 +218,8 @@ def _serve(function: Callable[[Any], Any], pipe: Connection, log: str | None) ->
 
 def last_words(text: str, code: int) -> str:
     """Extract why a process died from its output: a fatal log line, LLVM's, an exception, or its last line."""
+    # Most specific first: absl's fatal lines (libtpu), LLVM's, Python's. The last match, since a traceback names causes before
+    # the error that they led to.
     for pattern in (r"^F\d{4} [^\]]*\] (.*)$", r"^(LLVM ERROR: .*)$", r"^(\w*(?:Error|Exception)\b.*)$"):
         if matches := re.findall(pattern, text, re.MULTILINE):
             return one_line(matches[-1])
@@ -220,6 +238,7 @@ def one_line(text: str) -> str:
 def shared_cores(jobs: int) -> Iterator[None]:
     """Limit the threads of `jobs` processes, so that together they use each core once, unless the variables are set already."""
     share = str(max(1, (os.cpu_count() or 1) // jobs))
+    # A number of threads that the user has set is a choice.
     with _set({name: share for name in _THREADS if name not in os.environ}):
         yield
 
@@ -227,6 +246,7 @@ def shared_cores(jobs: int) -> Iterator[None]:
 @contextlib.contextmanager
 def _set(variables: Mapping[str, str]) -> Iterator[None]:
     """Set variables of the environment while the context is open."""
+    # Restored one by one: other variables may have changed meanwhile.
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -27,16 +27,20 @@ class Piece:
 class SimulatedKernel:
     """A runner: `SimulatedKernel()(call)` returns the `Result` of a `Call`."""
 
+    # Small against the suite's lengths, so that every case has several tiles and rows that end within one.
     tile = 16
     splits = 2
+    # A mutant replaces it by a large finite number, as some kernels do.
     sentinel = -np.inf
 
     def __call__(self, call: Call) -> Result:
         case, start = call.case, call.batch.query_start_loc
         self.call, self.case = call, case
         caches: tuple[Array | None, Array | None] = (None, None) if case.is_encoder else self.write(call)
+        # Rows that no request owns stay NaN, as `Result.padding` requires by default.
         output = np.full(call.query.shape, np.nan, np.float32)
         lse = np.full(call.query.shape[1::-1], np.nan, np.float32)
+        # Poison overflows, and mutants divide by zero: both are judged by the result.
         with np.errstate(all="ignore"):
             for r in range(call.batch.num_reqs):
                 rows = slice(int(start[r]), int(start[r + 1]))
@@ -100,7 +104,8 @@ class SimulatedKernel:
         """Return (out [n, H, D], lse [H, n]) of one request."""
         n, m = len(query), len(key)
         p = self.positions(n, m)
-        q = query.transpose(1, 0, 2)
+        q = query.transpose(1, 0, 2)  # [H, n, D]
+        # A split may be empty, if there are fewer keys than splits: its state is (0, -inf).
         bounds = [round(i * m / self.splits) for i in range(self.splits + 1)]
         pieces = [self.attend(r, q, key, value, p, a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
         out, lse = self.merge([self.close(piece) for piece in pieces])
@@ -121,6 +126,7 @@ class SimulatedKernel:
         for a in range(begin, end, self.tile):
             b = min(a + self.tile, end)
             j = np.arange(a, b)
+            # [H, t, D]: each kv head is repeated for its query heads.
             k, v = key[a:b, key_head].transpose(1, 0, 2), value[a:b, value_head].transpose(1, 0, 2)
             allowed = np.broadcast_to(self.allowed(r, p[:, None], j[None, :], len(key)), (heads, n, b - a))
             scores = self.masked(self.scores(q, k, p, j), allowed)
@@ -141,6 +147,8 @@ class SimulatedKernel:
 
     def scores(self, q: Array, k: Array, p: Array, j: Array) -> Array:
         """Return scores [H, n, t] in float32: scaled, capped, biased."""
+        # `k_scale` folds into the softmax scale, so that codes are multiplied as they are (docs/semantics.md §10); cap, then
+        # bias (§2).
         s = self.capped(self.dots(q, k) * (np.float32(self.scale()) * self.per_query_head(self.k_scale())))
         return s if self.call.alibi_slopes is None else s + self.slopes()[:, None, None] * self.distance(p[:, None], j[None, :])
 
@@ -184,6 +192,7 @@ class SimulatedKernel:
                 visible & block_sparse_mask(len(p), m, num_heads=self.case.num_heads, **self.case.sparse_pattern)[..., j[0]]
             )
         tree = self.tree(r)
+        # A request with more rows than the tree has nodes is a prompt beside drafts: it is causal.
         if tree is not None and len(p) <= tree.shape[1]:
             return visible & self.in_tree(tree, p, j, m)
         return visible & self.is_past(p, j) if self.is_causal(r) else visible
@@ -225,6 +234,7 @@ class SimulatedKernel:
         n = len(p)
         new = j - (m - n)
         inside = (new >= 0) & (new < n)
+        # New tokens by the tree, the context always. A key after the last row is not in the request.
         return np.where(inside, tree[np.arange(n)[:, None], np.clip(new, 0, n - 1)], new < 0)
 
     def masked(self, scores: Array, allowed: Array) -> Array:
@@ -235,9 +245,12 @@ class SimulatedKernel:
     def accumulate(self, piece: Piece, scores: Array, allowed: Array, v: Array) -> None:
         """Add a tile to the online softmax: rescale the accumulated values and add the tile's."""
         top = np.maximum(piece.top, scores.max(-1, initial=-np.inf))
+        # A row that has seen no key yet has a maximum of -inf, and exp(-inf - -inf) is NaN: with 0 in its place all is 0.
         guard = self.guard(top)
         shrink = np.exp(piece.top - guard)
         weights = np.exp(scores - guard[..., None])
+        # The total sums unrounded weights, the product below takes rounded ones, as tensor cores do: only the output has their
+        # error.
         piece.total = piece.total * shrink + weights.sum(-1)
         piece.acc = self.keep(piece.acc * shrink[..., None] + self.weigh(rounded(weights, self.case.dtype), allowed, v))
         piece.top = top
@@ -250,9 +263,12 @@ class SimulatedKernel:
 
     def weigh(self, weights: Array, allowed: Array, v: Array) -> Array:
         """Multiply weights [H, n, t] by v [H, t, D]; masked values are excluded instead of multiplied by 0."""
+        # Per tile, as a kernel would: the fast product without the non-finite values, then these for the rows that may see
+        # them.
         nonfinite = ~np.isfinite(v)
         product = weights @ np.where(nonfinite, 0, v)
         for h, t in np.argwhere((nonfinite.any(-1)) & allowed.any(1)):
+            # [n]; weights of the other rows are 0, and 0 * NaN is NaN.
             rows = allowed[h, :, t]
             product[h, rows] += weights[h, rows, t, None] * np.where(nonfinite[h, t], v[h, t], 0)
         return product
@@ -290,6 +306,7 @@ class EagerKernel(SimulatedKernel):
     splits = 1
 
     def scores(self, q: Array, k: Array, p: Array, j: Array) -> Array:
+        # The scale on the keys, before the product, as in FlashAttention's reference (`reorder_ops`).
         scaled = rounded(k * np.float32(self.scale()) * self.per_query_head(self.k_scale()), self.case.dtype)
         s = rounded(self.capped(rounded(self.dots(q, scaled), self.case.dtype)), self.case.dtype)
         return s if self.call.alibi_slopes is None else s + self.slopes()[:, None, None] * self.distance(p[:, None], j[None, :])
@@ -298,5 +315,6 @@ class EagerKernel(SimulatedKernel):
         piece.top = scores.max(-1, initial=-np.inf)
         weights = np.exp(scores - self.guard(piece.top)[..., None])
         piece.total = weights.sum(-1)
+        # Normalised before the product, where a flash kernel divides afterwards.
         shares = rounded(np.where(piece.total[..., None] == 0, 0, weights / piece.total[..., None]), self.case.dtype)
         piece.acc = self.weigh(shares, allowed, v) * piece.total[..., None]

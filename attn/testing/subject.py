@@ -52,12 +52,14 @@ class Subject:
     def serves(self, case: Case) -> bool:
         """Whether everything that the case requests is declared, and the backend supports the combination."""
         request = case.request()
+        # Whether the LSE is returned is a fact of the implementation (`lse`), which records of jax do not list.
         asked = Request(**{**vars(request), "features": request.features - {Feature.LSE.value}})
+        # An encoder has no pages: its case's block size is never used.
         right_size = case.is_encoder or supports_size(case.block_size, self.block_sizes)
         return not (self.capabilities.reasons(asked) or not right_size or (case.lse and not self.lse) or self.refuses(request))
 
     def sizes(self, preferred: Iterable[int], allowed: Sequence[int | MultipleOf]) -> list[int]:
-        """Return the sizes of `wanted` that are allowed or, if none is, the first allowed size."""
+        """Return the sizes of `preferred` that are allowed or, if none is, the first allowed size."""
         supported = [size for size in preferred if supports_size(size, allowed)]
         return supported or [rule.minimum if isinstance(rule, MultipleOf) else rule for rule in allowed][:1]
 
@@ -77,6 +79,7 @@ def subject_of(backend: Any, capabilities: Capabilities | None = None, device: D
         tuple(backend.get_supported_kernel_block_size()),
         bool(backend.get_impl_cls().can_return_lse_for_decode),
         device,
+        # `why_not` reads the class's record: a class without one is judged by the passed capabilities alone.
         (lambda request: backend.why_not(request, device)) if record is not None else (lambda request: ()),
         getattr(backend, "latent_dims", None),
         getattr(backend, "max_cache_span", None),
@@ -103,8 +106,10 @@ def base_case(subject: Subject, name: str, q: Sequence[int] = Q_LENS, m: Sequenc
         sparse=SPARSE[0] if subject.has(Feature.BLOCK_SPARSE) else (),
     )
     if subject.is_latent:
+        # DeepSeek's sizes, where a backend supports any.
         rank, rope = (subject.latent_dims or ((512, 64),))[0]
         case = case.replace(mla=(rank, 128, rope, 128), head_size=rank + rope, num_heads=4, num_kv_heads=1)
+        # Sparse MLA alone: fewer keys than most contexts of `M_LENS` have, so that the selection matters.
         case = case.replace(topk=0 if subject.has(Feature.MLA) else 24)
     return case.replace(**changes)
 

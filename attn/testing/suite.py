@@ -34,8 +34,10 @@ def cases_of(subject: Subject, level: str = "quick") -> list[Case]:
     full = level == "full"
     few_programs = subject.compiles and not full
     positive = latent_cases(subject, level) if subject.is_latent else fixtures(subject)
+    # Without this a backend that rejects everything would pass, as its refusals are the only cases that are left.
     if not any(map(subject.serves, positive)):
         raise _nothing_served(subject, positive[0])
+    # MLA has a grid of its own (`latent_cases`): the other cases are about separate keys and values.
     if subject.is_latent:
         positive += invariance(subject, full) if level != "smoke" else []
         return [case for case in positive if subject.serves(case)] + refusals(subject)
@@ -76,6 +78,7 @@ def _affordable(cases: Sequence[Case]) -> list[Case]:
     seen: set[object] = set()
     kept = []
     for case in cases:
+        # A case whose program is compiled already is kept, however late it comes: it costs only its run.
         key = program_of(case)
         if key in seen or len(seen) < _PROGRAMS:
             seen.add(key)
@@ -88,6 +91,7 @@ def program_of(case: Case) -> object:
 
     A property counts as its base case; properties whose variants have other shapes come early in the list.
     """
+    # 8 as in `draw._tables`. A window's width is an argument of a compiled program, whether it has a bound is not.
     (left, right), pages = case.window, max(8, -(-max(case.seq_lens, default=0) // case.block_size))
     lens = sum(case.query_lens) + case.padding, len(case.query_lens), max(case.query_lens, default=0), pages
     layer = case.num_blocks, case.block_size, case.num_heads, case.num_kv_heads, case.head_size, case.dtype, case.is_encoder
@@ -107,13 +111,14 @@ def properties(subject: Subject, full: bool) -> list[Case]:
     scales: dict[str, Any] = per_head_scales(2) if subject.has(Feature.PER_HEAD_SCALES) else {"k_scale": 0.037, "v_scale": 0.02}
     cases = []
     for dtype in dtypes:
-
+        # `dtype=dtype` binds the loop's value at the definition.
         def of(check: str, q: Sequence[int] = Q_LENS, m: Sequence[int] = M_LENS, dtype: str = dtype, **changes: Any) -> Case:
             return base_case(
                 subject, f"{check.partition('=')[0]}, {dtype}", q, m, **{"dtype": dtype, "check": check, **changes}
             )
 
         cases += [of("rerun"), of("without_mirrors"), of("empty_tree")]
+        # Encoders have no pages, and their keys are in the call: the other properties do not apply.
         if not cached:
             cases += [of("batch_order"), of("head_groups"), of("repeated_heads")]
             continue
@@ -123,10 +128,12 @@ def properties(subject: Subject, full: bool) -> list[Case]:
             of("ignored_keys", kv_sharing=True),
             of(
                 "shared_pages",
+                # Each of `Q_LENS` new tokens follows two pages of context, the shared ones.
                 m=(2 * page + 18, 2 * page + 6, 2 * page + 18, 2 * page + 1, 2 * page + 9),
                 shared_prefix=2 * page,
             ),
         ]
+        # Codes of e4m3 reach 448 steps of 0.004, just above the usual output of about 1.
         cases.append(of("oracle", output_scale=0.004).replace(name=f"fp8_output, {dtype}"))
         if dtype != "float16":  # powers of two reach float16's subnormals
             cases += [
@@ -152,6 +159,7 @@ def properties(subject: Subject, full: bool) -> list[Case]:
             of("soft_cap_limits", logits_soft_cap=5.0),
             of("flat_alibi", alibi=True),
             of("sinks_off", sinks="randn"),
+            # Six rows are a whole tree, four a part of one, and 18 are more than a tree, so that request is causal.
             of("tree_paths", (6, 4, 18, 1, 6), (20, 4, 18, 9, 40), tree=6),
             of("batch_order"),
             of("head_groups"),
@@ -196,6 +204,7 @@ def invariance(subject: Subject, full: bool) -> list[Case]:
         return []
     is_encoder = base_case(subject, "").is_encoder
     main, stored = main_dtypes(subject), subject.capabilities.kv_cache_dtypes[1:]
+    # Short contexts among the first: `any_batch` runs a case more than a dozen times.
     every, few = _ANY_BATCH, tuple((n, m) for n, m in _ANY_BATCH[:14] if m < 300)
     if subject.compiles and subject.device is None:  # each batch is a program to interpret
         few = few[:5]
@@ -205,6 +214,7 @@ def invariance(subject: Subject, full: bool) -> list[Case]:
         return base_case(subject, f"batch_invariant: {check}, {words}", *zip(*lens, strict=True), **more)
 
     size = subject.sizes((40, 72, 80, 64), subject.capabilities.head_sizes)[0]
+    # 7 heads of one group do not fill a tile, and a size of 40, 72 or 80 is no power of two.
     odd: dict[str, Any] = {} if subject.is_latent else {"num_heads": 7, "num_kv_heads": 1, "head_size": size}
     cases = [
         # not all of them where kernels are interpreted
@@ -266,7 +276,9 @@ def features_alone(subject: Subject) -> list[Case]:
     cases = []
     for reach, lens in ((4, _SHORT), (150, _LONG))[: 2 if _on_gpu(subject) else 1]:  # long ones are slow elsewhere
         asked = {feature.value: changes for feature in Feature if (changes := _asking(feature, reach))}
+        # Not `_asking`'s, whose left side is open: with both bounds a kernel may skip keys on each side.
         asked["two_sided_window"] = {"sliding_window": (reach, 2), "causal": False}
+        # Scales of each head mean nothing without a cache of codes.
         asked["per_head_scales"] |= {"kv_cache_dtype": "int8" if "int8" in quantised else "fp8"}
         ways: dict[str, dict[str, Any]] = {
             **{"no feature": {}, **asked},
@@ -278,6 +290,7 @@ def features_alone(subject: Subject) -> list[Case]:
         }
         for i, (words, changes) in enumerate(ways.items()):
             q, m = zip(*((n, n if changes.get("attn_type") in ENCODER_TYPES else m) for n, m in lens), strict=True)
+            # Sizes, dtypes and the LSE change at different rates from way to way, so that most combinations occur in one pass.
             more = {"head_size": sizes[(i + reach // 75) % len(sizes)], "check": "batch_order", "num_blocks": None}
             more |= {"dtype": dtypes[i // 2 % len(dtypes)]} if dtypes else {}
             name = f"alone: {words}, up to {max(m)} keys"
@@ -295,6 +308,7 @@ def refusals(subject: Subject) -> list[Case]:
 
     cases = []
     for feature in Feature:
+        # An implementation says itself whether it returns the LSE; records of jax do not list it.
         if not (subject.lse if feature == Feature.LSE else feature.value in c.features):
             cases.append(refused(feature.value, features=(feature.value,), **_asking(feature, 4)))
     for name, known, declared in (
@@ -304,6 +318,7 @@ def refusals(subject: Subject) -> list[Case]:
     ):
         cases += [refused(f"{name}={x}", **{name: x}) for x in known if x not in declared]
     for name, allowed in (("head_size", c.head_sizes), ("block_size", subject.block_sizes)):
+        # Numbers that some rule of records (multiples of 8, 16 or 32, a maximum) excludes; three, since each is a case.
         beyond = [s for s in (8, 20, 33, 40, 64, 72, 96, 257, 1024) if not supports_size(s, allowed)][:3]
         cases += [refused(f"{name}={s}", **{name: s}) for s in beyond]
     return cases

@@ -46,11 +46,13 @@ def placed(call: Call, sequences: Sequence[Tokens], block_size: int | None = Non
     page = block_size or call.case.block_size
     assert call.key_cache is not None
     used = [-(-len(keys) // page) for keys, _ in sequences]
+    # As many tokens as before, whatever the new page size.
     available = call.key_cache.shape[0] * call.case.block_size // page
     num_blocks = available if sum(used) <= available else 1 << sum(used).bit_length()
     shape = (num_blocks, page, *call.key_cache.shape[2:])
     caches = [poisoned(shape, call.case.element, call.case.poison) for _ in range(2)]
     ids = np.random.default_rng([7, call.case.geometry_seed]).permutation(num_blocks).astype(np.int32)
+    # At least as wide as before, since the width is part of a compiled shape.
     table = np.full((len(used), max(max(used, default=0), call.batch.block_table.shape[1])), -1, np.int32)
     for r, both in enumerate(sequences):
         table[r, : used[r]], ids = ids[: used[r]], ids[used[r] :]
@@ -63,6 +65,7 @@ def placed(call: Call, sequences: Sequence[Tokens], block_size: int | None = Non
         seq_lens=lens,
         seq_lens_cpu=lens,
         max_seq_len=int(lens.max(initial=0)),
+        # All tokens are in the cache, so nothing is left to write; key and value go for the same reason.
         slot_mapping=np.full_like(call.batch.slot_mapping, -1),
     )
     changes = {"block_size": page, "seq_lens": tuple(map(int, lens)), "num_blocks": num_blocks}
@@ -110,6 +113,7 @@ def repaged(call: Call, order: Array) -> Call:
     assert call.key_cache is not None and call.value_cache is not None
     page, batch = call.case.block_size, call.batch
     back = np.argsort(order)
+    # Page i moves to order[i], so the new cache's page j is the old one's back[j]. Padding of -1 stays.
     table = np.where(batch.block_table >= 0, order[batch.block_table], -1).astype(np.int32)
     slots = np.where(batch.slot_mapping >= 0, order[batch.slot_mapping // page] * page + batch.slot_mapping % page, -1)
     moved = call.but(key_cache=call.key_cache[back], value_cache=call.value_cache[back])
@@ -124,6 +128,7 @@ def chunk(call: Call, begin: Sequence[int], end: Sequence[int], caches: Tokens) 
     # the first rows of a request that is shorter than its query have no keys
     seq = np.array([max(call.case.seq_lens[r] - call.case.query_lens[r] + end[r], 0) for r in count], np.int32)
     assert call.key is not None and call.value is not None
+    # `max_seq_len` stays that of the whole call, an upper bound. Trees and spans are of whole batches: no case with one is cut.
     new = batch.replace(**queries(lens), seq_lens=seq, seq_lens_cpu=seq, slot_mapping=batch.slot_mapping[rows])
     changes = {"query_lens": tuple(map(int, lens)), "seq_lens": tuple(map(int, seq)), "padding": 0}
     return frozen(
@@ -131,6 +136,7 @@ def chunk(call: Call, begin: Sequence[int], end: Sequence[int], caches: Tokens) 
             query=call.query[rows],
             key=call.key[rows],
             value=call.value[rows],
+            # `frozen` makes the call's arrays read-only, and these are a result's.
             key_cache=caches[0].copy(),
             value_cache=caches[1].copy(),
             batch=new,
@@ -151,4 +157,5 @@ def scaled(stored: Array, element: str, factor: float) -> Array:
     values = decode(stored, element)
     with np.errstate(all="ignore"):
         product = encode(values * np.float32(factor), element)
+    # Poison near the largest number would become an infinity, which a backend that multiplies by 0 may not meet.
     return np.where(np.isfinite(values) & ~np.isfinite(decode(product, element)), stored, product)

@@ -74,6 +74,7 @@ def _set(array: Any, index: Any, value: Any) -> Any:
 
 #: Wrong fields of a batch, made from those of a right one.
 _BATCHES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    # With the host's copies: a check may read either, and they must not contradict each other.
     "starts that fall": lambda b: _lens(query_start_loc=_set(b.query_start_loc, 1, 99)),
     "starts from 1": lambda b: _lens(query_start_loc=_set(b.query_start_loc, 0, 1)),
     "a request too many": lambda b: {"num_reqs": b.num_reqs + 1},
@@ -158,6 +159,7 @@ def _make(name: str, call: Call, run: Any) -> None:
     """Make the mistake."""
     arguments = {**_ARGUMENTS, **_MORE}.get(name)
     if arguments is not None:
+        # As many as the layer has heads, or the number of slopes would be the mistake.
         if name == "slopes of nan":
             arguments = {"alibi_slopes": [float("nan")] * call.case.num_heads}
         run.layer(call, **arguments)
@@ -175,6 +177,7 @@ def is_own_error(error: Exception) -> bool:
     if not isinstance(error, ValueError | TypeError | KeyError):
         return False
     trace = error.__traceback__
+    # The innermost frame is where the error was raised: an error that passes through this package is the framework's.
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     if trace is None:
