@@ -245,7 +245,7 @@ def run_conformance(
 
     level: one of `attn.testing.suite.LEVELS`.
     dtypes: run the cases of these dtypes (an interpreter may lack one); the evidence states it. Empty: all.
-    minimise: minimise the first failure of each backend.
+    minimise: minimise the first failure of each backend that did not end its process.
 
     The other options are those of the suites of all registries:
 
@@ -435,6 +435,7 @@ class _Outcome:
 
     violations: list[str]
     score: Score = field(default_factory=Score)
+    lost: bool = False  #: whether its process died
 
 
 def _examine(
@@ -445,7 +446,7 @@ def _examine(
     report.device, report.platform = device.name or device.platform, device.platform
     # A dense family's subject is a device.
     report.tame = isinstance(subject, Subject) and not subject.has(Feature.NAN_SAFE)
-    outcomes = each(family.outcome, backend, cases, jobs, lambda why: _Outcome([why]), family.program_of)
+    outcomes = each(family.outcome, backend, cases, jobs, lambda why: _Outcome([why], lost=True), family.program_of)
     for case, outcome in zip(cases, outcomes, strict=True):
         report.cases += 1
         violations, score = outcome.violations, outcome.score
@@ -458,7 +459,8 @@ def _examine(
         if score.row:
             report.rows[case.dtype] = max(report.rows.get(case.dtype, 0.0), score.row)
         report.lse = max(report.lse, score.lse)
-        if violations and family.minimise and not report.smallest and case.check == "oracle":
+        # What ended its process would end this one, in which the simpler cases run.
+        if violations and not outcome.lost and family.minimise and not report.smallest and case.check == "oracle":
             smallest = minimised(case, lambda simpler: subject.serves(simpler) and bool(_outcome(backend, simpler).violations))
             report.smallest = smallest.repro(report.backend)
         report.seconds = time.perf_counter() - begin

@@ -286,6 +286,8 @@ def _tables(case: Case, rng: np.random.Generator) -> tuple[Array, int]:
     if num_blocks < shared + sum(used):
         raise ValueError(f"num_blocks={num_blocks} must be at least {shared + sum(used)}, the pages in use")
     free = rng.permutation(num_blocks).astype(np.int32)
+    if num_blocks > 1 << 16 or num_blocks * case.block_size * case.num_kv_heads * case.head_size > 1 << 31:
+        free = np.sort(free)[::-1]  # only the last pages have numbers or offsets that need more than 16 or 32 bits
     common, free = free[:shared], free[shared:]
     # At least two entries past every request's last page, and few different widths, since some backends compile for them.
     columns = max(8, max(used, default=0) + 2)

@@ -168,9 +168,10 @@ class Worker:
         self._pipe, child_pipe = context.Pipe()
         log = self._log.name if self._log else None
         # A daemon ends with this process, even if nobody closes the worker.
-        self._process = context.Process(target=_serve, args=(self._function, child_pipe, log), daemon=True)
+        process = context.Process(target=_serve, args=(self._function, child_pipe, log), daemon=True)
         with _starting, _set(self._variables):
-            self._process.start()
+            process.start()
+        self._process = process  # once it runs: `kill`, from another thread, and the next call need one that does
         # While this copy is open, the death of the process would not end a wait.
         child_pipe.close()
 

@@ -69,7 +69,9 @@ def _fewer_features(case: Case) -> Iterator[Case]:
     smaller = [size for size in (16, 64) if size < case.head_size and not case.mla]
     yield from (case.replace(head_size=size) for size in smaller)
     if case.block_size != 16:
-        yield case.replace(block_size=16)
+        # More, smaller pages in proportion: a cache that is too small fails as well, but by an error of `draw`.
+        num_blocks = case.num_blocks and case.num_blocks * -(-case.block_size // 16)
+        yield case.replace(block_size=16, num_blocks=num_blocks)
     group, scales = case.num_heads // case.num_kv_heads, {name: getattr(case, name) for name in ("k_scale", "v_scale")}
     if case.num_kv_heads > 1:
         # A scale of each kv head must have as many entries as there are heads.

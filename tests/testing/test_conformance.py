@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import os
 import re
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -16,7 +19,7 @@ from attn.backends.registry import registered_backend
 from attn.capabilities import Capabilities, Feature
 from attn.errors import UnsupportedError
 from attn.reports import evidence
-from attn.testing import Case, check_conformance, conformance_cases, run_case, run_conformance
+from attn.testing import Case, check_conformance, conformance_cases, draw, run_case, run_conformance
 from attn.testing.shrink import minimised
 from attn.tools.conform import main
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
@@ -220,6 +223,31 @@ def test_minimising_keeps_what_fails() -> None:
     smallest = minimised(case, lambda c: c.alibi and max(c.seq_lens, default=0) >= 30)
     assert smallest.alibi and not smallest.sinks and smallest.num_heads == 1
     assert smallest.seq_lens == (30,) and smallest.query_lens == (0,)
+
+
+def test_minimising_keeps_enough_pages() -> None:
+    case = Case("long pages", (1, 1), (250, 250), block_size=128, num_blocks=8)
+    assert minimised(case, lambda c: bool(draw(c)) and sum(c.seq_lens) == 500).block_size == 16
+
+
+class CrashingBackend(MineBackend):
+    @staticmethod
+    def get_impl_cls() -> Any:
+        os._exit(3)
+
+
+def test_a_case_that_ends_its_process_is_not_minimised_in_this_one() -> None:
+    code = (
+        "from attn.backends.registry import registered_backend\n"
+        "from attn.testing import conformance\n"
+        "from tests.testing.test_conformance import CrashingBackend, MineBackend\n"
+        "conformance.subject_here = lambda *_: (conformance.subject_of(MineBackend), '')\n"
+        "if __name__ == '__main__':\n"
+        "    with registered_backend('CRASHING', CrashingBackend):\n"
+        "        print(conformance.run_conformance(['CRASHING'], jobs=2, only='mixed batch', minimise=True))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0 and "2 FAILED" in done.stdout and "died (exit code 3)" in done.stdout, done.stdout + done.stderr
 
 
 def test_backends_are_classes_of_the_interface() -> None:

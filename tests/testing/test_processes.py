@@ -2,12 +2,13 @@
 
 import json
 import os
+import pickle
 import time
 
 import pytest
 
 from attn.testing import run_conformance
-from attn.testing.processes import spread
+from attn.testing.processes import Worker, spread
 from attn.tools.conform import main
 
 
@@ -27,6 +28,14 @@ def test_a_process_that_dies_costs_its_own_task() -> None:
     told: list[str] = []
     assert list(spread(halved, [6, -1, 8], 2, lambda why: len(told.append(why) or []) - 1)) == [3, -1, 4]
     assert len(told) == 1 and "the process that ran it died" in told[0]
+
+
+def test_a_process_that_cannot_start_is_no_process() -> None:
+    with Worker(lambda task: task) as worker:  # a function that cannot be sent
+        for _ in range(2):
+            with pytest.raises((AttributeError, pickle.PicklingError)):
+                worker(1, 5.0)
+        worker.kill()
 
 
 def test_a_run_in_processes_is_the_same_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,13 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from attn.capabilities import Capabilities, Device, Feature, MultipleOf
 from attn.errors import UnsupportedError
 from attn.testing import Case
+from attn.testing.draw import _tables
 from attn.testing.properties import run_check
 from attn.testing.simulated import SimulatedKernel
 from attn.testing.subject import Subject
@@ -132,6 +134,14 @@ def test_scales_of_memory_are_for_gpus_and_the_full_suite() -> None:
     assert len(vast) == 2
     elements = max(c.num_blocks * c.block_size * c.num_kv_heads * c.head_size for c in vast)
     assert elements > 2**31
+    for case in vast:
+        table, _ = _tables(case, np.random.default_rng(0))
+        used = [int(page) for row, m in zip(table, case.seq_lens, strict=True) for page in row[: -(-m // case.block_size)]]
+        first = min(used) * (1 if case.name == "70000 pages" else case.block_size * case.num_kv_heads * case.head_size)
+        assert first >= (2**16 if case.name == "70000 pages" else 2**31), (
+            "every page that is read or written needs wide indices"
+        )
+        assert len(set(used)) == len(used)
     assert not [case for case in cases_of(gpu) if (case.num_blocks or 0) > 65536]
 
 

@@ -1,9 +1,11 @@
 """User mistakes with a layer, in both frameworks: each is rejected with the library's own error (about 4 s)."""
 
+from pathlib import Path
+
 import pytest
 
 from attn.errors import MetadataError
-from attn.testing import candidate_of, run_case, subject_here
+from attn.testing import candidate_of, run_case, subject_here, wrong
 from attn.testing.subject import base_case
 from attn.testing.wrong import is_own_error, wrongs_for
 
@@ -35,3 +37,23 @@ def test_only_errors_that_this_package_raises_answer_a_mistake() -> None:
     assert is_own_error(MetadataError("seq_lens", 0, 1, "2"))
     assert not refused(slots_of, None, None, [1], 2)
     assert not refused(int, "x")
+
+
+def test_errors_are_told_apart_by_the_package_they_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the package is installed, and whatever else is beside it."""
+    own, driver, other = (
+        tmp_path / "testing" / folder for folder in ("attn/layer.py", "attn/torch/testing.py", "attn_other/layer.py")
+    )
+    for file in (own, driver, other):
+        file.parent.mkdir(parents=True)
+        file.write_text("def act():\n    raise ValueError('no')\n")
+    monkeypatch.setattr(wrong, "_ROOT", own.parent)
+
+    def is_own(file: Path) -> bool:
+        names: dict[str, object] = {}
+        exec(compile(file.read_text(), str(file), "exec"), names)
+        with pytest.raises(ValueError) as raised:
+            names["act"]()  # type: ignore[operator]
+        return is_own_error(raised.value)
+
+    assert [is_own(file) for file in (own, driver, other)] == [True, False, False]
