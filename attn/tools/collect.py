@@ -101,9 +101,11 @@ class Collection:
             raise ValueError(f"no backend can run here: {'; '.join(f'{n}: {why}' for n, why in self.left_out.items())}")
         print(f"{len(backends)} backends: {', '.join(dict.fromkeys(name for _, name, _ in backends))}")
         self._conformance(backends, _LEVELS[0])
+        # In seconds left: the benchmarks end when this much remains for the quick suite.
         bench_until = self.left * (1 - _BENCH_SHARE)
         frameworks = list(dict.fromkeys(framework for registry, _, framework in backends if registry == "attention"))
         for i, framework in enumerate(frameworks):
+            # An equal share of what remains: a framework that needs less leaves the rest to the next.
             self._bench(framework, (self.left - bench_until) / (len(frameworks) - i), names)
         self._conformance(backends, _LEVELS[1])
         counts = f"{len(self.rows)} runs, {len(self.failures)} with failures, {len(self.left_out)} left out"
@@ -111,12 +113,14 @@ class Collection:
 
     def _conformance(self, backends: Sequence[Sequence[str]], level: str) -> None:
         for i, (registry, name, _) in enumerate(backends, 1):
-            title = f"{name} ({level})"
+            title = f"{_titled(registry, name)} ({level})"
             if registry != "attention" and level == _LEVELS[0]:
                 continue  # their suites have one level
             last = i == len(backends) and level == _LEVELS[-1]
+            # Half of what is left: a backend that hangs takes as much, and the others still have a turn.
             row = self._child(self.left / (1 if last else 2), _examined, (registry, name, level))
             if "row" in row:
+                # Both levels are kept: the quick suite may end without a result.
                 self.rows[registry, f"{name} {row['row']['level']}"] = row["row"]
                 if row["failures"]:
                     self.failures[title] = row["failures"]
@@ -143,6 +147,7 @@ class Collection:
         """Return the result of a function in a separate process; {"error": why} if it fails."""
         if seconds < _LEAST:
             return {"error": f"no time left of {self.limit:.0f} s (--seconds)"}
+        # A new process for every step: what one leaves behind, such as a device in error, ends with it.
         with Worker(function, quiet=True) as worker:
             try:
                 return worker(words, seconds)
@@ -153,9 +158,15 @@ class Collection:
         seconds, evidence = round(time.monotonic() - self.began, 1), list(self.rows.values())
         fields = {name: getattr(self, name) for name in ("environment", "failures", "bench", "left_out")}
         content = {"format": FORMAT, "attn": attn.__version__, "seconds": seconds, "evidence": evidence, **fields}
+        # Replaced in one step: a run that is stopped while it writes leaves the last complete file.
         temporary = self.file.with_name(f"{self.file.name}.{os.getpid()}.tmp")
         temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         temporary.replace(self.file)
+
+
+def _titled(registry: str, name: str) -> str:
+    """Name a backend in a file; several registries have one of the same name, such as TORCH_SDPA."""
+    return name if registry == "attention" else f"{name} ({registry})"
 
 
 # in the processes of a collection
@@ -166,6 +177,7 @@ def _listed(names: Sequence[str]) -> dict[str, Any]:
 
     A framework that has another device than the CPU is judged by that device: its CPU backends are left out.
     """
+    # Imports of frameworks happen in the child only: the parent would hold the device.
     from attn.backend_enum import registries
     from attn.reports.report import environment
     from attn.selection import plugins
@@ -190,7 +202,7 @@ def _listed(names: Sequence[str]) -> dict[str, Any]:
             ):
                 why = f"it runs on the CPU only; {capabilities.framework} has another device here"
             if why:
-                left_out[name] = why
+                left_out[_titled(registry, name)] = why
             else:
                 backends.append([registry, name, capabilities.framework])
     if unknown := set(names) - known:

@@ -9,6 +9,7 @@ from typing import Any
 
 from attn import recording
 from attn.backends.registry import AttentionBackendEnum
+from attn.capabilities import supports_size
 from attn.selection import plugins
 from attn.tables import block, folded
 from attn.testing.case import Case
@@ -56,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
         recording.write(Path(args.shrink), snapshot_of(small), {**about, "reason": "shrunk", "backend": failed})
         notes.append(f"{args.shrink}: still fails on {failed}: {sizes(small)}")
     ran = any(row.status == "ok" for row in rows)
+    # A named backend that did not run is no success; of all backends, those that cannot serve the call do not count.
     ok = ran and failed is None and not (args.backend and any(row.status != "ok" for row in rows))
     if args.json:
         recorded = {name: about[name] for name in ("reason", "error", "backend", "device")} | {
@@ -86,6 +88,7 @@ def replay(call: RecordedCall, names: Sequence[str] | None = None) -> list[Repla
             outcome = outcome_of(call, runner_for(backend, subject.device))
             status = "FAILED" if outcome.failure else "ok"
             rows.append(ReplayRow(name, subject.capabilities.framework, status, outcome.score.row, outcome.text))
+        # Of all backends only those that ran are shown.
         elif names is not None:
             rows.append(ReplayRow(name, "", "not run", 0.0, why))
     return rows
@@ -105,7 +108,9 @@ def _subject_of(name: str, case: Case, named: bool = True) -> tuple[Any, Subject
     subject, why = subject_here(candidate, named=named)
     if subject is not None and not subject.serves(case):
         request = case.request()
-        sizes = [] if case.is_encoder or case.block_size in subject.block_sizes else [f"block_size={case.block_size}"]
+        # Sizes of pages are no part of a record, so `why_not` has no reason for them.
+        fits = case.is_encoder or supports_size(case.block_size, subject.block_sizes)
+        sizes = [] if fits else [f"block_size={case.block_size}"]
         reasons = [*candidate.backend.why_not(request, subject.device)] if candidate.backend is not None else []
         return candidate.backend, None, "; ".join(reasons or sizes) or "not served"
     return candidate.backend, subject, why

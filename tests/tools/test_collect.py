@@ -70,6 +70,23 @@ def test_a_slow_backend_leaves_time_for_others(tmp_path: Path, monkeypatch: pyte
     assert [*found.left_out.values()] == [f"not done within {n} s" for n in (200, 100, 50)]
 
 
+def test_backends_of_one_name_have_rows_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TORCH_SDPA, for example, is in three registries."""
+    found, registries = Collection(tmp_path / "evidence.json", 400), ("attention", "mla_prefill", "diffusion")
+
+    def failing(self: Collection, seconds: float, function: Any, words: Sequence[str]) -> dict[str, Any]:
+        if words[0] == "mla_prefill":
+            return {"error": "not done"}
+        return {"row": {**ROW, "level": "quick"}, "failures": [f"repeats {words[0]}"]}
+
+    monkeypatch.setattr(Collection, "_child", failing)
+    found._conformance([(registry, "TORCH_SDPA", "torch") for registry in registries], "quick")
+    assert sorted(found.failures.values()) == [["repeats attention"], ["repeats diffusion"]]
+    assert [*found.left_out.values()] == ["not done"] and len(found.failures.keys() | found.left_out.keys()) == 3
+    listed = collect._listed(("FLASHINFER",))["left_out"]
+    assert len(listed) == 2 and set(listed) == {"FLASHINFER", "FLASHINFER (mla_prefill)"}
+
+
 def hang(words: Sequence[str]) -> dict[str, Any]:
     os.fork()
     print("{}", flush=True)

@@ -5,6 +5,7 @@ import json
 import shlex
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,6 +115,24 @@ def test_a_case_that_kills_its_process_or_never_ends_is_a_find() -> None:
         assert worker(("", case.replace(num_heads=3, num_kv_heads=3).json()), 60.0) == CaseOutcome()
     finally:
         worker.close()
+
+
+def test_an_error_of_the_fuzzer_is_an_error_of_the_run() -> None:
+    def examine(case: Case, limit: float) -> CaseOutcome:
+        raise ZeroDivisionError("not of the backend")
+
+    report = campaign(SUBJECT, [examine, examine], 0, FAR, FuzzReport("SIMULATED"), 4)
+    assert not report.ok and len(report.errors) == 2 and "ZeroDivisionError: not of the backend" in report.errors[0]
+
+
+def test_an_errors_place_is_in_this_package(tmp_path: Path) -> None:
+    """A checkout is named attn too, and may contain the environment with the framework."""
+    file = tmp_path / "attn" / ".venv" / "torch.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("def act(case):\n    raise OverflowError('no')\n")
+    names: dict[str, Any] = {}
+    exec(compile(file.read_text(), str(file), "exec"), names)
+    assert examined_by(names["act"], Case("x", (1,), (1,))).failure == "OverflowError in tools/fuzz/campaign.py examined_by"
 
 
 @pytest.mark.full

@@ -122,6 +122,7 @@ def run(args: argparse.Namespace) -> int:
     """Return 1 if a row is wrong (with --judge: or a choice lost; with compare: if something became slower, or nothing
     is in both), else 0."""
     check_random(args)
+    check_used(args)
     limit = positive_number("--limit", args.limit)
     if args.batches[:1] == ["compare"]:
         return _compared(args.batches[1:])
@@ -132,8 +133,6 @@ def run(args: argparse.Namespace) -> int:
     if args.judge:
         return _judged_file(args.judge, args.plot, args.wide)
     if args.registry == "diffusion":
-        if args.mla:
-            raise ValueError("--mla cannot be combined with --registry diffusion: latent layers have a paged cache")
         return dense.run(args)
     asked, without = (text.split(",") if text else [] for text in (args.peers, args.without))
     frameworks = frameworks_of(args)
@@ -188,6 +187,27 @@ def check_random(args: argparse.Namespace) -> None:
     }
     for name in (name for name, value in options.items() if value):
         raise ValueError(f"pass --random {args.random} or {name}, not both")
+
+
+_LAYER = ("mla", "heads", "head_size", "block_size", "kv_cache_dtype", "window", "sinks", "workloads")
+_MEASURED = (*_LAYER, "dtype", "backend", "framework", "peers", "without", "json")
+#: The arguments that have no effect in each way to run that does not time a paged cache.
+_UNUSED = {
+    "compare": (*_MEASURED, "judge", "plot", "wide"),
+    "--judge": ("batches", *_MEASURED),
+    "--registry diffusion": (*_LAYER, "peers", "without", "wide"),
+}
+
+
+def check_used(args: argparse.Namespace) -> None:
+    """Raise ValueError for an argument that would have no effect."""
+    compares, judges = args.batches[:1] == ["compare"], args.judge is not None
+    way = "compare" if compares else "--judge" if judges else "--registry diffusion" if args.registry == "diffusion" else ""
+    for name in (name for name in _UNUSED.get(way, ()) if getattr(args, name)):
+        words = f"batches ({' '.join(args.batches)}) have" if name == "batches" else f"--{name.replace('_', '-')} has"
+        raise ValueError(f"{words} no effect with {way}")
+    if args.without and not args.peers:
+        raise ValueError("--without has no effect without --peers")
 
 
 def frameworks_of(args: argparse.Namespace) -> dict[str, list[str]]:

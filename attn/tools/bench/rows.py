@@ -218,28 +218,29 @@ def plan(
     others: Collection[str] = (),
     must: bool = True,
 ) -> list[Entry]:
-    """List the kernels to measure on a case: those `named`, else the selector's choice and those `asked` for except `without`.
+    """List the kernels to measure on a case: those `named`, else the selector's choice; and those `asked` for except `without`.
 
     `others` are peers of another framework, which may also be requested. Raises `UnsupportedError` with its reasons for a
     backend in `named` that does not serve the case (with `must` False, its entry is refused), ValueError for an unknown name.
     """
-    if named:
-        reasons = dict.fromkeys(named, "")
-        for name in (name for name in named if name not in peers):
-            selection = select(case.request(), framework=framework, backend=name)
-            if must:
-                selection.require()
-            elif not selection.winner:
-                reasons[name] = "; ".join(map(str, selection.trace))
+    reasons = dict.fromkeys(named, "")
+    for name in (name for name in named if name not in peers):
+        selection = select(case.request(), framework=framework, backend=name)
+        if must:
+            selection.require()
+        elif not selection.winner:
+            reasons[name] = "; ".join(map(str, selection.trace))
+    if named and not asked:
         return [Entry(case, name, framework, reasons[name], peer=name in peers, must=must) for name in named]
     choice, refusals = entrants(case, framework, peers)
     known = {*AttentionBackendEnum.names(), *peers, *others}
-    left_out = asked_for(refusals, without, known)
+    left_out = {*asked_for(refusals, without, known), *named}
     names = [name for name in asked_for(refusals, asked, known) if name not in left_out]
     if choice is None and not asked:
         select(case.request(), framework=framework, measured=False).require()
-    names = [choice, *names] if choice and choice not in names else names
-    return [Entry(case, name, framework, refusals[name], name == choice, name in peers) for name in names]
+    names = [choice, *names] if choice and choice not in names and not named else names
+    entries = [Entry(case, name, framework, reasons[name], name == choice, name in peers, must) for name in named]
+    return entries + [Entry(case, name, framework, refusals[name], name == choice, name in peers) for name in names]
 
 
 def measured(entries: Sequence[Entry], benches: dict[str, Bench], limit: float = 0.0) -> Iterator[BenchRow | Refusal]:

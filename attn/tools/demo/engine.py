@@ -86,8 +86,9 @@ def sampler(temperature: float, seed: int) -> Choose:
         return greedy
 
     def draw(logits: npt.NDArray[np.float32], request: GenerationRequest) -> int:
-        scaled = logits.astype(np.float64) / temperature
-        weights = np.exp(scaled - scaled.max())
+        # Subtracted before it is divided: a quotient beyond float64 is then -inf, of weight 0, and never inf - inf.
+        with np.errstate(over="ignore"):
+            weights = np.exp((logits.astype(np.float64) - logits.max()) / temperature)
         bounds = np.cumsum(weights / weights.sum())
         random = np.random.default_rng((seed, request.request_id, len(request.output)))
         return min(int(np.searchsorted(bounds, random.random(), side="right")), len(bounds) - 1)

@@ -32,6 +32,7 @@ from attn.testing.draw import draw
 from attn.testing.processes import Ended, Lost, Worker, shared_cores
 from attn.testing.shrink import features_of, minimised
 from attn.testing.subject import Subject
+from attn.testing.wrong import within_package
 from attn.tools.fuzz import cases as fuzz_cases
 from attn.tools.fuzz import dense as fuzz_dense
 from attn.tools.fuzz import entries as fuzz_entries
@@ -141,6 +142,13 @@ def campaign(
     numbers = iter(range(sys.maxsize if most is None else most))
 
     def work(examine: Examine) -> None:
+        try:
+            run_programs(examine)
+        except Exception as error:  # of the fuzzer itself: it would end this thread, and the run would pass
+            with lock:
+                report.errors.append(f"{type(error).__name__}: {error}")
+
+    def run_programs(examine: Examine) -> None:
         while time.monotonic() < until:
             with lock:
                 number = next(numbers, None)
@@ -312,8 +320,8 @@ def _location(error: Exception) -> str:
     frame, trace = "?", error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
-        if "/attn/" in code.co_filename:
-            frame = f"{code.co_filename.rpartition('/attn/')[2]} {code.co_name}"
+        if inside := within_package(code.co_filename):
+            frame = f"{inside} {code.co_name}"
         trace = trace.tb_next
     return frame
 

@@ -127,9 +127,26 @@ def test_mistakes_are_reported_in_one_line(capsys: pytest.CaptureFixture[str], t
         "BLOCKSPARSE cannot be timed",
         "TORCH_SDPA  mla not supported",
         "heads='8/2' with mla",
-        "--mla cannot be combined with --registry diffusion",
+        "--mla has no effect with --registry diffusion",
     ):
         assert words in said
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("--registry diffusion 1x8x2x64 --heads 8/2", "--heads has no effect with --registry diffusion"),
+        ("--registry diffusion 1x8x2x64 --peers all", "--peers has no effect with --registry diffusion"),
+        ("--judge rows.json --json other.json", "--json has no effect with --judge"),
+        ("64q1s4k --judge rows.json", "batches (64q1s4k) have no effect with --judge"),
+        ("compare a.json b.json --plot c.svg", "--plot has no effect with compare"),
+        ("64q1s4k --without sdpa", "--without has no effect without --peers"),
+    ],
+)
+def test_arguments_without_an_effect_are_refused(argv: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(*argv.split(), code=2)
+    out, err = capsys.readouterr()
+    assert out == "" and words in err and err.count("\n") == 1
 
 
 def test_a_table_of_its_own_for_a_cpu() -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from attn.tables import WIDTH, header
-from attn.tools.bench import BenchRow, Refusal
+from attn.tools.bench import BenchCase, BenchRow, Refusal, plan
 from attn.tools.bench.rows import COLUMNS
 
 RowsOf = Callable[..., dict[str, BenchRow | Refusal]]
@@ -21,6 +21,19 @@ def test_a_backend_that_breaks_its_word_is_wrong_and_a_peer_or_a_late_one_is_not
 def test_the_selected_backend_runs_too(rows_of: RowsOf) -> None:
     assert list(rows_of("FLASH_ATTN", CPU_ATTN=1.0)) == ["CPU_ATTN", "FLASH_ATTN:one"]
     assert list(rows_of("TORCH_SDPA", CPU_ATTN=1.0, TORCH_SDPA=2.0)) == ["CPU_ATTN", "TORCH_SDPA"]
+
+
+def test_other_kernels_are_measured_beside_a_named_backend() -> None:
+    case = BenchCase("q4", "4/2", 32, dtype="float32")
+    entries = plan(case, "torch", ("sdpa", "flex"), ["sdpa"], named=["TORCH_SDPA"])
+    assert [(entry.backend, entry.must, entry.peer) for entry in entries] == [
+        ("TORCH_SDPA", True, False),
+        ("sdpa", False, True),
+    ]
+    every = plan(case, "torch", ("sdpa", "flex"), ["all"], ["flex"], named=["TORCH_SDPA"])
+    names = [entry.backend for entry in every]
+    assert names[0] == "TORCH_SDPA" and names.count("TORCH_SDPA") == 1 and "sdpa" in names and "flex" not in names
+    assert [entry.backend for entry in every if entry.chosen] == ["CPU_ATTN"], "the choice is marked where it is measured"
 
 
 def test_a_row_has_every_column_if_wide_and_else_fits(rows_of: RowsOf) -> None:

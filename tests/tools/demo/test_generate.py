@@ -69,6 +69,12 @@ def test_draws_follow_softmax_and_the_seed() -> None:
     assert len({choose(logits, request_of([1], [0] * n)) for n in range(30)}) == 3, "each token draws anew"
 
 
+def test_the_smallest_temperatures_are_greedy() -> None:
+    """The quotient of a logit and such a temperature is no number of float64."""
+    logits = np.array([3, -90, 10, 9], np.float32)
+    assert {engine.sampler(temperature, 1)(logits, request_of([1])) for temperature in (1e-3, 1e-300, 5e-324)} == {2}
+
+
 # ---- attn generate
 
 
