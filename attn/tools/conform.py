@@ -59,6 +59,7 @@ def _part(text: str) -> tuple[int, int]:
     return int(i), int(n)
 
 
+# Not in the parser, which could not tell a default from the same value passed by a person.
 _DEFAULTS: Any = {"level": "quick", "only": "", "dtype": [], "kind": None, "jobs": 1, "part": (1, 1)}
 _DEFAULTS |= {"record": False, "seed": 0}
 #: The arguments above that each way to run uses: random cases, one case, or the suite of a registry.
@@ -115,6 +116,7 @@ def _fuzz(args: argparse.Namespace) -> int:
 
     with display(Lines(sys.stderr), sys.stderr) as shown:
         reports = run_fuzz(args.backends or None, args.fuzz, args.seed, args.jobs, shown=shown, registry=args.registry)
+    # Skipped backends matter if they were named, or if nothing else was tested.
     nothing = not any(report.cases for report in reports)
     idle = [
         f"{report.backend}: {report.skipped or f'no case was finished in its share of {args.fuzz:g} s: pass more to --fuzz'}"
@@ -148,6 +150,7 @@ def _repro(args: argparse.Namespace) -> int:
     for name in args.backends:
         case, problems = _REPRO[args.registry](name, args.repro)
         rows += [{"backend": name, **row} for row in problems]
+    # A violation's text names its backend in the command that repeats it.
     lines = [row["text"] if "rule" in row else f"{row['backend']}: {row['text']}" for row in rows]
     data = {"case": json.loads(case.json()), "violations": rows}
     return _done(not rows, data, "\n".join(lines) or "no violation", args.json)

@@ -64,6 +64,7 @@ def read(path: Path) -> tuple[RecordedCall, dict[str, str]]:
     Raises `CheckpointError` for a file that is not a recording, `UnsupportedError` for the arguments of a refused call,
     with which no backend can be called.
     """
+    # Here, as the package is optional and only this function needs it.
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
@@ -79,6 +80,7 @@ def read(path: Path) -> tuple[RecordedCall, dict[str, str]]:
         raise CheckpointError(f"{path}: not a recording of format {version}: record calls with ATTN_RECORD")
     try:
         return call_of(recording.Snapshot(json.loads(about["case"]), arrays, json.loads(about["dtypes"]))), about
+    # `call_of` and `Case.from_json` raise it for arguments that no layer takes, which is what a refused call has.
     except ValueError as error:
         refused = f" (the call was refused: {about['error']})" if about.get("error") else ""
         raise UnsupportedError(f"{path}: its arguments cannot be called: {error}{refused}") from error
@@ -86,6 +88,7 @@ def read(path: Path) -> tuple[RecordedCall, dict[str, str]]:
 
 def call_of(snapshot: recording.Snapshot) -> RecordedCall:
     """Return the call of a snapshot. Raises ValueError unless its arrays have the shapes and dtypes of its layer."""
+    # Through JSON, so that lists become tuples and the lengths are checked.
     case, stored = Case.from_json(json.dumps(snapshot.case)), snapshot.arrays
     total, kv = sum(case.query_lens), (case.num_kv_heads, case.head_size)
     shapes = {
@@ -101,6 +104,7 @@ def call_of(snapshot: recording.Snapshot) -> RecordedCall:
             raise ValueError(f"{name} has shape {list(stored[name].shape)}: must be {list(shape)}")
         if name in ("query", "key", "value") and snapshot.dtypes.get(name, case.dtype) != case.dtype:
             raise ValueError(f"{name} has dtype {snapshot.dtypes[name]}, the query {case.dtype}: must be equal")
+    # Decoding other bits would give numbers that look right.
     if not case.is_encoder and stored["key_cache"].dtype != bits.raw(case.element):
         raise ValueError(f"the cache has elements of {stored['key_cache'].dtype}: a cache of {case.element} is needed")
     values = {name: bits.decode(stored[name], snapshot.dtypes[name]) for name in snapshot.dtypes if name not in _PLAIN}
@@ -124,6 +128,7 @@ def call_of(snapshot: recording.Snapshot) -> RecordedCall:
             case=case,
             query=values["query"],
             key=values.get("key"),
+            # A latent row is key and value: recordings hold it once.
             value=values.get("key" if latent else "value"),
             key_cache=stored.get("key_cache"),
             value_cache=stored.get("key_cache" if latent else "value_cache"),
@@ -142,6 +147,7 @@ def snapshot_of(call: RecordedCall) -> recording.Snapshot:
     named = {"query": call.query, "key": call.key, "value": None if case.mla else call.value, "up_projection": call.up}
     arrays = {name: bits.encode(x, case.dtype) for name, x in named.items() if x is not None}
     dtypes = dict.fromkeys(arrays, case.dtype)
+    # Stored in their own dtype; those above in the query's, whose bits `encode` restores.
     named = {"alibi_slopes": call.alibi_slopes, "sinks": call.sinks, "indices": call.chosen, "tree_mask": batch.tree_mask}
     named |= {"spans": batch.spans, "prefix": batch.prefix, "is_causal": batch.causal if case.causal == "mixed" else None}
     arrays |= {name: x for name, x in named.items() if x is not None}
@@ -173,9 +179,11 @@ def _smaller(call: RecordedCall) -> Iterator[RecordedCall]:
     case, count = call.case, call.batch.num_reqs
     half = count // 2
     every = list(range(count))
+    # Halves first: most failures need one request, which takes log2(count) steps.
     parts = [every[:half], every[half:]] if count > 2 else []
     parts += [[i for i in every if i != r] for r in every[: count if count > 1 else 0]]
     yield from (_requests(call, part) for part in parts)
+    # A cut moves tokens, which is simple only when all are in the cache: so writing is taken out first.
     if call.key is not None and not case.is_encoder:
         yield to.already_written(call)  # type: ignore[misc]
     elif not case.is_encoder and not (case.tree or case.spans or case.prefix):  # these count positions
@@ -199,11 +207,14 @@ def _requests(call: RecordedCall, requests: list[int]) -> RecordedCall:
 def _cuts(n: int, m: int, case: Case) -> Iterator[tuple[range, range]]:
     """Yield the rows and the keys of a request that remain: without its first rows, its first keys or its last tokens."""
     causal = case.causal and case.attn_type == AttentionType.DECODER
+    # `fromkeys` without duplicates: a half may be one.
     for less in dict.fromkeys((n // 2, 1)):
         if 0 < less < n:
             yield range(less, n), range(m)
+            # Without the last rows: their keys may go as well, as no earlier row sees them if the request is causal.
             yield range(n - less), range(m - less if causal and m - less >= n - less else m)
     for less in dict.fromkeys(((m - n) // 2, 1)):
+        # Its first keys less: all positions move by as many, which only chunks notice, and every row keeps its own key.
         if 0 < less <= m - max(n, 1) and not case.topk:  # an indexer's keys are positions
             yield range(n), range(less, m)
 
@@ -212,6 +223,7 @@ def _cut(call: RecordedCall, r: int, rows: range, keys: range) -> RecordedCall:
     """Return the call with some rows and keys of request r; its tokens are in the cache."""
     stored = [to.tokens(call, q) for q in range(call.batch.num_reqs)]
     stored[r] = (stored[r][0][keys.start : keys.stop], stored[r][1][keys.start : keys.stop])
+    # [n] of each request: rows of the recorded call, of which request r keeps some.
     rows_of = [np.arange(call.num_tokens)[call.rows(q)] for q in range(call.batch.num_reqs)]
     rows_of[r] = rows_of[r][rows.start : rows.stop]
     kept, lens = np.concatenate(rows_of), np.array([len(x) for x in rows_of], np.int32)
@@ -227,10 +239,12 @@ def _fewer_heads(call: RecordedCall) -> Iterator[RecordedCall]:
     heads, kv_heads = case.num_heads, case.num_kv_heads
     group, half = heads // kv_heads, (kv_heads if kv_heads > 1 else heads) // 2
     for part in (slice(half), slice(half, 2 * half)) if half else ():
+        # With several kv heads their whole groups of query heads go with them; with one, query heads go alone.
         q, kv = (slice(part.start and part.start * group, part.stop * group), part) if kv_heads > 1 else (part, slice(None))
         of_query = {"alibi_slopes": call.alibi_slopes, "sinks": call.sinks}
         of_keys = {"key": call.key, "value": call.value, "key_cache": call.key_cache, "value_cache": call.value_cache}
         changes: dict[str, Any] = {name: x if x is None else x[q] for name, x in of_query.items()}
+        # The kv heads are the second to last axis of rows [T, K, D] and of caches [N, P, K, D].
         changes |= {name: x if x is None else x[..., kv, :] for name, x in of_keys.items()}
         scales = {name: getattr(case, name) for name in ("k_scale", "v_scale")}
         changes |= {name: scale[kv] if isinstance(scale, tuple) else scale for name, scale in scales.items()}
@@ -249,6 +263,7 @@ def as_smaller(call: RecordedCall, run: Callable[[Call], Result], serves: Callab
         raise ValueError("nothing to shrink: the call passes")
 
     def fails(smaller: RecordedCall) -> bool:
+        # The same failure: a smaller call that fails otherwise would lead to another bug.
         return serves(smaller.case) and outcome_of(smaller, run).failure == failure
 
     small = minimised(call, fails, 200, plain={}, simpler=_smaller)
@@ -259,6 +274,7 @@ def _without_spare_pages(call: RecordedCall) -> RecordedCall:
     if call.key_cache is None or call.value_cache is None:
         return call
     batch, caches = call.batch, (call.key_cache, call.value_cache)
+    # As a recording does: pages that no request uses are left out, the others numbered anew.
     pages = recording.UsedPages(batch.block_table, batch.seq_lens, batch.slot_mapping, call.case.block_size, len(caches[0]))
     keys, values = (cache[pages.ids] for cache in caches)
     used = max(1, -(-max(call.case.seq_lens, default=0) // call.case.block_size))

@@ -109,9 +109,11 @@ def grid(
     """
     from attn.testing.pairwise import pairwise  # its package imports NumPy
 
+    # Two choices that `allowed` made equal have one name, and are compiled once.
     choices = {_named(axes, choice): choice for choice in pairwise(axes, allowed, least=0)}
     refused = {name: refusal(choice) for name, choice in choices.items()}
     served = {name: set(choice.items()) for name, choice in choices.items() if not refused[name]}
+    # A greedy cover: the case with most values that no chosen case has yet, until every value of every axis occurs.
     left = {item for items in served.values() for item in items}
     subset = []
     while left:
@@ -223,8 +225,11 @@ def compiler_path(target: str) -> str:
 
     Raises BackendLoadError, with the command that installs it, if it is not found.
     """
+    # Found without an import: compilers belong to the processes that compile.
     needed = TARGETS[target].compiler
     importlib.invalidate_caches()  # it may have been installed since the last import
+    # Not `importlib.util.find_spec`, which takes a module of that name that is loaded already, such as a test's stand-in, for
+    # the compiler.
     if importlib.machinery.PathFinder.find_spec(needed):
         return ""
     folder = str(Path(sys.prefix) / "compilers")
@@ -241,6 +246,8 @@ def compiler_here(target: str) -> str:
     needed, folder = TARGETS[target].compiler, compiler_path(target)
     spec = importlib.machinery.PathFinder.find_spec(needed, [folder] if folder else None)
     assert spec is not None  # `compiler_path` raises where there is none
+    # The folder that contains the package is that of its distribution's metadata; `metadata.version` would search the whole
+    # path, and find an installed release where PYTHONPATH has another one.
     location = spec.submodule_search_locations[0] if spec.submodule_search_locations else spec.origin
     for distribution in metadata.distributions(path=[str(Path(str(location)).parent)]):
         modules = (distribution.read_text("top_level.txt") or "").split()  # PyTorch's Triton has another name
@@ -280,10 +287,12 @@ def compile_cases(
         # later steps run only on what compiled
         labels = [label for label, row in rows.items() if row.status == ("" if step == steps[0] else "compiled")]
 
+        # `step=step` binds the loop's value. Called by several threads, each for labels of its own.
         def done(label: str, outcome: Outcome, step: str = step) -> None:
             row = rows[label]
             row.seconds = round(row.seconds + outcome.pop("seconds", 0.0), 1)
             if error := outcome.pop("error", ""):
+                # An estimate that fails loses figures, not the evidence that the kernel compiles.
                 if step == steps[0]:
                     row.status, row.reason = "failed", error
                 else:
@@ -306,6 +315,7 @@ def _steps(target: str, compile_only: bool) -> tuple[str, ...]:
 def _merge(row: CompileRow, outcome: dict[str, Any]) -> None:
     """Merge a step's figures into `row`; parts are matched by name."""
     for part in outcome.pop("parts", []):
+        # The estimate's programs are those of the compilation, launched in the same order (`numbered`).
         known = next((p for p in row.parts if p["name"] == part["name"]), None)
         if known is None:
             row.parts.append(part)
@@ -321,6 +331,7 @@ def _attr(target: str, name: str) -> Any:
 
 # --- processes ------------------------------------------------------------------------------------------------------
 
+# A new process every dozen cases bounds what a compiler accumulates; one for each case would import a framework each time.
 _AT_ONCE = 12  #: cases that a process compiles before it is replaced
 
 
@@ -328,6 +339,7 @@ def _compile(
     target: str, step: str, labels: Sequence[str], path: str, jobs: int, limits: Limits, done: Callable[[str, Outcome], None]
 ) -> None:
     """Call `done(label, outcome)` for every label, with `jobs` processes at a time; a thread waits for each."""
+    # No group longer than a job's share, so that few cases still use all jobs.
     size = max(1, min(_AT_ONCE, -(-len(labels) // jobs)))
     running: list[Worker] = []
     stop = threading.Event()
@@ -335,21 +347,25 @@ def _compile(
     def group(first: int) -> None:
         left = list(labels[first : first + size])
         while left and not stop.is_set():  # a process that dies fails its case; a new one continues
+            # A folder for each process: the dumps of one that died must not be taken for the next one's.
             with tempfile.TemporaryDirectory(prefix="attn-aot-") as dump:
                 function = functools.partial(_measured, TARGETS[target].module, target, step, dump, path, limits.memory)
                 with Worker(function, _attr(target, "environment")(target, step, dump), quiet=True) as worker:
+                    # For the `finally` below: an interrupt reaches the main thread, and the others wait for their processes.
                     running.append(worker)
                     died = False
                     while left and not died and not stop.is_set():
                         label = left.pop(0)
                         try:
                             outcome = worker(label, limits.seconds)
+                        # Both, since the out-of-memory killer's signal is one from outside.
                         except (Lost, Ended) as error:
                             outcome, died = {"error": str(error)}, True
                         done(label, outcome)
 
     with ThreadPoolExecutor(jobs) as pool:
         try:
+            # `list` raises what a thread raised.
             list(pool.map(group, range(0, len(labels), size)))
         finally:
             stop.set()
@@ -359,11 +375,14 @@ def _compile(
 
 def _measured(module: str, target: str, step: str, dump: str, path: str, memory: float, label: str) -> Outcome:
     """Compile a case in a process of its own."""
+    # In this process only: in the caller's path libtpu would make jax look for a TPU.
     if path and path not in sys.path:
         sys.path.insert(0, path)
     if sys.platform == "linux":
         import resource
 
+        # Not RLIMIT_AS, which counts reserved address space too. The limit turns a compiler that would make the machine swap
+        # into one failed case.
         resource.setrlimit(resource.RLIMIT_DATA, (int(memory * 2**30),) * 2)
     begin = time.monotonic()
     try:
@@ -388,10 +407,12 @@ def table(target: str, rows: Sequence[CompileRow]) -> str:
     for row in rows:
         for i, part in enumerate(row.parts):
             name = row.label if len(row.parts) == 1 else f"{row.label} [{part['name']}]"
+            # Figures of the whole case (floors, the ratio) stand in the row of its first program.
             body.append((name, *cells({**(row.figures if i == 0 else {}), **part}, columns)))
     lines = block(body, numbers=range(1, len(columns) + 1)) if body[1:] else []
     for status in ("failed", "refused"):
         lines += [f"{status}: {row.label}: {row.reason}" for row in rows if row.status == status]
+    # One line per note, not per case: most notes are about a chip.
     for note in dict.fromkeys(note for row in rows for note in row.notes):
         labels = [row.label for row in rows if note in row.notes]
         lines.append(f"{note}: {labels[0]}" + (f" and {len(labels) - 1} more" if len(labels) > 1 else ""))

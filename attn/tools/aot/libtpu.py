@@ -43,6 +43,7 @@ class Generation(NamedTuple):
 
 def _chip(name: str, topology: str, accelerator: str, ghz: float, cores: int) -> Generation:
     peaks = CEILINGS[f"TPU {name}"]
+    # A program is compiled for one TensorCore; a v7x chip has two, and `CEILINGS` states the chip.
     return Generation(topology, accelerator, ghz, cores, peaks.gemm_tflop_per_s / cores, peaks.copy_gb_per_s / cores)
 
 
@@ -86,10 +87,12 @@ def environment(chip: str, dump: str, estimate: bool) -> dict[str, str]:
     Estimates keep operands out of VMEM, where XLA would place some: the figures are those of a kernel with all of VMEM.
     """
     for folder in ("llo", "profile"):
+        # `_dumped` and `_profiled` read both, whether or not libtpu has written into them.
         (Path(dump) / folder).mkdir(exist_ok=True)
     flags = [
         f"--xla_jf_dump_to={dump}/llo",
         "--xla_jf_dump_llo_text=true",
+        # The two that `static_figures` reads: allocations, and the bundles of the final program.
         "--xla_jf_dump_llo_pass_label_regex=^(post-ra|final_hlo-static-per-bundle-utilization)$",
     ]
     if estimate:
@@ -101,8 +104,10 @@ def environment(chip: str, dump: str, estimate: bool) -> dict[str, str]:
         ]
     return {
         "LIBTPU_INIT_ARGS": " ".join(flags),
+        # jax itself runs on the host: the topology is asked for by name and needs no device.
         "JAX_PLATFORMS": "cpu",
         "TPU_ACCELERATOR_TYPE": CHIPS[chip].accelerator,
+        # With the three that follow, libtpu describes a machine without asking a cloud's metadata server, which is not there.
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_WORKER_ID": "0",
@@ -119,18 +124,21 @@ def _mesh(chip: str) -> Any:
     from jax.sharding import Mesh
 
     topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip].topology)
+    # One of the four or eight: a kernel runs on one TensorCore.
     return Mesh(np.array(topology.devices[:1]), ("x",))
 
 
 def _compile(chip: str, call: Callable[..., Any], arrays: Sequence[Any], donated: tuple[int, ...]) -> tuple[str, Any]:
     """(StableHLO, compiled program). Raises CompileError with the compiler's message."""
     sharding = jax.sharding.NamedSharding(_mesh(chip), jax.sharding.PartitionSpec())
+    # The sharding names the described device, for which the program is then compiled, not for this host's.
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in arrays]
     with jax.sharding.use_abstract_mesh(_mesh(chip).abstract_mesh):
         lowered = jax.jit(call, donate_argnums=donated).lower(*shapes)
         try:
             return lowered.as_text(), lowered.compile()
         except jax.errors.JaxRuntimeError as error:
+            # The compiler's error with its number; around it are the program's text and links.
             message = re.search(r"E\d{4}: .*?(?= See https|\n|$)", str(error))
             raise CompileError(message[0] if message else str(error).partition("\n")[0]) from error
 
@@ -140,6 +148,7 @@ def compile_program(program: PallasProgram, chip: str, dump: str) -> list[dict[s
     text, _ = _compile(chip, program.call, [*program.arrays, *program.batch], program.donated)
     names = list(dict.fromkeys(re.findall(r'kernel_name = "([^"]+)"', text)))
     dumped = _dumped(dump)
+    # XLA's own fusions are dumped beside the kernels, and are left out by name.
     return numbered([{"name": name, **static_figures(files)} for op, files in dumped for name in names if _is(op, name)])
 
 
@@ -148,6 +157,7 @@ def estimate_program(program: PallasProgram, chip: str, dump: str, copies: bool 
 
     Without `copies` no data is moved or waited for: the time to compute, for simulators that do not support copies.
     """
+    # For the estimate only: what `compile_program` compiles is the program that a user gets.
     with _unsigned_division(), contextlib.nullcontext() if copies else _without_copies():
         return _estimates(program, chip, dump)
 
@@ -158,6 +168,7 @@ def _estimates(program: PallasProgram, chip: str, dump: str) -> list[dict[str, A
         _compile(chip, launch.call, launch.operands, launch.donated)
         figures = [static_figures(files) for op, files in _dumped(dump) if _is(op, launch.name)]
         cycles = [n for op, n in _profiled(dump) if _is(op, launch.name)]
+        # Another number would mean that figures of two programs are mixed up.
         if len(figures) != 1 or len(cycles) != 1:
             raise RuntimeError(f"libtpu wrote {len(figures)} dumps and {len(cycles)} profiles of {launch.name}")
         parts.append({"name": launch.name, **figures[0], "cycles": cycles[0], "us": cycles[0] / CHIPS[chip].ghz / 1e3})
@@ -189,6 +200,7 @@ def launches(call: Callable[..., Any], arrays: Sequence[Any], batch: Sequence[np
     recorded: list[PallasCall] = []
 
     def traced(*shapes: Any) -> Any:
+        # Only arrays that depend on traced shapes stay tracers (the module's docstring).
         with jax.ensure_compile_time_eval():
             return call(*shapes, *map(jnp.asarray, batch))
 
@@ -206,6 +218,7 @@ def _recorded(launches: list[PallasCall]) -> Iterator[None]:
     signature = inspect.signature(real)
 
     def record(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        # By name, since callers pass the grid and the specifications by position and by keyword.
         bound = signature.bind(kernel, *args, **kwargs).arguments
         return lambda *operands: _record(real, bound, operands, launches)
 
@@ -233,9 +246,12 @@ def _unsigned_division() -> Iterator[None]:
         return operation(jnp.asarray(x).astype(jnp.uint32), jnp.asarray(y).astype(jnp.uint32)).astype(jnp.int32)
 
     def replacement(name: str, operation: Any) -> tuple[Any, Any]:
+        # From `vars`, as the staticmethod that it is: an attribute would be the bare function, and putting that back would make
+        # it a method.
         original = vars(core.ShapedArray)[name]
 
         def divide(x: Any, y: Any) -> Any:
+            # A power of two: `bit_count` of a negative int counts its magnitude's bits, but kernels divide by nothing negative.
             if scalar(x) and isinstance(y, int) and y.bit_count() == 1:
                 return lax.shift_right_arithmetic(x, y.bit_length() - 1) if name == "_floordiv" else lax.bitwise_and(x, y - 1)
             if scalar(x) and (isinstance(y, int) or scalar(y)):
@@ -294,20 +310,25 @@ def _record(real: Callable[..., Any], bound: dict[str, Any], operands: Sequence[
     grid = grid_spec.grid if grid_spec is not None else bound.get("grid", ())
     grid = (grid,) if isinstance(grid, int) else tuple(int(n) for n in grid)  # a bound that is an array has a known value
     if grid_spec is not None:
+        # A copy: the caller's object stays as it is.
         options["grid_spec"] = copy.copy(grid_spec)
         object.__setattr__(options["grid_spec"], "grid", grid)
 
     def with_scalars(*refs: Any) -> Any:
+        # Element by element: scalar memory has no vector stores. The simulator sees constants and can count the loops that
+        # follow.
         def store() -> None:
             for i, values in known.items():
                 for at, value in np.ndenumerate(values):
                     refs[i][at] = jnp.asarray(value, values.dtype)
 
+        # With one step there is nothing to guard, and the simulator need not follow a branch.
         if math.prod(grid) == 1:
             store()
         else:
             from jax.experimental import pallas as pl
 
+            # In the first step only, since SMEM keeps its contents through the grid.
             first = functools.reduce(jnp.logical_and, [pl.program_id(axis) == 0 for axis in range(len(grid))])
             pl.when(first)(store)
         return kernel(*refs)
@@ -320,6 +341,7 @@ def _record(real: Callable[..., Any], bound: dict[str, Any], operands: Sequence[
 
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat]
     donated = tuple(sorted(bound.get("input_output_aliases") or {}))
+    # A grid of no steps launches nothing.
     if math.prod(grid):
         launches.append(PallasCall(name, alone, shapes, donated))
     tracer = next(x for x in flat if isinstance(x, jax.core.Tracer)).ravel()[0]  # so that results are tracers as well
@@ -337,9 +359,11 @@ def _dumped(dump: str) -> list[tuple[str, dict[str, str]]]:
     dumps: dict[tuple[str, str], dict[str, str]] = {}
     for path in sorted((Path(dump) / "llo").iterdir()):
         if match := re.fullmatch(r"(\d+)-(.+)-\d+-(post-ra|" + _UTILISATION + r")\.txt", path.name):
+            # The stamp tells two compilations of one name apart.
             stamp, op, label = match.groups()
             dumps.setdefault((stamp, op), {})[label] = path.read_text()
         path.unlink()
+    # `static_figures` needs both.
     return [(op, files) for (_, op), files in dumps.items() if len(files) == 2]
 
 
@@ -361,6 +385,7 @@ def static_figures(files: dict[str, str]) -> dict[str, Any]:
     spaces: dict[str, tuple[str, int, bool]] = {}
     for name, space, size, attributes in _ALLOCATION.findall(files["post-ra"]):
         spaces[name] = (space, int(size, 16), "fixed_abs" in attributes)
+    # The second line has the slots' names; a row has the instructions of one bundle in each slot.
     _, heads, _, _, *rows = files[_UTILISATION].splitlines()
     slots = [head.strip() for head in heads.split(",")]
     counts = np.array([row.split() for row in rows if len(row.split()) == len(slots)], np.int64).reshape(-1, len(slots))

@@ -56,8 +56,12 @@ def measure(case: CompileCase, target: str, step: str, dump: str) -> dict[str, A
     copies = chip not in kernel.no_copies
     parts = _libtpu.estimate_program(program, chip, dump, copies)
     total = sum(part["us"] for part in parts)
+    # The simulator models each copy's latency, but not a saturated HBM: below the time of the bytes its sum is no bound.
     raised = max(1.0, floors["hbm_us"] / total)
+    # `cycles` stays as the simulator counted it.
     kept = [{"name": part["name"], "cycles": part["cycles"], "us": part["us"] * raised} for part in parts]
+    # A loop whose count the simulator cannot evaluate counts once (`libtpu._unsigned_division`): no kernel is faster than its
+    # products.
     if total < floors["mxu_us"]:
         raise RuntimeError(f"{total:.2f} us is less than its products need: the simulator missed a loop")
     notes = ([] if copies else [COMPUTE_ALONE]) + ([AT_HBM] if raised > 1 else [])
@@ -72,6 +76,7 @@ def _chip(target: str) -> str:
 
 #: New tokens and lengths of each batch's requests.
 BATCHES = {
+    # Lengths on both sides of a page and of a block of keys, one of a single key.
     "decode": ((1, 1, 1, 1, 1), (700, 33, 512, 1, 256)),
     "mixed": ((1, 77, 5, 1), (600, 300, 40, 129)),
     "prefill": ((200, 60), (456, 60)),
@@ -110,6 +115,7 @@ def _shape(extents: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
 def _batch(query_lens: Sequence[int], seq_lens: Sequence[int], block_size: int, columns: int) -> tuple[list[np.ndarray], int]:
     """([query_start_loc, seq_lens, block_table, slot_mapping], blocks), with consecutive pages in the cache."""
     starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+    # Consecutive pages: where pages are makes no difference to a static estimate, only how many there are.
     used = [-(-length // block_size) for length in seq_lens]
     first = np.concatenate([[0], np.cumsum(used)])
     table = np.zeros((len(query_lens), columns), np.int32)
@@ -122,6 +128,7 @@ def _batch(query_lens: Sequence[int], seq_lens: Sequence[int], block_size: int, 
 
 
 def _normalise_ragged(choice: Choice) -> Choice:
+    # The same array as "auto", which would be compiled twice.
     if choice["kv"] == choice["dtype"]:
         choice["kv"] = "auto"
     if choice["kv"] in ("auto", "bfloat16"):
@@ -140,6 +147,7 @@ def _ragged_program(choice: Choice, chip: str) -> PallasProgram:
         *BATCHES[choice["batch"]],
         **{name: choice[name] for name in same},
         stored=_stored(choice),
+        # A table for 1,024 tokens at every page size, longer than any request of `BATCHES`.
         columns=1024 // choice["block_size"],
         mask=MASKS[mask],
         seen=_seen(mask, *BATCHES[choice["batch"]]),
@@ -157,6 +165,7 @@ def _seen(mask: str, query_lens: Sequence[int], seq_lens: Sequence[int]) -> Batc
     spans = images(query_lens, seq_lens, 16, 40)
     if mask == "spans":
         return BatchMask(spans=spans)
+    # Every other request is causal; a third of each is a prefix.
     flags = np.arange(len(query_lens)) % 2 == 0
     return BatchMask(None, spans, np.array(seq_lens, np.int32) // 3, flags)
 
@@ -167,6 +176,7 @@ def images(query_lens: Sequence[int], seq_lens: Sequence[int], size: int, every:
     for count, length in zip(query_lens, seq_lens, strict=True):
         row = np.arange(count)
         first = row // every * every + every - size
+        # An image that the request's end would cut is left out: `validate` refuses a span beyond the sequence.
         inside = (row >= first) & (first + size <= count)
         context = length - count
         spans.append(np.where(inside[:, None], np.stack([first, first + size - 1], axis=1) + context, -1))
@@ -207,6 +217,7 @@ def ragged(chip: str, shape: Ragged) -> PallasProgram:
 
     query, new = _shape((num_tokens, num_heads, head_size), dtype), _shape((num_tokens, kv_heads, head_size), stored)
     cache = _shape(kernel.cache_shape(num_blocks, shape.block_size, kv_heads, head_size), stored)
+    # (shape, dtype) of each array that the call may take, in the order in which `call` receives them.
     optional = {
         "alibi_slopes": ((num_heads,), "float32") if shape.alibi else None,
         "sinks": ((num_heads,), "float32") if shape.sinks else None,
@@ -216,9 +227,11 @@ def ragged(chip: str, shape: Ragged) -> PallasProgram:
     }
     rules = {name: _shape(*array) for name, array in optional.items() if array}
     arrays = [query, cache, *([new, new] if shape.write else []), *rules.values()]
+    # Spans, prefixes and flags have values, as lengths have: they decide which blocks of keys are read.
     known = {name: array for name, array in shape.seen._asdict().items() if array is not None}
 
     def call(query: jax.Array, cache: jax.Array, *others: jax.Array) -> Any:
+        # `others` holds new keys, rules, the batch's four arrays and the mask's, in the order of `PallasProgram`'s lists.
         key, value, *passed = others if shape.write else (None, None, *others)
         more: dict[str, Any] = dict(zip(rules, passed, strict=False))
         passed = passed[len(rules) :]
@@ -244,6 +257,7 @@ def ragged(chip: str, shape: Ragged) -> PallasProgram:
     flops, traffic = cost(shape.query_lens, shape.seq_lens, num_heads, head_size, mask=shape.mask, seen=shape.seen)
     traffic = traffic * kv_heads * 2 * head_size * jnp.dtype(stored).itemsize
     traffic += num_tokens * num_heads * 2 * head_size * jnp.dtype(dtype).itemsize
+    # Argument 1, the cache, is donated: a program that copies it would need twice its memory.
     return PallasProgram(call, arrays, [*batch, *known.values()], (1,), flops, traffic, dtype)
 
 
@@ -259,6 +273,7 @@ def cost(
     """(flops of the two products over visible scores, number of key rows that some query row of their request sees)."""
     scores = rows = first = 0
     for r, (count, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        # [n, m]: counted from the definition, not from the kernel's blocks, so that the floor is no kernel's own.
         allowed = Visibility(mask, seen).select(r, slice(first, first + count)).as_array(count, length)
         scores, rows, first = scores + int(allowed.sum()), rows + int(allowed.any(axis=0).sum()), first + count
     return 2.0 * num_heads * (head_size + (value_size or head_size)) * scores, float(rows)
@@ -329,6 +344,7 @@ def latent(chip: str, shape: Latent) -> PallasProgram:
 
     flops, rows = cost(shape.query_lens, shape.seq_lens, num_heads, RANK + ROPE, value_size=RANK)
     traffic = rows * (RANK + ROPE) * jnp.dtype(stored).itemsize
+    # A query row of 512 + 64 is read, an output of 512 written.
     traffic += num_tokens * num_heads * (2 * RANK + ROPE) * jnp.dtype(dtype).itemsize
     return PallasProgram(call, arrays, batch, (2,), flops, traffic, dtype)
 
@@ -365,8 +381,10 @@ def sparse(chip: str, shape: Sparse) -> PallasProgram:
     (starts, lens, table, slots), num_blocks = _batch(shape.query_lens, shape.seq_lens, shape.block_size, columns)
     indices = np.full((len(slots), shape.topk), -1, np.int32)
     for t, r in enumerate(np.repeat(np.arange(len(lens)), shape.query_lens)):
+        # Keys at or before row t's position: its request's length less the rows that follow it.
         past = int(lens[r] - starts[r + 1] + t + 1)
         count = min(past, shape.topk)
+        # Evenly spread: neighbours in a list are in different pages, as an indexer's choice usually is.
         indices[t, :count] = np.arange(count) * past // count
     cache = _shape((num_blocks, shape.block_size, *kernel.row_shape(RANK + ROPE)), "bfloat16")
     query = _shape((len(slots), shape.num_heads, RANK + ROPE), "bfloat16")
@@ -375,6 +393,7 @@ def sparse(chip: str, shape: Sparse) -> PallasProgram:
         rules: dict[str, Any] = {"kv_lora_rank": RANK, "scale": 0.1}
         return kernel.mla_sparse_attention(query, cache, indices, Requests(*requests), **rules, chip=chip, interpret=False)
 
+    # Each row reads its own keys from HBM, also those that another row of its request names.
     keys = float((indices >= 0).sum())
     traffic = 2 * (keys * (RANK + ROPE) + len(slots) * shape.num_heads * (2 * RANK + ROPE))
     flops = 2.0 * shape.num_heads * (2 * RANK + ROPE) * keys
@@ -450,6 +469,7 @@ def dense(chip: str, shape: Dense) -> PallasProgram:
 
         if not shape.backward:
             return attend(q, k, v, logits)
+        # The output stands in for its own gradient, which has its shape and dtype.
         out, pull = jax.vjp(attend, q, k, v, logits)
         return pull(out)
 

@@ -38,11 +38,14 @@ def cases(target: str) -> list[CompileCase]:
 
 def environment(target: str, step: str, dump: str) -> dict[str, str]:
     """See `attn.tools.aot.command`."""
+    # A cache of the process's own: what the user's holds would not be compiled. Nor would anything under an interpreter that
+    # the caller has switched on.
     return {"TRITON_CACHE_DIR": dump, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def measure(case: CompileCase, target: str, step: str, dump: str) -> dict[str, Any]:
     """See `attn.tools.aot.command`. Raises RuntimeError if a program needs more shared memory than the architecture has."""
+    # Triton is imported in this function only: the process that lists the cases needs no compiler.
     import triton
 
     from attn.kernels.memory import SHARED_MEMORY
@@ -50,18 +53,21 @@ def measure(case: CompileCase, target: str, step: str, dump: str) -> dict[str, A
     parts = []
 
     def listen(*, metadata: Mapping[str, Any], metadata_group: Mapping[str, str], **_: Any) -> None:
+        # NVIDIA's last stage is the binary; AMD's figures are in the text of the assembly.
         files = {Path(name).suffix[1:]: path for name, path in metadata_group.items()}
         figures = _nvidia(files["cubin"]) if target.startswith("sm_") else _amd(files["amdgcn"])
         parts.append({"name": metadata["name"].lstrip("_"), **figures, "shared": metadata["shared"]})
 
+    # Before the first launch: Triton would look for a GPU, and fail without one.
     triton.runtime.driver.set_active(_placeholder(target, SHARED_MEMORY[target]))
     triton.knobs.compilation.listener = listen
-    torch.manual_seed(0)
     KERNELS[case.kernel].make(dict(case.choice))
     for part in parts:
         part["limit"] = SHARED_MEMORY[target]
+        # The placeholder accepts any binary, so the driver's own check (OutOfResources) never happens.
         if part["shared"] > part["limit"]:
             raise RuntimeError(f"{part['name']} needs {part['shared']} bytes of shared memory; {target} has {part['limit']}")
+    # A host function that refused the choice quietly would count as compiled.
     if not parts:
         raise RuntimeError("no kernel was compiled")
     return {"parts": numbered(parts)}
@@ -75,15 +81,19 @@ def _placeholder(target: str, shared: int) -> Any:
     if target.startswith("sm_"):
         gpu = GPUTarget("cuda", int(target[3:]), 32)
     else:
+        # RDNA's wavefronts have 32 lanes, CDNA's 64.
         gpu = GPUTarget("hip", target, 32 if target.startswith("gfx1") else 64)
 
     class Utils:
         """Driver calls for a compiled binary: it always fits."""
 
         def get_device_properties(self, device: int) -> dict[str, int]:
+            # The library's launch rules do not read these: for tensors of the host they assume 8 multiprocessors
+            # (`direct.multiprocessors`).
             return {"max_shared_mem": shared, "multiprocessor_count": 132, "max_num_regs": 65536, "warpSize": gpu.warp_size}
 
         def load_binary(self, *args: Any) -> tuple[None, None, int, int, int]:
+            # (module, function, registers, spills, threads at most): Triton raises OutOfResources above the last one.
             return None, None, 0, 0, 1024
 
         def unload_module(self, *args: Any) -> None: ...
@@ -101,6 +111,7 @@ def _placeholder(target: str, shared: int) -> Any:
         def get_current_target(self) -> Any:
             return gpu
 
+        # The host functions' tensors are on the host.
         def get_active_torch_device(self) -> torch.device:
             return torch.device("cpu")
 
@@ -127,6 +138,7 @@ def _nvidia(cubin: str) -> dict[str, Any]:
     usage = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
     code = subprocess.run([tool, "-sass", cubin], capture_output=True, text=True, check=True).stdout
     registers, stack = (int(re.findall(rf"{name}:(\d+)", usage)[-1]) for name in ("REG", "STACK"))
+    # Loads and stores of local memory, which is where ptxas spills: -res-usage counts the stack only.
     spills = len(re.findall(r"\b(?:STL|LDL)\b", code))
     return {"registers": registers, "spills": spills, "stack": stack, "code_kib": Path(cubin).stat().st_size / 1024}
 
@@ -136,6 +148,7 @@ def _amd(assembly: str) -> dict[str, Any]:
     text = Path(assembly).read_text()
 
     def field(name: str) -> int:
+        # From the metadata at the end of the assembly (amdhsa.kernels), in YAML.
         values = re.findall(rf"\.{name}:\s+(\d+)", text)
         return int(values[-1]) if values else 0
 
@@ -173,6 +186,7 @@ PAGED: dict[str, Sequence[Any]] = {
 
 
 def _normalise_paged(choice: Choice) -> Choice:
+    # No scale of the layer applies: the switch would compile the same kernel under another name.
     if choice["kv"] == "auto" or choice["kv"] in PER_TOKEN_HEAD:
         choice["per_head_scales"] = False
     if choice.get("pattern"):  # block-sparse layers support only the causal mask
@@ -207,12 +221,14 @@ def _launch_paged(choice: Choice) -> None:
     dtype, tokens, requests = getattr(torch, choice["dtype"]), sum(query_lens), len(query_lens)
     stored = getattr(torch, str(kv_cache_element(choice["kv"], choice["dtype"])))
     columns = -(-max(seq_lens) // page)
+    # All pages have the number 0 in the table; only shapes, dtypes and alignments decide what is compiled.
     blocks = requests * columns
     if choice["large_cache"]:
         blocks = 2**31 // (page * kv_heads * size) + 1  # never written to, so never backed by memory
     cache = torch.empty((blocks, page, kv_heads, size), dtype=stored)
     scales: list[torch.Tensor | None] = [None, None]
     if choice["kv"] in PER_TOKEN_HEAD:
+        # As many as pages in use: a large cache's scales, unlike its codes, are written here and would need memory.
         scales = [torch.ones(min(blocks, requests * columns), page, kv_heads) for _ in "kv"]
     elif choice["per_head_scales"]:
         scales = [torch.ones(kv_heads) for _ in "kv"]
@@ -246,6 +262,7 @@ def _launch_paged(choice: Choice) -> None:
         keys_below=choice.get("keys_below"),
     )
     launch()
+    # A second program of the same case: decodes whose rows are written by the attention kernel itself.
     if max(query_lens) == 1 and choice["kv"] not in PER_TOKEN_HEAD:  # the launch may write the new tokens too
         new = [torch.empty(tokens, kv_heads, size, dtype=dtype) for _ in "kv"]
         launch(key=new[0], value=new[1], slots=torch.zeros(tokens, dtype=torch.int64))
@@ -268,6 +285,7 @@ ROW: dict[str, Sequence[Any]] = {
     "heads": PAGED["heads"],
     "head_size": PAGED["head_size"],
     "dtype": PAGED["dtype"],
+    # Seven parts are no power of two, so the merge has lanes that are masked.
     "splits": (1, 7),
     **switches("runs", "keys_masked", "soft_cap", "sinks", "tokens_first"),
 }
@@ -281,6 +299,7 @@ def _launch_row(choice: Choice) -> None:
     lens, shape = torch.ones(3, dtype=torch.int32), (3, kv_heads, 900, size)
     cache = torch.empty(shape, dtype=dtype)
     if choice["tokens_first"]:
+        # [B, K, S, D] with the strides of [B, S, K, D], as caches of some models have.
         cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
     Decoder(cache.device, dtype, (heads, kv_heads, size), size**-0.5, 30.0 if choice["soft_cap"] else 0.0)(
         torch.empty(3, heads, 1, size, dtype=dtype),
@@ -335,6 +354,7 @@ HOPPER: dict[str, Sequence[Any]] = {
 
 def _launch_hopper(choice: Choice) -> None:
     """Launch a case for which `paged_attention` selects its Hopper kernel."""
+    # `_launch_paged` reads every axis; those that the Hopper kernel does not serve are off.
     others = {axis: False for axis in PAGED if axis not in choice}
     _launch_paged({**others, **choice, "kv": "auto"})
     _check_on("hopper_prefill")
@@ -344,6 +364,7 @@ def _check_on(kernel: str) -> None:
     """Raise RuntimeError if a kernel is disabled: general kernels were compiled in its place."""
     from attn.kernels import hopper
 
+    # A kernel that fails to compile is turned off for the process and replaced, without an error, by the general one.
     if why := hopper.why_off(kernel):
         raise RuntimeError(f"{kernel} is off: {why}")
 
@@ -365,6 +386,7 @@ def _launch_merge(choice: Choice) -> None:
     lses = torch.empty(choice["states"], 4, 9)
     if choice["apart"]:
         merge_two_states(outputs[0], lses[0], outputs[1], lses[1])
+        # The running state is in float32, whatever the parts' dtype.
         merge_into(outputs[0].float(), lses[0], outputs[1], lses[1])
     else:
         merge_states(outputs, lses)
@@ -434,6 +456,7 @@ def _launch_latent(choice: Choice) -> None:
         out=torch.empty(tokens, heads, RANK, dtype=dtype),
         lse=torch.empty(heads, tokens) if choice["lse"] else None,
         query=torch.empty(tokens, heads, RANK + ROPE, dtype=dtype),
+        # 656 bytes: docs/semantics.md §9.
         cache=torch.empty(requests * columns, page, 656 if packed else RANK + ROPE, dtype=stored),
         query_start_loc=torch.tensor([0, *torch.tensor(query_lens).cumsum(0)], dtype=torch.int32),
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
@@ -538,6 +561,7 @@ def _launch_int8(choice: Choice) -> None:
     (rows, keys), (heads, kv_heads), size = choice["lengths"], choice["heads"], choice["head_size"]
     dtype, wide = getattr(torch, choice["dtype"]), 2**31 // keys // size if choice["large"] else kv_heads
     query = torch.empty(2, rows, heads, size, dtype=dtype)
+    # A view whose strides, not its shape, reach 2**31 elements; one head more than is used, so that it is never contiguous.
     key = torch.empty(2, keys, wide + 1, size, dtype=dtype)[:, :, :kv_heads]  # never written to
     int8_attention(
         torch.empty_like(query),

@@ -63,6 +63,7 @@ class BenchCase:
     @classmethod
     def latent(cls, batch: str, **changes: Any) -> "BenchCase":
         """Return a latent layer of DeepSeek-V3's shape: 128 heads, rows of 512 + 64, pages of 64."""
+        # `changes` may set any of them but mla.
         return cls(batch, **{"heads": "128", "head_size": 576, "block_size": 64, **changes, "mla": True})
 
     @classmethod
@@ -76,6 +77,7 @@ class BenchCase:
 
     @property
     def num_kv_heads(self) -> int:
+        # All heads of a latent layer read one row.
         return int(self.heads.partition("/")[2] or (1 if self.mla else self.num_heads))
 
     @property
@@ -165,9 +167,11 @@ def parse(batch: str) -> list[tuple[int, int]]:
     """
     requests = []
     for part in batch.split("_"):
+        # `fullmatch`, so that a batch with a typing error is refused instead of read in part.
         match = _PART.fullmatch(part)
         if match is None:
             raise ValueError(f"batch={batch!r}: {part!r} is not <count>q<new tokens>[k][s<tokens in the cache>[k]]")
+        # An empty count is 1, and a part without `s` has no context.
         count, q, q_k, kv, kv_k = match.groups()
         n = int(q) * (1024 if q_k else 1)
         m = int(kv) * (1024 if kv_k else 1) if kv else n
@@ -204,6 +208,7 @@ def abbreviated(case: str) -> str:
     if len(batch) <= _BATCH_WIDTH:
         return case
     parts = batch.split("_")
+    # 16 characters are left for "..+<number>".
     kept = max(1, sum(len("_".join(parts[: count + 1])) <= _BATCH_WIDTH - 16 for count in range(len(parts))))
     return f"{'_'.join(parts[:kept])}..+{len(parts) - kept}{space}{layer}"
 
@@ -222,6 +227,7 @@ def flops(case: BenchCase) -> int:
     lens = parse(case.batch)
     if case.mla:
         return case.num_heads * sum(_latent_flops(case, n, m) for n, m in lens)
+    # 2 products of 2 operations per pair and element: scores, and weighted values.
     return 4 * case.num_heads * case.head_size * sum(pairs(n, m, case.window or m) for n, m in lens)
 
 
@@ -229,7 +235,9 @@ def _latent_flops(case: BenchCase, n: int, m: int) -> int:
     """Count a head's operations over a latent in the cheaper form: absorbed, or expanded, which first computes the context's
     keys and values from it. The up-projection of new tokens, needed in either form, is not counted."""
     seen, rank = pairs(n, m, case.window or m), case.kv_lora_rank
+    # A score over the whole row, a value over its latent part.
     absorbed = 2 * (case.head_size + rank) * seen
+    # The context's latents are multiplied by both up-projections, once for all rows of the request.
     expanded = 2 * (NOPE + ROPE + VALUE) * seen + 2 * rank * (NOPE + VALUE) * (m - n)
     return min(absorbed, expanded)
 
@@ -263,4 +271,5 @@ def _token_bytes(case: BenchCase) -> int:
 
 def _seen(case: BenchCase) -> int:
     """Count the cached tokens that at least one row sees."""
+    # The last row sees `window` keys, and each row before it one more at the left end.
     return sum(min(m, n + (case.window or m) - 1) for n, m in parse(case.batch))

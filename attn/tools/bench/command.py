@@ -139,6 +139,7 @@ def run(args: argparse.Namespace) -> int:
     if len(frameworks) > 1:  # else jax preallocates three quarters of the GPU's memory
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     benches, drawn = {framework: open_bench(framework) for framework in frameworks}, {}
+    # A CPU has cases of its own; drawn batches are the same for both frameworks, bounded by the smaller memory.
     if args.random is None:
         cases = {framework: cases_of(args, platform_for(framework).device().platform == "cpu") for framework in frameworks}
     else:
@@ -146,6 +147,7 @@ def run(args: argparse.Namespace) -> int:
         cases = dict.fromkeys(frameworks, sample(args.random, seed, sizes, args.mla, **fields_of(args)))
         drawn = {"random": {"batches": args.random, "seed": seed, "kinds": KINDS, "bounds": asdict(sizes)}}
         print(folded(f"random: batches {args.random}, seed {seed}: {sizes}"))
+    # Of all frameworks, so that a peer of one is not unknown to the other.
     peers = [name for bench in benches.values() for name in bench.peers()]
     entries = [
         entry
@@ -159,6 +161,7 @@ def run(args: argparse.Namespace) -> int:
         print(folded(f"{name}: {text}"))
     for line in off_paths(AttentionBackendEnum, [entry.backend for entry in entries if not entry.refused]):
         print(folded(line))
+    # After the lines above, which print device and versions.
     report.about |= drawn
     print(folded(header(summaries.COLUMNS if drawn else COLUMNS, args.wide)))
     measure(entries, benches, report, limit, args.json, wide=args.wide)
@@ -237,6 +240,7 @@ def about(benches: dict[str, Bench], entries: Sequence[Entry]) -> dict[str, Any]
     """Return device, versions and ceilings of one framework, or of several under their names."""
     facts = {}
     for framework, bench in benches.items():
+        # The ceiling that is printed is of the first case's dtype; rows of another dtype measure their own.
         dtype = next((entry.case.dtype for entry in entries if entry.framework == framework), "bfloat16")
         facts[framework] = bench.about(dtype)
     date = datetime.date.today().isoformat()
@@ -265,11 +269,13 @@ def measure(
         for index, row in enumerate(measured(entries, benches, limit)):
             report.rows.append(row)
             if not (drawn and row.right):
+                # A case's title before its first row; the walrus keeps it for the next.
                 if printed != (printed := (row.case, row.framework)):
                     shown.say(abbreviated(str(row.case)) + (f" ({row.framework})" if len(benches) > 1 else ""))
                 shown.say(row.text(wide))
             remaining = entries[index + 1 :]
             shown.step(index + 1, _status(remaining))
+            # The last row of a case: its verdict needs all of them.
             if not remaining or (remaining[0].case, remaining[0].framework) != (row.case, row.framework):
                 if drawn:
                     shown.say(summaries.outcomes([row.to_dict() for row in report.rows])[-1].text(wide))
@@ -318,6 +324,7 @@ def _compared(files: Sequence[str]) -> int:
     if len(files) != 2:
         raise ValueError(f"compare takes two files, as in `attn bench compare A.json B.json`, not {len(files)}")
     before, after = (read(file) for file in files)
+    # What differs besides the times: device, versions, ceilings.
     names = sorted({*before, *after} - {"rows", "verdicts", "problems", "date"})
     for name in (name for name in names if before.get(name) != after.get(name)):
         print(folded(f"{name}: {before.get(name, 'not recorded')} -> {after.get(name, 'not recorded')}"))

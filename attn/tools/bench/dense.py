@@ -83,6 +83,7 @@ def parse(text: str) -> Shape:
         raise ValueError(f"shape={text!r} is not <batch>x<rows>x<heads>x<head size>, such as {SUITE[0]}")
     named = {str(shape): shape for shape in SUITE}
     batch, rows, heads, head_size = map(int, text.split("x"))
+    # With the model's name if it is one of the suite, for the table.
     return named.get(text, Shape(batch, rows, heads, head_size))
 
 
@@ -116,6 +117,7 @@ class DenseRow:
         return line([column.of(self) for column in COLUMNS], COLUMNS) + ("" if self.right else " WRONG")
 
     def to_dict(self) -> dict[str, Any]:
+        # JSON has no NaN: a row without a time has zeros, and `refused` or `raised` say why.
         t = self.timing or Timing(0.0, 0.0, 0.0, error=0.0)
         of_row = {name: getattr(self, name) for name in ("backend", "exact", "chosen", "refused", "allowed", "raised", "right")}
         times = {name: getattr(t, name) for name in ("ms", "ms_p20", "ms_p80", "error")}
@@ -137,6 +139,7 @@ class DenseReport(BenchReport):
         """Return every wrong row, and every exact backend that is faster than its shape's choice by more than `MARGIN`."""
         sentences = [f"{row.shape} {row.backend} is wrong: {' '.join(str(row).split())}" for row in self.rows if not row.right]
         timed = [(row, row.timing.ms) for row in self.rows if row.right and row.timing]
+        # A wrong choice has no time here: it is a problem of its own above.
         for best, least in ((row, ms) for row, ms in timed if row.chosen):
             sentences += [
                 f"{row.shape}: {row.backend} takes {ms:.4f} ms, the choice {best.backend} {least:.4f}"
@@ -165,8 +168,10 @@ def rows(shape: Shape, dtype: str, names: Sequence[str], framework: str, bench: 
             capabilities is None or capabilities.framework != framework or device.platform not in capabilities.platforms
         ):
             continue
+        # Each backend is judged with the error budget that it needs; without one an approximate one would always be refused.
         error = getattr(candidate.backend, "error", 0.0)
         verdict = judge(candidate, shape.request(dtype, error), device)
+        # A dict: a backend that is both named and chosen is timed once.
         if verdict.ok:
             classes[name] = candidate.backend
         else:

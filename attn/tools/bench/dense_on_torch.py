@@ -42,8 +42,10 @@ class DenseBench:
         query, key, value = tensors = [
             torch.randn(size, device=self.device, dtype=torch_dtype, generator=generator) for _ in "qkv"
         ]
+        # The same rows of every head and backend: all rows in float32 would be as many operations as a backend's call.
         at = torch.randint(shape.rows, (min(_SAMPLED, shape.rows),), generator=generator, device=self.device)
         want = _sampled(query, key, value, at)
+        # Compiles, checks, and estimates how many calls a round may have.
         results = [self._first(backend, shape, tensors, at, want) for backend in backends]
         times: list[list[float]] = [[] for _ in backends]
         turn = list(zip(results, times, backends, strict=True))
@@ -75,6 +77,7 @@ class DenseBench:
             ms = self._watch.times(partial(impl.forward, *tensors), lambda: None, 1)[0]
         except Exception as refusal:
             return refusal
+        # The estimate divides `_SECONDS` above.
         ms = max(ms, 1e-3)
         return Timing(ms, ms, ms, error=error)
 
@@ -84,6 +87,7 @@ def _sampled(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: to
     out = query[:, at].float()
     for b in range(query.shape[0]):
         for h in range(query.shape[2]):
+            # [rows, S] of one head at a time, as a float32 copy of all keys would take twice their memory.
             scores = out[b, :, h] @ key[b, :, h].float().T * query.shape[3] ** -0.5
             out[b, :, h] = scores.softmax(-1) @ value[b, :, h].float()
     return out

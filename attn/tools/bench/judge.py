@@ -68,6 +68,7 @@ def _by_case(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     grouped: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         if timed(row):
+            # Rows of dense backends name none: only torch times them.
             framework = f" ({row.get('framework', 'torch')})" if len(frameworks) > 1 else ""
             grouped.setdefault(f"{case_of(row)}{framework}", []).append(row)
     return grouped
@@ -85,6 +86,7 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[BenchVerdict]:
         choice = next((row for row in right if row.get("chosen")), None)
         if choice is None:
             continue
+        # The choice is among them, so there is one.
         first = min((row for row in right if not _beside(row)), key=lambda row: row["ms"])
         peer = min((row for row in right if _beside(row)), key=lambda row: row["ms"], default=None)
         more = {} if peer is None else {"peer": peer["backend"], "ahead": choice["ms"] / peer["ms"] - 1}
@@ -104,7 +106,9 @@ def ranking(rows: Sequence[dict[str, Any]]) -> list[tuple[str, int, float, float
     for case, right in _by_case(rows).items():
         ours = [row for row in right if not _beside(row)]
         for row in ours:
+            # Relative to the fastest backend, not to the fastest peer: a list of priorities has no peers.
             ratios.setdefault(row["backend"], []).append((row["ms"] / min(r["ms"] for r in ours), case))
+    # Geometric, so that twice and half as fast cancel.
     entries = [(name, len(of), geometric_mean([ratio for ratio, _ in of]), *max(of)) for name, of in ratios.items()]
     return sorted(entries, key=lambda entry: (-entry[1], entry[2]))
 
@@ -148,6 +152,7 @@ class Change:
     def worse(self) -> bool:
         """Whether it is slower, `apart` and by more than `MARGIN`, or right in the first run only."""
         if self.ratio is None:
+            # A case that the second run left out is no loss.
             return self.before is not None and self.after is None and "not run" not in self.note
         return self.apart and self.ratio > 1 + MARGIN
 
@@ -171,6 +176,7 @@ def compare(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -
     for key in dict.fromkeys([*first, *second]):
         a, b = first.get(key), second.get(key)
         if a is not None and b is not None and timed(a) and timed(b):
+            # In either direction: `worse` and `better` add the sign.
             split = apart(b, a) or apart(a, b)
             changes.append(Change(key[1], key[2], a["ms"], b["ms"], b["ms"] / a["ms"], split))
             continue

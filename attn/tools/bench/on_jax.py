@@ -47,8 +47,10 @@ class Workload(BaseWorkload):
 
     def _fill(self, cls: Any, impl_cls: Any, spec: KVCacheSpec) -> None:
         assert spec.num_blocks is not None
+        # The shape alone: `_filled` makes the contents in one program, without a cache of zeros beside it.
         self.empty = jax.eval_shape(functools.partial(caches.allocate, cls, spec, spec.num_blocks))
         self.scale = CODE_SCALE if self.empty.dtype == jnp.int8 else 1.0
+        # The builder pads a batch to a power of two, and the query must have as many rows.
         self._draw(cls, impl_cls, self.metadata.slot_mapping.shape[0])
 
     def _draw(self, cls: Any, impl_cls: Any, rows: int) -> None:
@@ -56,6 +58,7 @@ class Workload(BaseWorkload):
         case, empty = self.case, self.empty
         self.cache = _filled(cls.logical_kv_cache, empty.shape, empty.dtype, case.head_size)
         self._views = functools.partial(_rows, cls.logical_kv_cache, case.head_size)
+        # On the host: jax.random compiles a program for each shape.
         draw = np.random.default_rng(1).standard_normal
         self.query = jnp.asarray(draw((rows, case.num_heads, case.head_size), np.float32), case.dtype)
         if case.sinks:
@@ -72,7 +75,9 @@ class Workload(BaseWorkload):
     def program(self) -> Callable[[], jax.Array]:
         """The call, compiled. A cache that it writes is donated and becomes an argument of the next call."""
         if not self.writes:
+            # As arguments: an array in a closure would be a constant of the program, and might be folded.
             return functools.partial(jax.jit(self.attend), *self.arguments)
+        # Without donation every call would copy the cache to write a few rows.
         step = jax.jit(self.attend, donate_argnums=1)
 
         def call() -> jax.Array:
@@ -89,6 +94,7 @@ class Workload(BaseWorkload):
     def blocks(self, r: int, tokens: int) -> Any:
         """Request r's pages, then others up to a power of two, with at least `tokens` tokens: few shapes to compile."""
         count = next_power_of_two(-(-tokens // self.case.block_size))
+        # Padded by page 0, whose tokens the check masks: they are after the last row's position.
         return np.pad(self.tables[r], (0, max(0, count - len(self.tables[r]))))
 
     def dense(self, r: int) -> tuple[jax.Array, ...]:
@@ -97,6 +103,7 @@ class Workload(BaseWorkload):
     def _wrong(self, rows: slice, stored: tuple[jax.Array, ...], first: int) -> tuple[float, float]:
         count = rows.stop - rows.start
         query = np.asarray(self.query)[rows]  # NumPy slices without compiling
+        # The rows that pad it attend too, in vain, and are cut off below.
         padded = np.pad(query, ((0, next_power_of_two(count) - count), (0, 0), (0, 0)))
         want = np.asarray(self.exact(padded, stored, first))[:count]
         difference = np.asarray(self.output)[rows].astype(np.float32) - want
@@ -130,6 +137,7 @@ class MLAWorkload(Workload):
         self.attend = attend
         self.arguments = (self.query, jax.jit(filled)(), self.metadata, latent, rope, *impl.weights())
         rows_as_cached = latent_rows(latent, rope, empty.dtype, self.scale)
+        # As the cache stores them (rounded to its dtype), without the lanes that pad a row.
         self.fresh = np.asarray(xla_mla.numbers(rows_as_cached, jnp.float32, self.scale))[:, : case.head_size]
 
     def dense(self, r: int) -> tuple[jax.Array, ...]:
@@ -147,13 +155,16 @@ def _filled(view: Any, shape: tuple[int, ...], element: Any, head_size: int) -> 
 
     The transpose of a backend's logical view converts them to its layout.
     """
+    # A dtype that jax.vjp and jax.random take; 8-bit elements are converted at the end.
     work = element if element.itemsize > 1 else jnp.dtype(jnp.bfloat16)
     views, back = jax.vjp(view, jnp.zeros(shape, work))
     drawn = []
     for number, part in enumerate(views):
         x = jax.random.normal(jax.random.key(number), (*part.shape[:-1], head_size), work)
+        # Integers in bfloat16, where those up to 256 are exact; the last cast would truncate others towards 0.
         x = jnp.round(x * 30).clip(-127, 127) if element == jnp.int8 else x
         drawn.append(jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, part.shape[-1] - head_size)]))
+    # The view is linear, and its transpose places each number where the view reads it.
     return back(tuple(drawn))[0].astype(element)
 
 
@@ -168,6 +179,7 @@ def _rows(view: Any, head_size: int, cache: jax.Array, blocks: Any, scale: float
 def _latents(head_size: int, cache: jax.Array, blocks: Any, new: Any, first: Any, scale: float) -> jax.Array:
     """The rows [S, L + Dr] of the blocks, in float32, with those from `first` on replaced by `new`."""
     rows = xla_mla.numbers(cache[blocks].reshape(-1, cache.shape[2]), jnp.float32, scale)[:, :head_size]
+    # `first` is traced, so one program serves every request of a length.
     return jax.lax.dynamic_update_slice(rows, new, (first, 0))
 
 
@@ -179,6 +191,7 @@ def _dense(workload: Workload, implementation: str | None) -> tuple[Callable[...
 
     This is the time that a kernel without pages takes.
     """
+    # One new token sees all keys; `is_causal` would align it to the first.
     causal = workload.lens[0][0] > 1
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
@@ -200,7 +213,9 @@ class JaxBench(BaseBench):
         self.device = jax.devices()[0]
         self.on_cpu = self.device.platform == "cpu"
         mib = 64 if self.on_cpu else 256
+        # 2**18 float32 are a MiB. On a CPU NumPy writes in place; jax would allocate.
         self._flushed: Any = np.zeros(mib << 18, np.float32) if self.on_cpu else jnp.zeros(mib << 18, jnp.float32)
+        # Donated, so that the same memory is written again.
         self._add = jax.jit(lambda x: x + 1, donate_argnums=0)
         self._max = jax.jit(jnp.max)
 
@@ -216,6 +231,7 @@ class JaxBench(BaseBench):
 
     def _copy(self) -> float:
         source = jnp.zeros((64 if self.on_cpu else 1024) << 18, jnp.float32)
+        # An addition, as jit would answer an identity without a copy.
         times = self.times(functools.partial(jax.jit(lambda x: x + 1), source), lambda: None, 5, warm=True)
         return 2 * source.nbytes / statistics.median(times) / 1e6
 
@@ -235,6 +251,7 @@ class JaxBench(BaseBench):
         stats = self.device.memory_stats()
         if not stats:
             raise UnsupportedError(f"{self.device.device_kind} does not report its free memory, which bounds --random")
+        # Not the device's free memory, of which jax has preallocated most.
         return int(stats["bytes_limit"] - stats["bytes_in_use"])
 
     def peers(self) -> Sequence[str]:
@@ -246,11 +263,13 @@ class JaxBench(BaseBench):
             raise UnsupportedError(f"peers do not support {', '.join(sorted(case.features))}")
         with deadline(limit):
             if name in PEERS:
+                # For its arrays only: the peer reads keys copied out of the pages.
                 workload = Workload(case, "XLA_ATTN")
                 workload.attend, workload.arguments = _dense(workload, PEERS[name][0])
             else:
                 workload = (MLAWorkload if case.mla else Workload)(case, name)
             call = workload.program()
+            # Inside the deadline, since jit compiles at the first call.
             jax.block_until_ready(call())
         return self._timed(call, workload, build=name not in PEERS)
 
@@ -258,9 +277,11 @@ class JaxBench(BaseBench):
         count = self._affordable(call, 15 if self.on_cpu else 40)
         build_us = 0.0
         if build:
+            # `times` are in milliseconds.
             build_us = 1e3 * statistics.median(self.times(workload.build, lambda: None, min(count, 10), warm=True))
         host_us = self._host_us(call, min(count, 20))
         times = self.times(call, self._flush, count, warm=True)
+        # The flushes have changed nothing that it reads; a timed call's own output is not kept.
         workload.output = call()
         clean = statistics.median(self.times(call, self._read, count, warm=True))
         figures = {"ms_clean": clean, "build_us": build_us, "host_us": host_us, "error": workload.error(), "replayed": True}
@@ -271,15 +292,18 @@ class JaxBench(BaseBench):
 
         def several(times: Any, query: jax.Array, *others: Any) -> jax.Array:
             def once(_: int, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                # The cache is part of the state only if the layer writes it, so that it is not copied in each iteration.
                 rows, *cache = state
                 out = workload.attend(rows, *cache, *others[len(cache) :])
                 out, *cache = out if cache else (out,)
                 flat = jnp.pad(out.reshape(-1), (0, query.size - out.size))  # a latent layer's output is smaller
                 return query + 0 * flat.reshape(query.shape), *cache  # the next one waits for this: 0 * x is not folded
 
+            # `times` is traced: one program for both counts, which then differ in nothing but iterations.
             return jax.lax.fori_loop(0, times, once, (query, *others[: workload.writes]))[0]
 
         program, arrays, few = jax.jit(several), workload.arguments, max(3, min(count, 7))
+        # The difference has neither the launch nor the program's fixed part.
         one, more = (
             statistics.median(self.times(functools.partial(program, times, *arrays), lambda: None, few, warm=True))
             for times in (1, 1 + _REPEATS)

@@ -58,18 +58,23 @@ class Workload(BaseWorkload):
     def _fill(self, cls: Any, impl_cls: Any, spec: KVCacheSpec) -> None:
         assert spec.num_blocks is not None
         self.cache = caches.allocate(cls, spec, spec.num_blocks, self.device)
+        # The workload stands in for the layer: implementations read its scales, as tensors or numbers, by these names.
         self._k_scale_float = self._v_scale_float = CODE_SCALE if self.cache.dtype == torch.int8 else 1.0
         self._k_scale = self._v_scale = torch.tensor(self._k_scale_float)
         self._draw(cls, impl_cls, torch.Generator(self.device).manual_seed(0))
 
     def _draw(self, cls: Any, impl_cls: Any, generator: torch.Generator) -> None:
         case, device = self.case, self.device
+        # Views, of whatever layout the backend has: [N, P, K, D].
         self.key_cache, self.value_cache = cls.logical_kv_cache(self.cache)
         for part in (self.key_cache, self.value_cache):
+            # In float16, since `randn` makes no 8-bit numbers. Codes have a standard deviation of 30: three of them are 90, of
+            # int8's 127.
             noise = torch.randn(part.shape, device=device, dtype=torch.float16, generator=generator)
             part.copy_((noise * 30 if part.dtype == torch.int8 else noise).to(part.dtype))
         shape = (sum(q for q, _ in self.lens), case.num_heads, case.head_size)
         self.query = torch.randn(shape, device=device, dtype=getattr(torch, case.dtype), generator=generator)
+        # A row that is not written stays NaN, and so does the error.
         self.output = torch.full_like(self.query, torch.nan)
         if case.sinks:
             self.sinks = self._heavy() + torch.randn(case.num_heads, device=device, generator=generator)
@@ -82,6 +87,7 @@ class Workload(BaseWorkload):
         blocks = torch.from_numpy(self.tables[r].astype("int64")).to(self.device)
         tokens = self.lens[r][1]
         parts = (part[blocks].flatten(0, 1)[:tokens] for part in (self.key_cache, self.value_cache))
+        # Of both: `_v_scale` is the same.
         key, value = (part.float() * float(self._k_scale) for part in parts)
         return key, value
 
@@ -105,12 +111,15 @@ class MLAWorkload(Workload):
         self.weights = noise(rank, case.num_heads, NOPE + VALUE) * rank**-0.5  # expanded numbers are about 1
         self.impl = self._layer(impl_cls)
         slots = torch.arange(self.cache.shape[0] * case.block_size, device=self.device)
+        # The layer's own write makes the cache, whatever its format; in parts, since the rows to write take as much memory as
+        # the cache.
         for part in slots.split(1 << 18):
             rows = noise(len(part), case.head_size)
             self.impl.do_kv_cache_update(self, rows[:, :rank], rows[:, rank:], self.cache, part)
         tokens = sum(n for n, _ in self.lens)
         self.latent, self.rope = noise(tokens, rank), noise(tokens, ROPE)
         self.query = noise(tokens, case.num_heads, NOPE + ROPE)
+        # `full_like` of a slice would keep the strides of the whole.
         self.output = torch.full_like(self.query[..., :VALUE], torch.nan, memory_format=torch.contiguous_format)
 
     def forward(self) -> None:
@@ -123,6 +132,7 @@ class MLAWorkload(Workload):
         pages = torch.from_numpy(self.tables[r].astype("int64")).to(self.device)[at // self.case.block_size]
         before = _rows.gather(self.cache, pages, at % self.case.block_size)
         begin = sum(count for count, _ in self.lens[:r])
+        # Encoded here as the call writes them: reading them back would miss a wrong write.
         fresh = (self.latent[begin : begin + n], self.rope[begin : begin + n])
         name = self.case.kv_cache_dtype
         new = _rows.encode(*fresh, name, self.cache.dtype, self._k_scale)
@@ -138,6 +148,7 @@ class TorchBench(BaseBench):
         self.device = torch.device(device_type) if device is None else device
         self.on_gpu = self.device.type == "cuda"
         mib = 256 if self.on_gpu else 64
+        # 2**18 float32 are a MiB. An H200's L2 cache has 50 MB.
         self._evict = torch.zeros(mib << 18, device=self.device)
         self._peers = peers_on(self.device)
         self._shared: Workload | None = None
@@ -180,6 +191,7 @@ class TorchBench(BaseBench):
         if case.features:
             raise UnsupportedError(f"peers do not support {', '.join(sorted(case.features))}")
         if self._shared is None or self._shared.case != case:  # peers of a case read the same tensors
+            # Before the next one is made: two caches may not fit in memory.
             self._shared = None
             self._shared = Workload(case, "TRITON_ATTN" if self.on_gpu else "TORCH_SDPA", self.device)
         workload, result = self._shared, torch.empty(0)
@@ -192,10 +204,13 @@ class TorchBench(BaseBench):
             result = attend()
 
         def error() -> float:
+            # [R, H, Q, D] of a dense kernel becomes [T, H, D]: all requests have equally many rows.
             out = result.transpose(1, 2).flatten(0, 1) if result.dim() == 4 else result
             workload.output.copy_(out)
             return workload.error()
 
+        # After a capture `result` is the graph's own output, which each replay fills anew: NaN in it shows a replay that writes
+        # nothing.
         return self.timed(call, lambda: None, lambda: result.fill_(torch.nan), error)
 
     def timed(
@@ -210,10 +225,12 @@ class TorchBench(BaseBench):
         call()
         count = self._affordable(call, count if self.on_gpu else 15)
         few = min(count, 20 if self.on_gpu else 9)
+        # Of the eager call: a replay's launch says nothing about what a framework does on the host.
         host_us, build_us = self._host_us(call, few), self._host_us(build, few)
         again, replayed = self._captured_or_not(call) if self.on_gpu else (call, False)
         poison()
         times = self.times(again, self._evict.zero_, count)
+        # Of the timed replays, before another call writes the same output.
         wrong = error()
         clean = statistics.median(self.times(again, self._evict.amax, count))
         call_ms = statistics.median(self.times(call, self._evict.zero_, count)) if replayed else statistics.median(times)
@@ -234,6 +251,7 @@ class TorchBench(BaseBench):
                 for _ in range(calls):
                     call()
                 wall_us = 1e6 * (time.perf_counter() - begin)
+            # Operators that no other operator called, or their time would count twice.
             inside = sum(e.time_range.elapsed_us() for e in watched.function_events or () if e.cpu_parent is None)
             return min(inside / wall_us, 1.0) * call_us / 1e3 if inside else None
         try:
@@ -245,6 +263,7 @@ class TorchBench(BaseBench):
         except RuntimeError as error:  # no permission for the counters, or another profiler uses them
             logger.debug("kernel time not measured: %s", error)
             return None
+        # 0 means that the profiler saw no kernel, not that there was none.
         return sum(e.time_range.elapsed_us() for e in events if e.device_type == DeviceType.CUDA) / calls / 1e3 or None
 
     def _wait(self, result: object) -> None:
@@ -265,6 +284,7 @@ class TorchBench(BaseBench):
         for _ in range(count):
             flush()
             call()
+        # Made beforehand, and read after a single wait: the host runs ahead, so that its work is hidden behind the writes.
         events = [[torch.cuda.Event(enable_timing=True) for _ in "be"] for _ in range(count)]
         for begin_event, end_event in events:
             flush()
@@ -277,6 +297,7 @@ class TorchBench(BaseBench):
     @staticmethod
     def captured(call: Callable[[], object]) -> Callable[[], object]:
         """Capture `call` in a graph after two warm-up calls on a side stream, and return its replay."""
+        # As torch's documentation of CUDA graphs asks: what is allocated or compiled at the first calls must not be captured.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -289,9 +310,11 @@ class TorchBench(BaseBench):
         return graph.replay
 
     def _copy(self) -> float:
+        # 4 GiB, or 64 MiB on a CPU: read once and written once.
         source = torch.randn((1 << 30) if self.on_gpu else (16 << 20), device=self.device)
         target = torch.empty_like(source)
         times = self.times(lambda: target.copy_(source), lambda: None, 12 if self.on_gpu else 3)
+        # Bytes per millisecond / 1e6 are GB/s; below, operations per millisecond / 1e9 are TFLOP/s.
         return 2 * source.numel() * 4 / statistics.median(times) / 1e6
 
     def _gemm(self, dtype: str) -> float:

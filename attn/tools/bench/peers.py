@@ -61,6 +61,7 @@ def _sdpa(backend: SDPBackend | None) -> Callable[["Workload"], Call]:
     def prepare(workload: "Workload") -> Call:
         q, k, v = _dense(workload)
         causal = q.shape[2] > 1
+        # torch's own choice needs no context manager, which costs host time.
         if backend is None:
             return lambda: scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
 
@@ -79,7 +80,9 @@ def _flex(workload: "Workload") -> Call:
     q, k, v = _dense(workload)
     mask = None
     if q.shape[2] > 1:
+        # Made once, as FlexAttention's documentation advises.
         mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, q.shape[2], k.shape[2], device=q.device)
+    # Uncompiled, it computes the whole matrix of scores.
     attend = torch.compile(flex_attention)
     return lambda: attend(q, k, v, block_mask=mask, enable_gqa=True)
 
@@ -92,6 +95,7 @@ def _flashinfer(wrapper: str) -> Callable[["Workload"], Call]:
         import flashinfer
 
         case, device = workload.case, workload.device
+        # Planned once, outside the timed call, as FlashInfer's documentation shows.
         lens = torch.tensor([m for _, m in workload.lens], dtype=torch.int32)
         pages = (lens + case.block_size - 1) // case.block_size
         indptr = torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int().to(device)
@@ -104,6 +108,7 @@ def _flashinfer(wrapper: str) -> Callable[["Workload"], Call]:
         if wrapper == "decode":
             if any(q > 1 for q, _ in workload.lens):
                 raise UnsupportedError("supports only one token per request")
+            # With tensor cores, which FlashInfer advises for grouped queries.
             decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(space, "NHD", use_tensor_cores=True)
             decode.plan(indptr, indices, last, *shape, case.block_size, **dtypes)
             return lambda: decode.run(workload.query, cache)
@@ -128,10 +133,13 @@ def _vllm(workload: "Workload") -> Call:
     if workload.cache.dtype not in modes:
         raise UnsupportedError(f"kv_cache_dtype={case.kv_cache_dtype} (supports auto, fp8)")
     most = max(q for q, _ in workload.lens)
+    # vLLM splits the keys of short queries only; otherwise the arrays of partial results are not used.
     rows, heads = (len(workload.query) if most <= _LONGEST_SPLIT else 1), case.num_heads
+    # The kernel's tiles have power-of-two widths.
     width = 1 << (case.head_size - 1).bit_length()
     partial_outputs = torch.empty(rows, heads, _SPLITS, width, device=device)
     partial_maxima, partial_sums = (torch.empty(rows, heads, _SPLITS, device=device) for _ in range(2))
+    # [R, K], the scales of an fp8 cache.
     one = torch.ones(len(workload.lens), case.num_kv_heads, device=device)
 
     def call() -> torch.Tensor:
@@ -176,6 +184,7 @@ def _with_provider(provider: providers.Provider) -> Callable[["Workload"], Call]
     def prepare(workload: "Workload") -> Call:
         from attn.torch.backends.flash_attn import FlashAttentionImpl
 
+        # Only the choice of the package is overridden: the row times the backend's adapter with it.
         class OneProvider(FlashAttentionImpl):
             def _provider(self, request: Request, arch: str) -> providers.Provider:
                 return provider

@@ -29,6 +29,7 @@ def chart(report: dict[str, Any]) -> Picture:
     cases = list(dict.fromkeys((row.get("framework", "torch"), _case(row)) for row in rows))
 
     def draw(axes: Any) -> None:
+        # matplotlib returns one axis, or a sequence of several.
         *roofs, below = axes if frameworks else [axes]
         for axis, framework in zip(roofs, frameworks, strict=True):
             of_framework = [row for row in rows if row.get("framework", "torch") == framework]
@@ -110,6 +111,7 @@ def _case(row: dict[str, Any]) -> str:
 
 def _roofline(axis: Any, rows: Sequence[dict[str, Any]], colours: dict[str, str], title: str) -> None:
     """Plot the attained rate over operations per byte, below the two ceilings, which are derived from the rows."""
+    # Every row's quotient is the ceiling. Matrix products have one for each dtype, of which the highest is drawn.
     copy = max(row["gb_per_s"] / row["of_copy"] for row in rows) / 1e3  # TB/s
     gemm = max(row["tflop_per_s"] / row["of_gemm"] for row in rows)
     points = [(flops(BenchCase.of(row)) / nbytes(BenchCase.of(row)), row) for row in rows]
@@ -134,7 +136,9 @@ def _roofline(axis: Any, rows: Sequence[dict[str, Any]], colours: dict[str, str]
             axis.plot(x, row["tflop_per_s"], chosen, color=colour, markersize=6, markeredgecolor="black", markeredgewidth=0.4)
     sides: dict[float, int] = {}  # labels already near this x
     for case in dict.fromkeys(case_of(row) for _, row in points):
+        # A case's backends are above one another at the same x: the highest is labelled.
         x, row = max((point for point in points if case_of(point[1]) == case), key=lambda point: point[1]["tflop_per_s"])
+        # A tenth of a decade: labels that near would overlap, so they alternate between left and right.
         near = round(math.log10(x), 1)
         sides[near] = sides.get(near, 0) + 1
         label, offset = abbreviated(case).partition(" ")[0], ((7, "left") if sides[near] % 2 else (-7, "right"))
@@ -160,6 +164,7 @@ def _bars(
     at, ticks, labelled = 0.0, [], set()
     for framework, case in cases:
         of_case = [row for row in rows if (row.get("framework", "torch"), _case(row)) == (framework, case)]
+        # The same order in every case, as the colours have.
         of_case.sort(key=lambda row: names.index(row["backend"]))
         name = abbreviated(case)
         ticks.append((at + (len(of_case) - 1) / 2, f"{name} ({framework})" if several else name))

@@ -90,6 +90,7 @@ class BenchRow:
         return line([column.of(self) for column in COLUMNS], COLUMNS, wide)
 
     def to_dict(self) -> dict[str, Any]:
+        # One level, so that a file's rows can be read as a table; no names of the three collide.
         flat = {**asdict(self), **asdict(self.case), **asdict(self.timing)}
         return {name: value for name, value in flat.items() if name not in ("case", "timing")}
 
@@ -176,16 +177,20 @@ def entrants(case: BenchCase, framework: str, peers: Sequence[str]) -> tuple[str
     measurements (`attn tune`) are ignored, since the kernels are measured again.
     """
     request = case.request()
+    # Not by earlier measurements: `attn tune` would then time the choice that it made before.
     selection = select(request, framework=framework, measured=False)
     reasons = {verdict.name: "" if verdict.ok else str(verdict) for verdict in selection.trace}
     device = platform_for(framework).device()
     for name in sorted(set(AttentionBackendEnum.names()) - reasons.keys()):
         member = AttentionBackendEnum[name]
         path = member.get_path() if member.value or member.is_overridden() else "attn."
+        # By its path, since loading the other framework's backend would import that framework.
         if path.startswith("attn.") and not path.startswith(f"attn.{framework}."):
             continue  # of another framework, or of neither: skip the import
+        # Of backends off the list only those that serve: the others' reasons would fill the table.
         if choose([member.candidate()], request, device).winner:
             reasons[name] = ""
+    # The choice itself is timed even if interpreted: something must be.
     for name in (name for name, reason in reasons.items() if not reason and name != selection.name):
         from attn.testing.conformance import is_interpreted  # imports NumPy, needed only when measuring
 
@@ -201,6 +206,7 @@ def asked_for(names: Collection[str], asked: Sequence[str], known: Collection[st
 
     Raises ValueError for a word that matches none of `known`.
     """
+    # A peer `FLASH_ATTN:package` answers to FLASH_ATTN.
     called = {name: {name.upper(), name.partition(":")[0].upper(), "ALL"} for name in {*names, *known}}
     for word in asked:
         if word != "all" and not any(word.upper() in called[name] for name in known):
@@ -236,6 +242,7 @@ def plan(
     known = {*AttentionBackendEnum.names(), *peers, *others}
     left_out = {*asked_for(refusals, without, known), *named}
     names = [name for name in asked_for(refusals, asked, known) if name not in left_out]
+    # Raises, with every candidate's reasons.
     if choice is None and not asked:
         select(case.request(), framework=framework, measured=False).require()
     names = [choice, *names] if choice and choice not in names and not named else names
@@ -258,6 +265,7 @@ def measured(entries: Sequence[Entry], benches: dict[str, Bench], limit: float =
         except Exception as error:
             if entry.must:
                 raise
+            # A refusal, or a compiler that takes too long, is no failure of the backend.
             declined = isinstance(error, UnsupportedError | TimeoutError)
             reason = str(error) if declined else f"{type(error).__name__}: {error}"
             yield Refusal(refused=reason, failed=not declined, **entry.marks)

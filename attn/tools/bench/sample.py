@@ -71,11 +71,14 @@ def sample(count: int, seed: int, sizes: Sizes, mla: bool = False, **fixed: Any)
     """
     cases: dict[BenchCase, None] = {}
     for number in range(count):
+        # Five batches are one permutation of the kinds: any multiple of five has each equally often.
         turn, index = divmod(number, len(KINDS))
         batch_type = _Draw(f"{seed} kinds {turn}").shuffled(KINDS)[index]
+        # A generator for each batch: how often another one was drawn again changes nothing.
         draw = _Draw(f"{seed} batch {number}")
         for _ in range(_TRIES):
             case = _case(batch_type, draw, sizes, mla, fixed)
+            # Distinct, since equal cases would be one row in a report.
             if case not in cases and within(case, sizes):
                 break
         else:
@@ -106,12 +109,14 @@ def _lens(batch_type: str, draw: "_Draw", sizes: Sizes) -> list[tuple[int, int]]
     def request(batch_type: str) -> tuple[int, int]:
         m = draw.log_uniform(sizes.shortest, sizes.length)
         if batch_type == "chunks":
+            # At most m - 1 rows, as a chunk has context; `shortest` is above SPECULATED + 1.
             return draw.log_uniform(SPECULATED + 1, min(sizes.chunk, m - 1)), m
         return {"decodes": 1, "speculation": rows, "prompts": m}[batch_type], m
 
     if batch_type != "mixtures":
         return [request(batch_type) for _ in range(draw.log_uniform(1, sizes.requests))]
     count = draw.log_uniform(2, sizes.requests)
+    # At least one of each, or it would be no mixture.
     prefills, short = draw.log_uniform(1, count - 1), draw.one_of(("decodes", "speculation"))
     long = [draw.one_of(("chunks", "prompts")) for _ in range(prefills)]
     return draw.shuffled([request(each) for each in [short] * (count - prefills) + long])
@@ -134,4 +139,5 @@ class _Draw:
         return values[self.uniform(0, len(values) - 1)]
 
     def shuffled(self, values: Sequence[Any]) -> list[Any]:
+        # A permutation, since each value draws its key once.
         return sorted(values, key=lambda _: self.random())

@@ -46,6 +46,7 @@ class BaseWorkload:
     def __init__(self, case: BenchCase, backend: str, device: Any = None, impl_cls: Any = None) -> None:
         import numpy as np
 
+        # Codes and scales share a row's bytes there, so random numbers are no valid cache.
         if case.kv_cache_dtype in dtypes.PER_TOKEN_HEAD:
             raise UnsupportedError(
                 f"kv_cache_dtype={case.kv_cache_dtype}: the benchmark does not support caches with scales between codes"
@@ -53,12 +54,14 @@ class BaseWorkload:
         cls: Any = AttentionBackendEnum[backend].get_class()
         self.case, self.lens, self.device = case, parse(case.batch), device
         self.softmax_scale = (NOPE + ROPE if case.mla else case.head_size) ** -0.5
+        # In random order, as a server's cache is after a while.
         pages = [-(-m // case.block_size) for _, m in self.lens]
         tables: Any = np.split(np.random.default_rng(0).permutation(sum(pages)).astype(np.int32), np.cumsum(pages)[:-1])
         self.tables, (new, cached) = tables, zip(*self.lens, strict=True)
         spec = KVCacheSpec(case.block_size, case.num_kv_heads, case.head_size, case.dtype, case.kv_cache_dtype, sum(pages))
         self.batch = CommonAttentionMetadata.from_lens(new, cached, tables, case.block_size)
         self._builder = cls.get_builder_cls()(spec, ["layer"], None, device)
+        # Before the cache: the layer's query has as many rows as the metadata, which jax pads.
         self.metadata = self.build()
         self._fill(cls, impl_cls or cls.get_impl_cls(), spec)
 
@@ -111,8 +114,11 @@ class BaseWorkload:
         Raises `UnsupportedError` for requests of several lengths, and for a cache of another dtype.
         """
         case, (n, m) = self.case, self.lens[0]
+        # A dense kernel would read a copy in the query's dtype, which has more bytes.
         if case.kv_cache_dtype != "auto":
             raise UnsupportedError(f"kv_cache_dtype={case.kv_cache_dtype}: dense kernels read {case.dtype} only")
+        # SDPA aligns causality to the top left (docs/semantics.md §3), which is the same for whole prompts, and unneeded for
+        # one row.
         if len(set(self.lens)) > 1 or n not in (1, m):
             raise UnsupportedError("needs requests of equal lengths, all new or with one new token each")
         xp, count = ops_of(self.framework), len(self.lens)
@@ -124,8 +130,10 @@ class BaseWorkload:
         """Relative RMS error of `output` against float32, over up to `most` requests of each length."""
         wrong = total = 0.0
         seen: dict[tuple[int, int], int] = {}
+        # Latent rows are 4.5 times as wide as a head of 128, and 128 heads' scores are held at a time.
         begin, most_rows = 0, 64 if self.case.mla else 256  # compared at a time, so that long prompts fit in memory
         for r, (n, m) in enumerate(self.lens):
+            # Requests of equal lengths run the same code: a few of each show whether pages and offsets are right.
             seen[n, m] = seen.get((n, m), 0) + 1
             if seen[n, m] <= most:
                 stored = self.dense(r)
@@ -135,6 +143,7 @@ class BaseWorkload:
                     squares = self._wrong(rows, stored, m - n + first)
                     wrong, total = wrong + squares[0], total + squares[1]
             begin += n
+        # A NaN in any row makes it NaN, which is above no limit and not within it (`rows.judged`).
         return float((wrong / total) ** 0.5)
 
 
@@ -142,6 +151,7 @@ def _exact(xp: Any, rules: DenseParams, query: Any, key: Any, value: Any, sinks:
     """Compute [t, H, Dv] of query [t, H, D] from position `first` on over key [S, K, D] and value [S, K, Dv]."""
     (rows, heads, size), kv_heads = query.shape, key.shape[1]
     grouped = (kv_heads, heads // kv_heads)
+    # [K, G], grouped as the heads.
     extras = OptionalArrays(None, sinks if sinks is None else xp.wide(sinks).reshape(grouped), None)
     query, position = xp.wide(query).reshape(1, rows, *grouped, size), xp.arange(0, rows, key) + first
     out, _ = attend_rows(xp, rules, query, key[None], value[None], position, extras)
@@ -152,6 +162,7 @@ def _exact_latent(xp: Any, rules: DenseParams, query: Any, latents: Any, weights
     """Compute [t, H, Dv] of query [t, H, Dn + Dr] from position `first` on over latent rows [S, L + Dr]."""
     query, weights = xp.wide(query), xp.wide(weights)
     absorbed = xp.einsum("thd,lhd->thl", query[..., :NOPE], weights[..., :NOPE])
+    # [t, H, L + Dr] over one kv head, whose values are the first L elements of its keys (docs/semantics.md §9).
     query, rows = xp.concat([absorbed, query[..., NOPE:]], -1), latents[:, None]
     latent = _exact(xp, rules, query, rows, rows[..., : weights.shape[0]], None, first)
     return xp.einsum("thl,lhd->thd", latent, weights[..., NOPE:])
@@ -179,6 +190,7 @@ class BaseBench:
 
     def ceilings(self, dtype: str) -> tuple[float, float]:
         """(GB/s of a copy, TFLOP/s of a matrix product in `dtype`), measured on first use."""
+        # Measured in the same run as the rows: clocks and memory differ between devices of one kind.
         self._copy_gb_per_s = self._copy_gb_per_s or self._copy()
         if dtype not in self._gemm_tflop_per_s:
             self._gemm_tflop_per_s[dtype] = self._gemm(dtype)
@@ -206,6 +218,7 @@ class BaseBench:
         self._wait(None)
         begin = time.perf_counter()
         self._wait(call())
+        # At least five, which the 20th and 80th percentile need.
         return max(5, min(count, int(_PATIENCE / (1e3 * (time.perf_counter() - begin)))))
 
     def _host_us(self, call: Callable[[], Any], count: int) -> float:
@@ -216,5 +229,6 @@ class BaseBench:
             begin = time.perf_counter()
             result = call()
             microseconds.append(1e6 * (time.perf_counter() - begin))
+            # Outside the time: only the host's part is measured, up to the return of the call.
             self._wait(result)
         return statistics.median(microseconds)

@@ -63,9 +63,11 @@ def outcomes(rows: Sequence[dict[str, Any]]) -> list[BatchOutcome]:
     """Return the outcome of every batch, in the order of the rows."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
+        # By the order of the rows: the numbers are those of the printed table.
         groups.setdefault((row.get("framework", "torch"), case_of(row)), []).append(row)
     results: list[BatchOutcome] = []
     for (framework, _), group in groups.items():
+        # A run of peers alone has the first of them as its own.
         eligible = [row for row in group if not row.get("peer")] or group
         ours = next((row for row in eligible if row.get("chosen")), eligible[0])
         same = SAME_KERNELS if ours["backend"] in SAME_KERNELS else {ours["backend"]}

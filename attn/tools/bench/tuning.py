@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     device = platform_for(framework).device()
     on_cpu = device.platform == "cpu"
     file = args.file or preferences.file_of(device)
+    # Before hours of measuring; in the cache directory an unreadable file is replaced.
     if file.exists() and file.parent != envs.cache_dir() and isinstance(problem := preferences.read(file, device), str):
         raise ValueError(f"{problem}: move it away, or pass another --file")
     if not args.batches and not args.workloads:
@@ -58,7 +59,9 @@ def run(args: argparse.Namespace) -> int:
     bench = open_bench(framework)
     report = BenchReport(bench.about(cases[0].dtype))
     print(folded(header(COLUMNS, args.wide)))
+    # Refusals are known to `attn explain`; here only times matter.
     measure([entry for entry in entries if not entry.refused], {framework: bench}, report, limit, wide=args.wide)
+    # A second round, since which pairs are promising follows from the first one's times.
     more = [entry for entry in pairs_of(cases, framework, report.rows, without) if entry not in entries]
     measure(more, {framework: bench}, report, limit, wide=args.wide)
     kept = kept_of(report.rows)
@@ -66,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
         print("nothing to save: no backend has a valid time")
         return 1
     preferences.record(kept, device, file)
+    # The selector of this process has cached choices without these times.
     forget()
     print(f"saved: {file}")
     for entry in kept:
@@ -97,11 +101,13 @@ def pairs_of(
                 times.setdefault(row.backend, {})[row.case.batch] = row.timing.ms
         of_layer = [case for case in cases if layer(case) == shape]
         lens = {case.batch: [q for q, _ in parse(case.batch)] for case in of_layer}
+        # Batches of both phases say nothing about either.
         decodes = fastest(times, [batch for batch, q in lens.items() if max(q) <= FEW_ROWS])
         prompts = fastest(times, [batch for batch, q in lens.items() if min(q) > FEW_ROWS])
         if decodes is None or prompts is None or decodes == prompts or {decodes, prompts} & {name.upper() for name in without}:
             continue
         pair = f"{decodes}{PAIR}{prompts}"
+        # Members of a pair share a cache: layouts or records may not agree.
         if select(of_layer[0].request(), framework=framework, backend=pair).winner is not None:
             entries += [Entry(case, pair, framework) for case in of_layer]
     return entries
@@ -115,6 +121,7 @@ def fastest(times: dict[str, dict[str, float]], batches: Sequence[str]) -> str |
 
 def kept_of(rows: Sequence[BenchRow | Refusal]) -> list[preferences.RequestTimes]:
     """Return the rows' times, an entry per layer; a backend that is wrong in a batch is left out of its layer."""
+    # Left out everywhere: a backend that is wrong in one batch must not be chosen for its speed in another.
     wrong = {(layer(row.case), row.backend) for row in rows if not row.right}
     by_layer: dict[Request, dict[tuple[str, str], dict[str, preferences.Time]]] = {}
     for row in rows:

@@ -49,6 +49,7 @@ def _case(entry: dict[str, Any], path: Path, block_size: int | None) -> BenchCas
         raise ValueError(f"{entry['definition']} is of kind {op_type} (supports {', '.join(KINDS)})")
     const = {name: axis["value"] for name, axis in definition["axes"].items() if axis["type"] == "const"}
     inputs, dtypes = entry["workload"]["inputs"], {name: spec["dtype"] for name, spec in definition["inputs"].items()}
+    # Paged definitions call it k_cache, ragged ones k.
     stored = dtypes.get("k_cache", dtypes.get("k", dtypes["q"]))
     if stored not in (dtypes["q"], *_CODES):
         raise ValueError(f"keys of dtype {stored} with queries of another dtype (supports {', '.join(_CODES)})")
@@ -60,6 +61,7 @@ def _case(entry: dict[str, Any], path: Path, block_size: int | None) -> BenchCas
 
 def _definition(name: str, path: Path) -> tuple[Path, dict[str, Any]]:
     """Return (the data set's root, the definition called `name`), searched for in the parent directories of the file."""
+    # A file of workloads may be in any folder of the data set, whose root has `definitions`.
     for root in path.resolve().parents:
         for file in sorted((root / "definitions").glob(f"*/{name}.json")):
             return root, json.loads(file.read_text(encoding="utf-8"))
@@ -69,6 +71,7 @@ def _definition(name: str, path: Path) -> tuple[Path, dict[str, Any]]:
 def _lens(inputs: dict[str, Any], page: int, root: Path) -> Iterator[tuple[int, int]]:
     """Yield (new tokens, tokens in the cache) of each request."""
     pages = _steps(_values("kv_indptr", inputs, root))
+    # A decode's definition has no starts of rows: one per request.
     new = _steps(_values("qo_indptr", inputs, root)) if "qo_indptr" in inputs else [1] * len(pages)
     if len(new) != len(pages):
         raise ValueError(f"qo_indptr has {len(new)} requests, kv_indptr {len(pages)}: need the same number")
