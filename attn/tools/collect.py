@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command. Return 1 if a case failed or no backend ran, else 0."""
+    # Neither or both: reading a file and measuring this machine are two commands in one.
     if bool(args.out) == bool(args.add):
         raise ValueError("attn evidence needs --out FILE (run on this machine) or --add FILE --reporter NAME, not both")
     if args.add:
@@ -55,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if args.reporter:
         raise ValueError("--reporter needs --add FILE")
     positive_number("--seconds", args.seconds)
+    # Before ten minutes of measuring.
     check_writable(args.out)
     collection = Collection(Path(args.out), args.seconds)
     collection.collect(args.backend)
@@ -232,6 +234,7 @@ def _timed(words: Sequence[str]) -> dict[str, Any]:
     """Run `attn` with these words. Ends the process, with its exit code, unless it succeeds."""
     from attn import cli
 
+    # The code reaches the parent as the process's, which then reads the last words of its output.
     if code := cli.main(words):
         sys.exit(code)
     return {}

@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _part(text: str) -> tuple[int, int]:
     """`2/4` as (2, 4)."""
     i, _, n = text.partition("/")
+    # Digits only: int() would also take a sign, spaces and underscores. The range is checked by the run.
     if not (i.isdigit() and n.isdigit()):
         raise argparse.ArgumentTypeError(f"{text!r} must be I/N, such as 2/4: the second of four parts")
     return int(i), int(n)
@@ -94,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ValueError for arguments that cannot be combined.
     """
+    # Before anything is imported or listed, which takes seconds.
     _check_used(args)
     if args.fuzz is not None:
         return _fuzz(args)
@@ -112,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _fuzz(args: argparse.Namespace) -> int:
+    # Imported here: the campaign needs `resource`, which Windows lacks.
     from attn.tools.fuzz.campaign import as_json, as_text, run_fuzz
 
     with display(Lines(sys.stderr), sys.stderr) as shown:
@@ -131,6 +134,7 @@ def _fuzz(args: argparse.Namespace) -> int:
 
 def _show_report(args: argparse.Namespace, report: Report) -> int:
     """Print a report and return the exit code."""
+    # A backend that is skipped has not failed, but a person who named it expects that it ran.
     idle = [r for r in report.backends if r.skipped]
     if not args.backends and len(idle) < len(report.backends):
         idle = []  # every backend that can run was requested, and did
@@ -176,6 +180,7 @@ def _repro_dense(name: str, text: str) -> tuple[Recipe, list[dict[str, str]]]:
     case = DenseCase.from_json(text)
     try:
         check(_loaded(name, DiffusionAttentionBackendEnum[name].candidate()), case)
+    # Any other exception of the backend is shown as it is, with its traceback.
     except AssertionError as error:
         return case, [{"text": str(error)}]
     return case, []

@@ -71,6 +71,7 @@ def read(path: Path) -> tuple[RecordedCall, dict[str, str]]:
         raise CheckpointError(f"{path}: no such file (expected a recording from ATTN_RECORD)")
     try:
         with safe_open(path, "numpy") as file:
+            # A file without metadata has None.
             about = file.metadata() or {}
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
     except SafetensorError as error:

@@ -41,9 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command. Return 1 if a backend fails, a requested one cannot run the call, or none can, else 0."""
+    # The recorded call is a `Call` like those of the suite: drivers and rules do not know where its arrays are from.
     call, about = read(Path(args.file))
     rows = replay(call, args.backend or None)
     failed = next((row.backend for row in rows if row.status == "FAILED"), None)
+    # Said beside the result: a NaN in an output is usually why a call was recorded, and may be right.
     nonfinite = wild_rows(call)
     notes = (
         [f"{nonfinite} rows are expected to be non-finite: a query, key or value that they read is non-finite"]
@@ -53,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if args.shrink:
         if failed is None:
             raise ValueError(f"--shrink {args.shrink}: nothing to shrink, no backend fails")
+        # After all backends have run: whether others pass tells a bug of the backend from one of the caller.
         small = shrink(call, failed)
         recording.write(Path(args.shrink), snapshot_of(small), {**about, "reason": "shrunk", "backend": failed})
         notes.append(f"{args.shrink}: still fails on {failed}: {sizes(small)}")
@@ -69,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if about["error"]:
         print(about["error"])
     limit = f"(limit {BUDGETS[call.case.dtype].hard:.2g})"
+    # The limit stands beside each error, so that a pasted line can be read without this table.
     errors = ["" if row.status == "not run" else f"worst row {row.error:.2g} {limit}" for row in rows]
     cells = [(row.backend, row.framework, row.status, error, row.text) for row, error in zip(rows, errors, strict=True)]
     print(folded("\n".join([*block(cells, "  "), *notes])))
@@ -80,6 +84,7 @@ def replay(call: RecordedCall, names: Sequence[str] | None = None) -> list[Repla
 
     Raises ValueError for an unknown name.
     """
+    # Plug-ins register backends, which may be the one that failed.
     plugins.load()
     rows = []
     for name in AttentionBackendEnum.names() if names is None else names:

@@ -82,6 +82,7 @@ def load_weights(directory: str | Path, config: ModelConfig) -> dict[str, np.nda
     equal `model.embed_tokens.weight`.
     """
     shapes = weight_shapes(config)
+    # Some files store the tied head again.
     tied = {} if _HEAD in shapes else {_HEAD: shapes[_EMBEDDING]}
     tensors = read_tensors(directory, shapes, optional=tied, ignored=(_IGNORED,), architecture=config.architecture)
     if config.tie_word_embeddings and not np.array_equal(tensors.pop(_HEAD, tensors[_EMBEDDING]), tensors[_EMBEDDING]):
@@ -110,12 +111,14 @@ def read_tensors(
     for path, members in _shards(root):
         for name, entry, file in _tensors(path, members):
             if name in known:
+                # Before it is read: a wrong shape may be a tensor of gigabytes.
                 if tuple(entry["shape"]) != known[name]:
                     asked = f"config.json asks for {list(known[name])}"
                     raise CheckpointError(f"{path}: {name} has shape {entry['shape']}: {asked}")
                 tensors[name] = _read(path, name, entry, file)
             elif not name.endswith(ignored):
                 unexpected.append(name)
+    # Both lists in one message, since a renamed tensor is in each.
     missing = sorted(required.keys() - tensors.keys())
     if missing or unexpected:
         both = {"missing": missing, "unexpected": unexpected}
@@ -153,6 +156,7 @@ def _shards(root: Path) -> Iterator[tuple[Path, list[str] | None]]:
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
         raise CheckpointError(f"{index}: weight_map must be an object of tensor name: file name")
     for file in sorted(set(places.values())):
+        # An index must not lead outside the directory.
         if Path(file).name != file or not (root / file).is_file():
             raise CheckpointError(f"{index}: names the file {file!r}, which is not in {root}")
         yield root / file, sorted(name for name, shard in places.items() if shard == file)
@@ -164,6 +168,7 @@ def _tensors(path: Path, members: list[str] | None) -> Iterator[tuple[str, dict[
         header, start = _header(path, file)
         if members is not None and (absent := [name for name in members if name not in header]):
             raise CheckpointError(f"{path}: the index lists {_listed(absent)}, but the file does not contain it")
+        # Of the data: a download that was cut short has a complete header.
         size = path.stat().st_size - start
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
@@ -174,8 +179,10 @@ def _tensors(path: Path, members: list[str] | None) -> Iterator[tuple[str, dict[
 
 def _header(path: Path, file: BinaryIO) -> tuple[dict[str, dict[str, Any]], int]:
     """Return the entries of the file, `{name: {dtype, shape, data_offsets}}`, and the offset of its data."""
+    # A little-endian length of the header, the header in JSON, the data: https://github.com/huggingface/safetensors.
     prefix = file.read(8)
     length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _LARGEST_HEADER + 1
+    # Before so many bytes are read: a pointer file of git-lfs begins with text, which is a huge number.
     if length > min(_LARGEST_HEADER, path.stat().st_size - 8):
         raise CheckpointError(f"{path}: cut short, or not a safetensors file (or a pointer to one)")
     try:
@@ -197,6 +204,7 @@ def _read(path: Path, name: str, entry: dict[str, Any], file: BinaryIO) -> np.nd
     if dtype is None:
         raise CheckpointError(f"{path}: {name} is stored as {entry['dtype']}: must be one of {', '.join(_DTYPES)}")
     begin, end = entry["data_offsets"]
+    # `reshape` would fail otherwise, or the tensor would take a part of the next one.
     if end - begin != math.prod(entry["shape"]) * dtype.itemsize:
         stated = f"{entry['dtype']} {entry['shape']}"
         raise CheckpointError(f"{path}: {name} takes {end - begin} bytes, which is not {stated}")

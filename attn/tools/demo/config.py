@@ -72,20 +72,24 @@ def load_config(directory: str | Path) -> ModelConfig:
     root = checkpoint_directory(directory)
     fields = Fields(read_json(root / CONFIG_FILE), str(root / CONFIG_FILE))
     name, made = _architecture(fields)
+    # Their tensors would be read as other numbers than they are.
     if fields.has("quantization_config"):
         method = fields.section("quantization_config").values.get("quant_method", "unnamed")
         allowed = "must be float32, float16 or bfloat16"
         raise CheckpointError(f"{fields.source}: quantization_config: weights are quantised by {method}: {allowed}")
     if fields.values.get("hidden_act", "silu") != "silu":
         raise fields.wrong("hidden_act", "'silu'")
+    # The architecture decides the type: a file may name another, or none.
     layers = read_layers(Fields({**fields.values, "model_type": made.model_type}, fields.source)).layers
     first, num_layers = layers[0], len(layers)
+    # `attn.reports` knows more kinds of layers (chunks, latent attention) than this decoder computes.
     if any(layer.name not in ("full", "sliding") for layer in layers):
         raise fields.wrong("layer_types", f"a list of {num_layers} of {', '.join(LAYER_TYPES)}")
     if first.head_size % 2:
         raise CheckpointError(f"{fields.source}: the head size {first.head_size} is odd: rotary positions need an even one")
     length = fields.integer("max_position_embeddings")
     theta, scaling = read_rope(fields, length)
+    # Qwen2 has a bias on queries, keys and values whatever the field says, and none on the output.
     full_bias = made.attention_bias == "field" and fields.boolean("attention_bias", False)
     beginning, end = _special_ids(root, fields, made)
     return ModelConfig(
@@ -137,6 +141,7 @@ def _special_ids(root: Path, fields: Fields, made: _Architecture) -> tuple[int |
     defaults = {"bos_token_id": made.bos_token_id, "eos_token_id": made.eos_token_id}
     sources = [Fields({**defaults, **fields.values}, fields.source)]
     if (root / GENERATION_FILE).is_file():
+        # First, as for transformers' `generate`; chat models name further ids of the end there.
         sources.insert(0, Fields(read_json(root / GENERATION_FILE), str(root / GENERATION_FILE)))
     beginning, end = (
         next((ids for source in sources if (ids := source.ids(name))), ()) for name in ("bos_token_id", "eos_token_id")

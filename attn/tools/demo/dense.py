@@ -35,7 +35,11 @@ def by_transformers(directory: Path) -> Dense:
 
     transformers.utils.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        # Another implementation than any backend here, in the precision of both runners.
+        directory,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        local_files_only=True,
     )
 
     @torch.inference_mode()
@@ -63,11 +67,13 @@ def by_reference(config: ModelConfig, weights: Mapping[str, Floats]) -> Dense:
         query, key, value = (linear(f"{name}.{proj}_proj", x).reshape(len(x), -1, config.head_size) for proj in "qkv")
         if config.qk_norm:
             query, key = norm(f"{name}.q_norm", query), norm(f"{name}.k_norm", key)
+        # A window counts the query's own key (docs/semantics.md §4); causality bounds the other side.
         pair = (None if window is None else window - 1, None)
         out, _ = reference.attention(rotate(query), rotate(key), value, causal=True, window=pair)
         return linear(f"{name}.o_proj", out.reshape(len(x), -1).astype(np.float32))
 
     def rotate(x: Floats) -> Floats:
+        # [m, 1, D / 2]: positions from 0, as there is no cache.
         angles = np.arange(len(x), dtype=np.float32)[:, None, None] * inv_freq
         cos, sin = np.cos(angles) * np.float32(scaling), np.sin(angles) * np.float32(scaling)
         first, second = np.split(x, 2, axis=-1)
@@ -83,6 +89,7 @@ def by_reference(config: ModelConfig, weights: Mapping[str, Floats]) -> Dense:
             with np.errstate(over="ignore"):  # exp(-gate) is inf where the gate is closed
                 gate = gate / (1 + np.exp(-gate))
             hidden = hidden + linear(f"{name}.mlp.down_proj", gate * linear(f"{name}.mlp.up_proj", x))
+        # The logits after each of the last `count` tokens.
         last = norm("model.norm", hidden[-count:])
         return last @ (embedding if config.tie_word_embeddings else weights["lm_head.weight"]).T
 

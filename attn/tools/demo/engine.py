@@ -58,6 +58,7 @@ def load_runner(
     """
     if absent := missing(framework):
         raise BackendLoadError(f"{' and '.join(absent)} not installed: {pip_install(framework)}")
+    # By name, so that one framework is not imported for the other's sake.
     make = resolve_obj_by_qualname(f"attn.tools.demo.{framework}_llama.LlamaRunner")
     try:
         return make(config, weights, scheduler, dtype=dtype, backend=backend)
@@ -90,7 +91,9 @@ def sampler(temperature: float, seed: int) -> Choose:
         with np.errstate(over="ignore"):
             weights = np.exp((logits.astype(np.float64) - logits.max()) / temperature)
         bounds = np.cumsum(weights / weights.sum())
+        # A generator for each token, so that a text does not depend on when, and beside which others, its request runs.
         random = np.random.default_rng((seed, request.request_id, len(request.output)))
+        # The last bound may be rounded to just below 1.
         return min(int(np.searchsorted(bounds, random.random(), side="right")), len(bounds) - 1)
 
     return draw
@@ -98,6 +101,7 @@ def sampler(temperature: float, seed: int) -> Choose:
 
 def serve(runner: ModelRunner, scheduler: Scheduler, choose: Choose = greedy) -> Iterator[list[Event]]:
     """Run until every request is finished, yielding each step's new tokens; more may be submitted in between."""
+    # One step at a time: the next batch needs this one's tokens.
     while (step := scheduler.schedule()) is not None:
         logits = runner.run(step)
         tokens = [choose(row, request) for row, request in zip(logits, step.sampled, strict=True)]
@@ -123,6 +127,7 @@ class TextStream:
     def read(self) -> str:
         """Return the text added since the last call."""
         whole = self._tokenizer.decode(self._request.tokens).removeprefix(self._prompt)
+        # U+FFFD at the end is a character of which bytes are missing; at the end of the request none will follow.
         if whole.endswith("\ufffd") and not self.finished:
             whole = whole.rstrip("\ufffd")
         new = whole[len(self.text) :]

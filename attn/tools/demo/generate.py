@@ -38,15 +38,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command. Raises ValueError, with a one-line message, for invalid input."""
+    # First of all, since a wrong temperature needs no model.
     choose = sampler(args.temperature, args.seed)
     framework = args.framework or default_framework()
     config, tokenizer = load_config(args.model), load_tokenizer(args.model)
     prompts = [tokenizer.encode(text).ids for text in args.prompts]
     if args.num_blocks is None:
+        # As many blocks as all requests need at once, so that none waits.
         longest = (min(len(prompt) + args.max_new_tokens, config.max_position_embeddings) for prompt in prompts)
         args.num_blocks = sum(-(-max(length, 1) // max(args.block_size, 1)) for length in longest)
     scheduler = scheduler_of(config, args.num_blocks, args.block_size, max_num_reqs=min(64, len(prompts)))
     requests = [scheduler.submit(prompt, args.max_new_tokens) for prompt in prompts]
+    # After the requests, so that a prompt that is too long is refused before weights are read.
     runner = load_runner(framework, config, load_weights(args.model, config), scheduler, dtype=args.dtype, backend=args.backend)
     if args.verbose and not args.json:
         print(runner.selection, file=sys.stderr)
@@ -91,6 +94,7 @@ class _Pages:
         while self._left:
             prompt, stream = self._left[0]
             sys.stdout.write(("" if self._opened else prompt) + stream.read())
+            # The prompt is printed once, before the first part of its text.
             self._opened = not stream.finished
             if self._opened:
                 break

@@ -62,6 +62,7 @@ class Llama(nnx.Module):
         for layer, kv_cache, metadata in zip(self.layers, kv_caches, attn_metadata, strict=True):
             hidden, kv_cache = layer(hidden, rotation, kv_cache, metadata)
             after.append(kv_cache)
+        # Before the head, whose product over the vocabulary is the largest of a step.
         hidden = self.norm(hidden[sample_rows])
         if self.lm_head is None:
             return jnp.matmul(hidden, self.embed_tokens[...].T, precision=Precision.HIGHEST), after
@@ -69,6 +70,7 @@ class Llama(nnx.Module):
 
     def rotation(self, positions: jax.Array) -> Rotation:
         """Return the cosine and sine of every pair's angle at `positions` [T]; each [T, 1, D / 2] float32."""
+        # At trace time: constants of the program.
         inv_freq, scaling = rope_frequencies(self.config)
         angles = positions[:, None, None].astype(jnp.float32) * inv_freq
         return jnp.cos(angles) * scaling, jnp.sin(angles) * scaling
@@ -118,6 +120,7 @@ class SelfAttention(nnx.Module):
         heads = (hidden.shape[0], -1, self.head_size)
         query, key, value = (project(hidden).reshape(heads) for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
+            # Over each head, before the rotation, as in Qwen3.
             query, key = self.q_norm(query), self.k_norm(key)
         attended, kv_cache = self.attn(rotate(query, rotation), rotate(key, rotation), value, kv_cache, attn_metadata)
         return self.o_proj(attended.reshape(hidden.shape[0], -1)), kv_cache
@@ -159,12 +162,14 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
         scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        # Rounded before it is multiplied, as transformers does: the order is visible in 16 bits.
         return scaled.astype(x.dtype) * self.weight[...]
 
 
 def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
     """Rotate the pairs of elements i and i + D / 2 of x [T, heads, D], computed in float32."""
     cos, sin = rotation
+    # Halves, not neighbours: checkpoints of Hugging Face have their weights permuted for this.
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
 
@@ -187,16 +192,22 @@ class LlamaRunner:
         attentions = model.attentions
         self.selection: Selection = attentions[0].selection
         self.kv_caches = [attention.new_kv_cache(num_blocks) for attention in attentions]
+        # Layers that differ only in their weights share one batch's metadata; a window makes another kind.
         self.kinds = [(attention.backend, attention.kv_cache_spec) for attention in attentions]
         self.builders = {key: layer.builder() for key, layer in zip(self.kinds, attentions, strict=True)}
+        # The structure is a constant of the jitted step, the weights are an argument: as constants they would be copied into
+        # the program.
         graph, self.state = nnx.split(model)
 
         def step(state: Any, kv_caches: list[jax.Array], *batch: Any) -> tuple[jax.Array, list[jax.Array]]:
             token_ids, positions, built, sample_rows = batch
+            # At trace time: the layers' positions in the list are fixed.
             metadata = [built[list(self.builders).index(key)] for key in self.kinds]
             return nnx.merge(graph, state)(token_ids, positions, kv_caches, metadata, sample_rows)
 
+        # Donated: a step writes a few rows, and would otherwise copy every cache.
         self.step = ServingStep(jax.jit(step, donate_argnames="kv_caches"))
+        # Compiled from the arguments' shapes: nothing runs, and no cache is donated yet.
         self.step.warmup((self.state, self.kv_caches, *self.inputs(empty)) for empty in self.buckets.empty_steps())
 
     def inputs(self, padded: Step) -> tuple[Any, ...]:
@@ -206,5 +217,7 @@ class LlamaRunner:
 
     def run(self, step: Step) -> npt.NDArray[np.float32]:
         """Return the logits [S, vocab_size] of the rows that `step` samples, on the host."""
+        # The caches that went in are donated and must not be used again.
         logits, self.kv_caches = self.step(self.state, self.kv_caches, *self.inputs(self.buckets.pad(step)))
+        # Waits for the device. Rows beyond are padding.
         return np.asarray(logits[: len(step.sampled)], np.float32)

@@ -82,5 +82,6 @@ _LONGER = {
     ),
 }
 
+# Prompts of one beginning share whole blocks of the cache, which the demo counts.
 _ALL = (*_SHORT, *(beginning + end for beginning, ends in _LONGER.items() for end in ends))
 PROMPTS = tuple(_ALL[7 * i % len(_ALL)] for i in range(len(_ALL)))  #: short and long ones mixed

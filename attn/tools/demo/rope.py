@@ -47,6 +47,7 @@ def read_rope(fields: Fields, length: int) -> tuple[float, RopeScaling | None]:
     name = next((name for name in ("rope_scaling", "rope_parameters") if fields.values.get(name)), None)
     rope = fields.section(name) if name else Fields({}, fields.source)
     theta = rope.number("rope_theta", default=fields.number("rope_theta", default=10000.0))
+    # Frequencies would not fall with the pair's index, and the logarithm below needs a base above 1.
     if theta <= 1:
         raise CheckpointError(f"{rope.source}: rope_theta = {theta}: must be greater than 1")
     if name and any(rope_type in rope.values for rope_type in LAYER_TYPES):
@@ -54,6 +55,7 @@ def read_rope(fields: Fields, length: int) -> tuple[float, RopeScaling | None]:
     for where in (fields, rope):
         if where.number("partial_rotary_factor", default=1.0) != 1:
             raise where.wrong("partial_rotary_factor", "1, as whole heads are rotated")
+    # Older files say `type`.
     key = "rope_type" if "rope_type" in rope.values else "type"
     rope_type = rope.values.get(key, "default")
     if rope_type not in _ROPE_TYPES:
@@ -62,6 +64,7 @@ def read_rope(fields: Fields, length: int) -> tuple[float, RopeScaling | None]:
 
 
 def _scaling(rope_type: str, rope: Fields, fields: Fields, length: int) -> RopeScaling:
+    # Some files state it beside the rope's object.
     outside = "original_max_position_embeddings"
     holder = fields if fields.has(outside) else rope
     original = holder.integer(outside) if holder.has(outside) else length
@@ -72,6 +75,7 @@ def _scaling(rope_type: str, rope: Fields, fields: Fields, length: int) -> RopeS
         if not low < high:
             raise rope.wrong("low_freq_factor", f"less than high_freq_factor = {high}")
         return RopeScaling(rope_type, rope.number("factor"), original, low, high)
+    # As in transformers: an explicit null stands for the ratio of the lengths, a missing factor is an error.
     by_lengths = length / original if "factor" in rope.values else None  # the meaning of a null factor
     return RopeScaling(
         rope_type,
@@ -89,6 +93,7 @@ def _scaling(rope_type: str, rope: Fields, fields: Fields, length: int) -> RopeS
 def rope_frequencies(config: "ModelConfig") -> tuple[np.ndarray, float]:
     """Return `(inv_freq, attention_scaling)`: float32 [D/2], radians per position; and a factor on cos and sin."""
     size = config.head_size
+    # theta ** (-2 i / D) for pair i.
     plain = config.rope_theta ** (-np.arange(0, size, 2, dtype=np.float64) / size)
     scaling = config.rope_scaling
     if scaling is None:
@@ -108,6 +113,7 @@ def _blend(plain: np.ndarray, factor: float, kept: np.ndarray) -> np.ndarray:
 def _llama3_share(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
     """Return how much of each frequency is kept [D/2]: a ramp in the number of turns within the trained length."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    # Fast pairs (more turns than `high`) keep their frequency, slow ones (fewer than `low`) are interpolated.
     turns: np.ndarray = scaling.original_max_position_embeddings * plain / (2 * math.pi)
     return np.clip((turns - low) / (high - low), 0, 1)
 
@@ -119,11 +125,13 @@ def _yarn_share(config: "ModelConfig", scaling: RopeScaling) -> np.ndarray:
     def pair(turns: float) -> float:
         """Return the (fractional) index of the pair that completes `turns` turns within the trained length."""
         trained = scaling.original_max_position_embeddings
+        # Solves trained * theta ** (-2 i / D) = 2 pi * turns for i (YaRN, arXiv:2309.00071).
         return size * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
 
     first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
+    # size - 1, not size / 2 - 1, as in transformers: the ramp may end beyond the last pair.
     first, last = max(first, 0), min(last, size - 1)
     width = last - first or 0.001  # a width of 0 would divide by zero
     return 1 - np.clip((np.arange(size // 2) - first) / width, 0, 1)
@@ -133,6 +141,7 @@ def _yarn_attention_scaling(scaling: RopeScaling) -> float:
     """Return the factor on cos and sin, which sharpens attention over the longer context."""
 
     def growth(weight: float) -> float:
+        # The paper's fit of a temperature: sqrt(1 / t) = 0.1 ln(s) + 1, on queries and keys alike.
         return 0.1 * weight * math.log(scaling.factor) + 1 if scaling.factor > 1 else 1.0
 
     if scaling.attention_factor is not None:

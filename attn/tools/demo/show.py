@@ -105,7 +105,9 @@ def run(args: argparse.Namespace) -> int:
     frameworks, texts = _frameworks(args.frameworks), _prompts(args.prompts, args.num_requests)
     config, tokenizer = load_config(args.model), load_tokenizer(args.model)
     prompts = [tokenizer.encode(text).ids for text in texts]
+    # A block size of 0 is refused below, by the scheduler, and not by a division here.
     needs = [-(-(len(prompt) + args.max_new_tokens) // max(args.block_size, 1)) for prompt in prompts]
+    # A seventh of what all need, so that requests wait and are preempted, but never less than one request needs alone.
     num_blocks = max(*needs, sum(needs) // 7) if args.num_blocks is None else args.num_blocks
     weights = load_weights(args.model, config)
     if not missing("torch"):  # such a small model runs faster on one thread than on several that synchronise
@@ -118,8 +120,12 @@ def run(args: argparse.Namespace) -> int:
         served = []
         for framework in frameworks:
             schedulers = [
-                scheduler_of(config, num_blocks, args.block_size, token_budget=128, max_num_reqs=16) for _ in range(2)
+                # Two: the second serves the warm-up, so that the first one's counts and cached prefixes are those of the timed
+                # run.
+                scheduler_of(config, num_blocks, args.block_size, token_budget=128, max_num_reqs=16)
+                for _ in range(2)
             ]
+            # Before the runner: a prompt that cannot be served is refused before a model is loaded.
             requests = [schedulers[0].submit(prompt, args.max_new_tokens) for prompt in prompts]
             began = time.perf_counter()
             runner = load_runner(framework, config, weights, schedulers[0])
@@ -135,6 +141,7 @@ def run(args: argparse.Namespace) -> int:
             divergences += _judged(forward, i, served)
             shown.step(i + 1, "texts compared")
         dense_seconds = time.perf_counter() - began
+    # A request that differs under both frameworks is one.
     agreeing = len(prompts) - len({divergence.request for divergence in divergences})
     if args.json:
         figures = {
@@ -157,6 +164,7 @@ def run(args: argparse.Namespace) -> int:
 def _frameworks(asked: str | None) -> list[str]:
     if asked is not None:
         names = [name.strip() for name in asked.split(",")]
+        # Twice the same framework would be counted as two that agree.
         if not set(names) <= FRAMEWORKS.keys() or len(set(names)) != len(names):
             raise AttnError(f"frameworks={asked!r}: must be some of {', '.join(FRAMEWORKS)}, each once")
         return names
@@ -179,6 +187,7 @@ def _prompts(path: Path | None, count: int | None) -> list[str]:
 
 def _warm_up(runner: ModelRunner, scheduler: Scheduler, prompt: Sequence[int]) -> None:
     """Run a prompt and a decode step and discard the results, so that compilation is not timed."""
+    # Two tokens of prompt, even if the shortest prompt has one, then a decode: the two shapes of a step.
     scheduler.submit([*prompt, *prompt][:2], 2)
     for _ in serve(runner, scheduler):
         pass
@@ -196,6 +205,7 @@ def _served(
 
     def texts() -> list[str]:
         running = [request.request_id for request in scheduler.running[:_TEXTS]]
+        # Only the texts that are shown are decoded, and only when they are drawn (`texts` is called by the display).
         for i in running:
             streams[i].read()
         return [f"{i:>4}: {_one_line(streams[i].text)}" for i in running]
@@ -210,6 +220,7 @@ def _served(
             stats.generated_tokens,
             f"{stats.generated_tokens / seconds:6.0f} tokens/s {len(scheduler.running):>3} running "
             f"{len(scheduler.waiting):>3} waiting {stats.preemptions:>3} preempted",
+            # A finished request may have ended before its limit: the total shrinks as such requests end.
             sum(len(r.output) if r.finish_reason else r.max_new_tokens for r in requests),
             texts,
         )
@@ -228,9 +239,12 @@ def _judged(forward: Dense, index: int, served: Sequence[Served]) -> list[Diverg
     for one in served:
         request = one.requests[index]
         output = tuple(request.output)
+        # Frameworks usually agree: the dense pass, which takes longest, is then made once for both.
         if output not in verdicts:
+            # The last token was chosen from the logits after the one before it; nothing follows from its own.
             logits = forward(request.tokens[:-1], len(output))
             best = logits.argmax(-1)
+            # The first difference only: after it the texts have other contexts.
             wrong = np.flatnonzero(best != output)
             verdicts[output] = None
             if wrong.size:

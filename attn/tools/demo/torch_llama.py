@@ -56,6 +56,7 @@ class Llama(nn.Module):
         rotation = self.rotation(positions)
         for layer, kv_cache, metadata in zip(self.layers, kv_caches, attn_metadata, strict=True):
             hidden = layer(hidden, rotation, kv_cache, metadata)
+        # Before the head, whose product over the vocabulary is the largest of a step.
         hidden = self.norm(hidden[sample_rows])
         return F.linear(hidden, (self.embed_tokens if self.config.tie_word_embeddings else self.lm_head).weight)
 
@@ -124,6 +125,7 @@ class MLP(nn.Module):
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Rotate the pairs of elements i and i + D / 2 of x [T, heads, D], computed in float32."""
     cos, sin = rotation
+    # Halves, not neighbours: checkpoints of Hugging Face have their weights permuted for this.
     first, second = x.float().chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
@@ -147,26 +149,31 @@ class LlamaRunner:
     ) -> None:
         num_blocks, block_size = scheduler.pool.num_blocks, scheduler.block_size
         name = platform().name
+        # ROCm's torch calls its devices cuda.
         self.device = torch.device("cuda" if name == "rocm" else name)
         element: torch.dtype = getattr(torch, dtype)
         with torch.device("meta"):  # the weights come from the checkpoint: skip initialisation
             self.model = Llama(config, dtype=element, block_size=block_size, backend=backend)
         tensors = {name.removeprefix("model."): torch.from_numpy(array).to(element) for name, array in weights.items()}
+        # `assign`: a parameter on the meta device has no memory to copy into.
         self.model.load_state_dict(tensors, assign=True)
         self.model.requires_grad_(False).to(self.device)
         attentions = self.model.attentions
         self.selection: Selection = attentions[0].selection
         self.kv_caches = [attention.new_kv_cache(num_blocks, self.device) for attention in attentions]
+        # Layers that differ only in their weights share one batch's metadata; a window makes another kind.
         self.kinds = [(attention.backend, attention.kv_cache_spec) for attention in attentions]
         self.builders = {key: layer.builder(self.device) for key, layer in zip(self.kinds, attentions, strict=True)}
 
     @torch.inference_mode()
     def run(self, step: Step) -> npt.NDArray[np.float32]:
         """Return the logits [S, vocab_size] of the rows that `step` samples, on the host."""
+        # Once a step, for all layers of a kind.
         built = {key: builder.build(0, step.attn_metadata) for key, builder in self.builders.items()}
         token_ids, positions, sample_rows = (
             torch.from_numpy(array).to(self.device) for array in (step.token_ids, step.positions, step.sample_rows)
         )
         metadata = [built[key] for key in self.kinds]
         logits = self.model(token_ids, positions, self.kv_caches, metadata, sample_rows)
+        # NumPy has no bfloat16; `cpu` waits for the device.
         return logits.float().cpu().numpy()

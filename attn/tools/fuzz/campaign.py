@@ -139,6 +139,7 @@ def campaign(
     spent = [0.0]
     one_shape = isinstance(subject, Subject) and compiles(subject)  # each of the other calls is compiled separately
     count = _COMPILED if one_shape else 3
+    # Shared by the examiners: a program's cases follow from its number, whoever runs it.
     numbers = iter(range(sys.maxsize if most is None else most))
 
     def work(examine: Examine) -> None:
@@ -154,6 +155,7 @@ def campaign(
                 number = next(numbers, None)
             if number is None or len(report.finds) >= max_finds:
                 return
+            # All cases of a program by one examiner, whose process has compiled it.
             for case in family.program(subject, seed, number, count, one_shape):
                 if time.monotonic() >= until:
                     return
@@ -161,22 +163,27 @@ def campaign(
                     outcome = _within(examine, case, until)
                 except Ended as error:
                     with lock:
+                        # Not a find: a person or the out-of-memory killer has ended the process, not the case.
                         report.errors.append(f"{error}, while running {case.repro(report.backend)}")
                     continue
+                # The campaign's time has run out within the case, which says nothing about it.
                 if outcome is None:
                     return
                 with lock:
                     report.cases += 1
                     report.seconds = time.monotonic() - begin
                 if outcome.failed:
+                    # Otherwise a backend that fails often would be minimised all the time, and few of its cases would run.
                     may_minimise = spent[0] < _SHRINKING * (until - begin)
                     started = time.monotonic()
                     _add(subject, family, examine, case, outcome, report, lock, until if may_minimise else 0.0)
+                    # The others run on meanwhile: only a share of the campaign's time is spent.
                     spent[0] += (time.monotonic() - started) / len(examiners)
                 notify(report)
             with lock:
                 report.programs += 1
 
+    # Daemons, so that an interrupt of the main thread ends the program although an examiner waits for its process.
     threads = [threading.Thread(target=work, args=(examine,), daemon=True) for examine in examiners]
     for thread in threads:
         thread.start()
@@ -198,6 +205,7 @@ def _within(examine: Examine, case: Recipe, until: float) -> CaseOutcome | None:
     try:
         return examine(case, min(_CASE_LIMIT, left))
     except Lost as error:
+        # If the limit was what was left of the campaign, the case may only have been slow.
         return CaseOutcome("lost", str(error)) if time.monotonic() < until else None
 
 
@@ -208,6 +216,7 @@ def _add(
 
     def result_of(one: Any) -> CaseOutcome | None:
         try:
+            # Without time to minimise, the case's own outcome stands for it.
             return _within(examine, one, until) if until else outcome
         except Ended as error:
             with lock:
@@ -218,11 +227,15 @@ def _add(
         if time.monotonic() > until or not subject.serves(simpler):
             return False
         result = result_of(simpler)
+        # The same kind: minimising must not wander off to another failure.
         return result is not None and result.failure == outcome.failure
 
     with lock:
+        # A copy, since `fails` below runs cases, for which the lock must be free.
         known = [find for find in report.finds if find.kind == outcome.failure]
     for find in known:
+        # It has all that the known failure needs, and passes, or fails otherwise, once these are plain: the same failure. If it
+        # still fails without them, it is another one.
         if _alike(find.needs) <= _alike(features_of(case, family.plain)) and not (
             find.needs and fails(case.replace(**{name: family.plain[name] for name in find.needs}))
         ):
@@ -233,6 +246,7 @@ def _add(
     text = final.text if final is not None and final.failed else outcome.text
     needs = features_of(smallest, family.plain)
     with lock:
+        # Another examiner may have added it while this one minimised.
         for find in report.finds:
             if (find.kind, _alike(find.needs)) == (outcome.failure, _alike(needs)):
                 find.times += 1
@@ -283,6 +297,7 @@ def examined_by(check: Callable[[Any], Any], case: Recipe) -> CaseOutcome:
     try:
         check(case)
     except AssertionError as error:
+        # The kind of a failure must not depend on the case's name or on its numbers, or each case would be a find of its own.
         text = str(error).strip().partition("\n")[0].removeprefix(f"{case}: ")
         words = re.match(r"[\d ]*([a-z ]*)", text)  # the message without its numbers
         return CaseOutcome((words[1].strip() if words else "") or "an assertion", text[:300], _memory())
@@ -294,6 +309,7 @@ def examined_by(check: Callable[[Any], Any], case: Recipe) -> CaseOutcome:
 def examined(case: Case, run: Callable[[Case], Sequence[Any]]) -> CaseOutcome:
     """Return the outcome of a case; `run` returns its violations. A case that cannot be drawn is a bug of the fuzzer."""
     try:
+        # First, so that its errors are not taken for the backend's.
         draw(case)
     except ValueError as error:
         return CaseOutcome("not drawn", str(error))
@@ -302,16 +318,19 @@ def examined(case: Case, run: Callable[[Case], Sequence[Any]]) -> CaseOutcome:
     except Exception as error:
         return CaseOutcome(f"{type(error).__name__} in {_location(error)}", str(error).partition("\n")[0][:300], _memory())
     finally:
+        # Cases do not come twice, and their arrays would fill the memory that `_GROWTH` limits.
         draw.cache_clear()
     if not violations:
         return CaseOutcome(memory=_memory())
     first = violations[0]
+    # Rule R (a mistake, a refusal) says in its text what was accepted; of the numeric rules only the letter is the kind.
     step = first.what.partition(" (")[0] if first.rule == "R" else ""
     return CaseOutcome(f"rule {first.rule} {step}".strip(), str(first).partition("\n")[0], _memory())
 
 
 def _memory() -> int:
     """Return the peak memory of this process in MiB."""
+    # KiB on Linux, bytes on macOS.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10)
 
 
@@ -334,7 +353,9 @@ class _Examiner:
 
     def __call__(self, case: Recipe, limit: float) -> CaseOutcome:
         outcome: CaseOutcome = self.worker((self.registry, self.path, case.json()), limit)
+        # What the process has after its first case: the framework, and what it compiled.
         self.least = self.least or outcome.memory
+        # After an illegal access every later call of this process would fail.
         broken = any(words in outcome.text for words in _STICKY)
         if broken or (self.least and outcome.memory > self.least + _GROWTH):
             self.worker.close()
@@ -373,14 +394,17 @@ def run_fuzz(
         if subject is None:
             reports.append(FuzzReport(name, seed, skipped=why))
         else:
+            # Under the name that was asked for, which is part of the seed: a pair or an override has its class's name.
             chosen.append((dataclasses.replace(subject, name=name), path))
     for i, (subject, path) in enumerate(chosen):
         begin = time.monotonic()
+        # An equal share of what is left: a backend that ends early leaves its time to the next ones.
         until = begin + (end - begin) / (len(chosen) - i)
         notify = functools.partial(_show, shown, begin)
         shown.begin(subject.name, max(1, math.ceil(until - begin)))
         examiners = [_Examiner(registry, path) for _ in range(jobs)]
         try:
+            # Processes are started by the first case that each runs, within the context.
             with shared_cores(jobs):
                 reports.append(campaign(subject, examiners, seed, until, FuzzReport(subject.name, seed), most, notify))
         finally:

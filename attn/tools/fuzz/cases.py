@@ -16,6 +16,8 @@ from attn.testing.case import Case
 from attn.testing.subject import SPARSE, Subject, base_case
 from attn.testing.wrong import wrongs_for
 
+# 64 and 128 are what models have; most others are no multiples of a tile or no powers of two. A size that is listed twice is
+# drawn twice as often.
 HEAD_SIZES = (64, 64, 128, 32, 80, 16, 8, 96, 24, 48, 72, 112, 192, 256, 40, 20, 33, 7, 5, 4, 3, 100, 160)
 _BLOCK_SIZES = (16, 16, 1, 2, 3, 5, 7, 8, 16, 24, 32, 48, 64, 128, 256)
 HEADS = (
@@ -27,6 +29,7 @@ _LATENT_DIMS = (
     *((32, 24, 16, 40), (512, 128, 64, 128), (64, 32, 32, 32), (128, 64, 64, 32), (40, 8, 8, 24), (17, 5, 3, 7)),
     (96, 1, 2, 7),
 )
+# Up to the largest int32, to which a kernel must not add a position.
 _WINDOWS = (1, 2, 7, 16, 17, 100, 10**6, 2**31 - 1)
 _PAIRS = ((0, None), (3, 0), (0, 0), (5, None), (None, 0), (20, None), (10**6, None), (10**6, 0), (15, 0))
 _TWO_SIDED = ((20, 2), (0, 3), (None, 2), (7, 7), (10**6, 10**6), (None, 10**6), (4, 1))
@@ -55,7 +58,9 @@ def program(subject: Subject, seed: int, number: int, cases: int, one_shape: boo
 
     `one_shape`: pad the batches to the same extents, for backends that compile for them.
     """
+    # A string's hash differs between processes, but `Random` seeds itself by its SHA-512.
     rng = random.Random(f"{seed}/{subject.name}/{number}")
+    # Rejected frames are drawn again: a record with few combinations serves few of them.
     for _ in range(200):
         frame = _frame(subject, rng)
         if subject.serves(frame):
@@ -65,6 +70,7 @@ def program(subject: Subject, seed: int, number: int, cases: int, one_shape: boo
     shape = _shape(rng, frame) if one_shape else None
     drawn = [_variant(subject, rng, frame, shape) for _ in range(cases)]
     if rng.random() < 0.25:
+        # One program in four also has a mistake of a user, on a layer like its own.
         drawn.append(_mistaken(frame, rng.choice(wrongs_for(frame, subject.capabilities.framework))))
     served = [case for case in drawn if subject.serves(case)]
     return [case.replace(name=f"fuzz {seed}/{number}.{i}") for i, case in enumerate(served)]
@@ -73,6 +79,7 @@ def program(subject: Subject, seed: int, number: int, cases: int, one_shape: boo
 def _mistaken(frame: Case, mistake: str) -> Case:
     """Return a plain batch with one mistake, for a layer like the frame's."""
     q, m = (1, 4, 2), (20, 4, 2)
+    # Mistakes are refused by the layer, and some need tokens that are written.
     plain = {"through": "layer", "new": "written", "kv_sharing": False, "tree": 0, "inputs": "randn"}
     return frame.replace(query_lens=q, seq_lens=q if frame.is_encoder else m, check=f"wrong={mistake}", **plain)
 
@@ -97,6 +104,7 @@ def _frame(subject: Subject, rng: random.Random) -> Case:
     dtype = rng.choice(c.dtypes)
     heads = rng.choice(HEADS)
     head_sizes = [s for s in sizes(HEAD_SIZES, c.head_sizes) if s >= SMALLEST_16_BIT or dtype in ("float32", "float64")]
+    # The layer's constructor has no argument for a block-sparse pattern.
     through = "impl" if subject.has(Feature.BLOCK_SPARSE) else rng.choice(("impl", "layer", "layer"))
     case = base_case(
         subject,
@@ -116,6 +124,7 @@ def _frame(subject: Subject, rng: random.Random) -> Case:
     if subject.is_latent:
         case = _latent_frame(subject, rng, case)
     else:
+        # The base case's size serves if the record has none of the list.
         case = case.replace(head_size=rng.choice(head_sizes or [case.head_size]))
     windows = [*if_served(Feature.SLIDING_WINDOW, *_WINDOWS, *_PAIRS), *if_served(Feature.TWO_SIDED_WINDOW, *_TWO_SIDED)]
     case = case.replace(
@@ -127,6 +136,7 @@ def _frame(subject: Subject, rng: random.Random) -> Case:
         kv_sharing=is_decoder and _chance(rng, 0.1, if_served(Feature.KV_SHARING, True), False),
         sparse=rng.choice(SPARSE) if subject.has(Feature.BLOCK_SPARSE) else (),
     )
+    # A tree replaces causality: a tree in a layer that is not causal has no meaning.
     if is_decoder and case.causal:
         case = case.replace(tree=_chance(rng, 0.15, if_served(Feature.TREE_MASK, 6, 1, 3, 9, -1), 0))
     if is_decoder:
@@ -136,6 +146,7 @@ def _frame(subject: Subject, rng: random.Random) -> Case:
             spans=_chance(rng, 0.15, if_served(Feature.SPANS, 1, 4, 30, -1), 0),
             prefix=_chance(rng, 0.15, if_served(Feature.SPANS, 1, 8, 100, -1), 0),
             chunk_size=_chance(rng, 0.1, if_served(Feature.CHUNK_SIZE, 1, 7, 16, 100, 1000), 0),
+            # Without spans it has no effect.
             span_window=rng.random() < 0.5,
         )
     return case.replace(**_scales(subject, rng, case))
@@ -145,9 +156,11 @@ def _latent_frame(subject: Subject, rng: random.Random, case: Case) -> Case:
     """Set the sizes of an MLA program."""
     halves = case.dtype not in ("float32", "float64")
     dims = rng.choice(_LATENT_DIMS_16_BIT if halves else _LATENT_DIMS)
+    # Kernels of a vendor are built for one or two sizes of a latent; the sizes of heads are the model's.
     if subject.latent_dims is not None:
         rank, rope = rng.choice(subject.latent_dims)
         dims = (rank, 128, rope, 128)
+    # Its rows have 512 + 64 elements, whatever the model.
     if case.kv_cache_dtype == "fp8_ds_mla":
         dims = (512, rng.choice((128, 64, 40)), 64, rng.choice((128, 72) if halves else (128, 48, 8)))
     topk = 0 if subject.has(Feature.MLA) else rng.choice((4, 24, 64))
@@ -156,12 +169,15 @@ def _latent_frame(subject: Subject, rng: random.Random, case: Case) -> Case:
 
 def _scales(subject: Subject, rng: random.Random, case: Case) -> dict[str, Any]:
     """Return scales of keys and values, each a number or one per kv head; an unquantised cache ignores them."""
+    # Scales are computed by the writer there, and an encoder has no cache.
     if case.kv_cache_dtype in SELF_SCALED or case.is_encoder or rng.random() < 0.3:
         return {}
+    # One case in five passes scales to an unquantised cache, which must ignore them.
     if case.kv_cache_dtype not in SCALED and rng.random() < 0.8:
         return {}
 
     def scale() -> Any:
+        # Log-uniform from 0.003 to 0.5: with values of about 1, codes from a few units up to saturation.
         values = tuple(round(10 ** rng.uniform(-2.5, -0.3), 5) for _ in range(case.num_kv_heads))
         per_head = subject.has(Feature.PER_HEAD_SCALES) and not case.mla and rng.random() < 0.5
         return values if per_head else values[0]
@@ -200,12 +216,15 @@ def _variant(subject: Subject, rng: random.Random, frame: Case, shape: ProgramEx
     case = case.replace(inputs=rng.choice(kinds))
     if case.inputs == "nonfinite":  # an infinity times an underflowed weight would be NaN
         case = case.replace(scale=None)
+    # A layer that shares a cache writes nothing anyway.
     if frame.attn_type == AttentionType.DECODER and not frame.kv_sharing and rng.random() < 0.15:
         case = case.replace(new=rng.choice(("cached", "shared")))
     page = frame.block_size
     if frame.attn_type == AttentionType.DECODER and case.new == "written" and page <= 64 and rng.random() < 0.1:
+        # Whole pages: only these are shared.
         case = case.replace(shared_prefix=page * rng.choice((1, 2)))
     if shape is not None:
+        # Rows, pages and bounds of the shape, so that the batch has the extents of the compiled program.
         case = case.replace(num_blocks=_BLOCKS, padding=max(0, shape.rows - sum(q)), loose=shape.loose)
     return case.replace(check=_check(subject, rng, case, 0.15 if shape is None else 0.03))
 
@@ -234,6 +253,7 @@ def _check(subject: Subject, rng: random.Random, case: Case, steps: float) -> st
 def _shape(rng: random.Random, frame: Case) -> ProgramExtents:
     rows = rng.choice((8, 16, 32, 64, 128))
     query = rng.choice((1, rng.randrange(1, rows + 1), rows))
+    # At most three pages of context: with pages of one token, 130 of the `_BLOCKS` for the longest request.
     keys = query if frame.is_encoder else query + rng.randrange(min(3 * frame.block_size, 200))
     return ProgramExtents(rng.choice((1, 2, 4, 8)), rows, query, keys, rng.choice((0, 0, 1, 100)))
 
@@ -241,6 +261,7 @@ def _shape(rng: random.Random, frame: Case) -> ProgramExtents:
 def _lens_of(rng: random.Random, frame: Case, shape: ProgramExtents) -> Lens:
     """Return random lengths within a shape's extents; one request has the longest query and sequence."""
     q, m = [shape.longest_query], [shape.longest]
+    # More than half of the extent, so that the builder pads to it and not to less.
     count = rng.randrange(shape.requests // 2 + 1, shape.requests + 1)
     pages = -(-shape.longest // frame.block_size)
     while len(q) < count:
@@ -249,10 +270,12 @@ def _lens_of(rng: random.Random, frame: Case, shape: ProgramExtents) -> Lens:
         if frame.is_encoder or (frame.tree > 0 and keys < rows):
             keys = rows
         pages += -(-keys // frame.block_size)
+        # A request that no page is left for is empty.
         if pages > _BLOCKS - 2:
             keys, rows = 0, 0
         q.append(rows)
         m.append(keys)
+    # The longest request is drawn first, and need not be the first of the batch.
     order = rng.sample(range(count), count)
     return tuple(q[r] for r in order), tuple(m[r] for r in order)
 
@@ -271,12 +294,14 @@ def _lens(rng: random.Random, frame: Case) -> Lens:
     m: list[int] = []
     for _ in range(count):
         request = rng.choice(kinds)
+        # Around multiples of a page, where off-by-one errors of tables show.
         context = rng.choice(
             (0, 1, page - 1, page, page + 1, 2 * page, 2 * page + 3, rng.randrange(3 * page + 8), rng.randrange(40))
         )
         rows = rng.choice((1, 2, 3, 5, page, page + 1, 16, 17, 18, 33, rng.randrange(1, 60)))
         rows = {"decode": 1, "draft": rng.randrange(1, 10), "empty": 0}.get(request, rows)
         keys = {"prompt": rows, "dummy": 0, "short": rng.randrange(rows + 1)}.get(request, rows + context)
+        # The oracle computes every score in NumPy: this bounds a case's time.
         if sum(q) + rows > _MOST_ROWS or sum(m) + keys > _MOST_KEYS:
             continue
         q.append(rows)

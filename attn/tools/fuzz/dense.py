@@ -58,6 +58,7 @@ def program(subject: DenseSubject, seed: int, number: int, cases: int, one_shape
 
 def _frame(subject: DenseSubject, rng: random.Random) -> DenseCase:
     c = subject.backend.capabilities
+    # Only dtypes that have a limit of their error.
     dtype = rng.choice([name for name in c.dtypes if name in BUDGETS])
     sizes = [n for n in HEAD_SIZES if supports_size(n, c.head_sizes) and (n >= SMALLEST_16_BIT or dtype not in _HALVES)]
     heads, kv_heads = rng.choice(HEADS)
@@ -66,6 +67,7 @@ def _frame(subject: DenseSubject, rng: random.Random) -> DenseCase:
     case = case.replace(scale=rng.choice((None, None, None, 0.31, 0.05, -0.2)))
     if rng.random() < 0.3:
         case = case.replace(joint=rng.choice(_JOINT), rear=rng.random() < 0.5)
+    # Not both: a mask of rows and keys has no rows for a joint stream.
     elif Feature.MASK in c.features and rng.random() < 0.3:
         case = case.replace(mask=True)
     return _lengths(rng, case)
@@ -76,6 +78,7 @@ def _lengths(rng: random.Random, case: DenseCase) -> DenseCase:
         return rng.choice((*_LENGTHS, rng.randrange(1, 260)))
 
     rows = length()
+    # Many backends serve causality for as many rows as keys only: other lengths must be refused, but not in most cases.
     keys = rows if rng.random() < (0.8 if case.causal else 0.4) else length()
     return case.replace(rows=rows, keys=keys)
 
@@ -83,6 +86,7 @@ def _lengths(rng: random.Random, case: DenseCase) -> DenseCase:
 def _numbers(subject: DenseSubject, rng: random.Random, case: DenseCase) -> DenseCase:
     """Change fields that a compiled program does not depend on."""
     keys_hidden = rng.choice(("", "", "lens", "holes"))
+    # One mask at a time, and causality with hidden keys seldom: few backends serve both.
     if keys_hidden == "lens" and not case.mask and not (case.causal and rng.random() < 0.9):
         case = case.replace(lens=tuple(rng.choice((0, 1, case.keys, rng.randrange(case.keys + 1))) for _ in range(case.batch)))
     elif keys_hidden == "holes" and not case.mask and not (case.causal and rng.random() < 0.9):
@@ -100,12 +104,14 @@ def simpler(case: DenseCase) -> Iterator[DenseCase]:
 
     def sized(**changes: Any) -> DenseCase:
         made = case.replace(**changes)
+        # Lengths within the fewer keys, of the entries that are left.
         return made.replace(lens=tuple(min(n, made.keys) for n in made.lens[: made.batch]))
 
     if case.batch > 1:
         yield sized(batch=1)
     for fewer_rows, fewer_keys in ((case.rows // 2, case.keys // 2), (case.rows - 1, case.keys - 1)):
         for rows, keys in ((fewer_rows, fewer_keys), (fewer_rows, case.keys), (case.rows, fewer_keys)):
+            # A call without rows or keys is another failure.
             if rows and keys:
                 yield sized(rows=rows, keys=keys)
     if case.num_heads != case.num_kv_heads:

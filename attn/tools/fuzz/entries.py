@@ -67,6 +67,7 @@ class Compared(NamedTuple):
         """
         try:
             want = self.theirs()
+        # The framework's own function is run first: it says whether the call has a meaning.
         except self.refusals as error:
             try:
                 got = self.entry()
@@ -76,6 +77,7 @@ class Compared(NamedTuple):
         try:
             got = self.entry()
         except self.errors as error:
+            # An entry may refuse more than the framework does, unless its documentation promises to serve it.
             assert not self.documented, f"{case}: refused but documented: {error}"
             return "declined"
         self.same(got, want)
@@ -85,6 +87,7 @@ class Compared(NamedTuple):
 def is_documented(case: CallCase) -> bool:
     """Whether the documentation of `attn.torch.scaled_dot_product_attention` names such shapes."""
     q, k, v = case.query, case.key, case.value
+    # With grouped heads the third dimension is checked on its own, and does not broadcast.
     outer = -3 if case.gqa else -2
     if not 3 <= len(q) == len(k) == len(v) or q[-1] != k[-1] or k[-2] != v[-2]:
         return False
@@ -92,6 +95,7 @@ def is_documented(case: CallCase) -> bool:
         return False
     try:
         np.broadcast_shapes(q[:outer], k[:outer], v[:outer])
+        # A mask may broadcast to the scores, but must not enlarge them.
         scores = (*np.broadcast_shapes(q[:outer], k[:outer]), *q[outer:-1], k[-2])
         return not case.extra or (len(case.more) > 1 and np.broadcast_shapes(case.more, scores) == scores)
     except ValueError:
@@ -102,6 +106,7 @@ def _changed(rng: random.Random, shapes: dict[str, list[int]], times: int, sizes
     """Change the shapes of a call: a size, a dimension more or less, two dimensions swapped."""
     for _ in range(times):
         shape = shapes[rng.choice(list(shapes))]
+        # A shape may have lost all of its dimensions.
         at, change = rng.randrange(len(shape) or 1), rng.choice(["size", "size", "size", "drop", "add", *["swap"] * swaps])
         if change == "size" and shape:
             shape[at] = rng.choice(sizes)
@@ -114,6 +119,7 @@ def _changed(rng: random.Random, shapes: dict[str, list[int]], times: int, sizes
 
 
 def _torch_call(rng: random.Random) -> CallCase:
+    # A valid call [B, H, S, D], of which a few sizes are then changed: most random shapes would be refused at once.
     shapes = {name: [2, 4, 8, 16] for name in ("query", "key", "value")} | {"more": [2, 4, 8, 8]}
     if rng.random() < 0.3:
         shapes = {name: [3, *shape] for name, shape in shapes.items()}
@@ -121,6 +127,7 @@ def _torch_call(rng: random.Random) -> CallCase:
     masking = rng.choice(["none", "none", "causal", "bool", "float"])
     extra = masking if masking in ("bool", "float") else ""
     scale = rng.choice([None, None, None, 0.3, -0.3])
+    # torch refuses a mask beside is_causal, so they are drawn as alternatives.
     return _call(shapes, extra, causal=masking == "causal", gqa=rng.random() < 0.5, scale=scale)
 
 
@@ -183,6 +190,7 @@ def _layer(rng: random.Random) -> LayerCase:
     moved = [rng.choice(devices) for _ in range(rng.choice([0, 0, 1, 2]))]
     if "meta" in moved:
         del moved[moved.index("meta") + 1 :]  # no module leaves it by `to`
+    # All on one device, or each mostly where the metadata is.
     inputs = (one(1.0),) * 4 if rng.random() < 0.3 else tuple(one(0.1) for _ in range(4))
     weights = ["", "", "scale", *(["alibi", "scales"] if layer_type == "attention" else [])]
     weights += ["sinks", "tensor"] if backend == "TORCH_SDPA" else []

@@ -21,13 +21,16 @@ def call_entry(case: CallCase) -> str:
         arrays[case.extra] = arrays.pop("more")
     if case.extra == "mask":
         arrays["mask"] = arrays["mask"] > -0.5
+        # A row without keys is 0 here, and not in jax.nn.
         arrays["mask"][..., :1] = True
     if case.extra.endswith("lengths"):
+        # At least one key each, for the same reason.
         arrays[case.extra] = rng.integers(1, 9, case.more, np.int32)
     arrays = {name: jnp.asarray(x) for name, x in arrays.items()}
 
     def called(function: Callable[..., Any]) -> Any:
         run = functools.partial(function, scale=case.scale, is_causal=case.causal)
+        # Shapes are compared without compiling, which most of a case's time would be.
         return run(**arrays) if case.run else jax.eval_shape(lambda arrays: run(**arrays), arrays)
 
     def same(got: Any, want: Any) -> None:

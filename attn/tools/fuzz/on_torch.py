@@ -25,7 +25,9 @@ def call_entry(case: CallCase) -> str:
     if case.extra:
         mask = torch.randn(case.more) if case.extra == "float" else torch.rand(case.more) > 0.3
         if mask.ndim and case.extra == "bool":
+            # A row without keys is 0 here, and may be NaN in torch.
             mask[..., :1] = True
+    # Slices, as a shape may have fewer dimensions.
     heads = [shape[-3:-2] for shape in (case.query, case.key, case.value)]
     if torch.__version__ < "2.13" and ((0,) in heads or case.value[-2:-1] == (0,) != case.key[-2:-1]):
         return "declined"  # torch's own divides by the number of heads or of values, and the process dies
@@ -58,12 +60,14 @@ def devices() -> list[str]:
 def layer_device(case: LayerCase) -> str:
     """Judge a layer's devices: its metadata and caches are on its home device; a call with two devices is refused and names
     both; a call with one gives the output of a layer that was never moved."""
+    # The same layer, never moved: what it gives on the CPU is expected on every device.
     plain, batch = _new_layer(case), CommonAttentionMetadata.from_lens([5], [5], [[1]], 16)
     want = _layer_call(plain, case, ("cpu",) * 4, plain.build(batch, device="cpu"))
     with torch.device(case.made) if case.made else contextlib.nullcontext():
         layer = _new_layer(case)
     for device in case.moved:
         layer = layer.to(device)
+    # As transformers and torch's parallel wrappers copy modules.
     layer = copy.deepcopy(layer) if case.copied else layer
     home = _home_device(case)
     if case.batch != "numpy":
@@ -77,6 +81,7 @@ def layer_device(case: LayerCase) -> str:
         assert device_type == target, f"{case}: metadata on another device: {name} on {device_type}, must be {target}"
     assert cache.device.type == home, f"{case}: a cache on another device: {cache.device}, must be {home}"
     inputs = tuple(device or target for device in case.inputs)
+    # On the meta device a scale has no value, and cannot come back.
     lost = case.weights.startswith("scale") and case.moved[-1:] == ("meta",)
     used = {*inputs, target, *([home] if case.layer_type == "mla" else []), *(["meta"] if lost else [])}
     if used == {"meta"}:
@@ -86,6 +91,7 @@ def layer_device(case: LayerCase) -> str:
             got = _layer_call(layer, case, inputs, metadata)
     except DeviceError as error:
         assert len(used) > 1, f"{case}: refused on one device: {error}"
+        # Both names, or a user does not know what to move.
         named = [device for device in used if re.search(rf"\b{device}\b", str(error))]
         assert len(named) > 1, f"{case}: the error does not name both devices: {error}"
         return "refused"
@@ -98,6 +104,7 @@ def _home_device(case: LayerCase) -> str:
     """Return the device on which a layer makes its metadata and caches."""
     if case.layer_type == "mla":  # the weights' device, which `to` does not change
         return case.made or "cpu"
+    # A layer without weights has no device until it is moved: it follows torch's default at the time of the call.
     placed = "" if case.made in ("cpu", "meta") else case.made
     for device in case.moved:
         placed = device if device != (placed or "cpu") else placed
@@ -128,6 +135,7 @@ def _layer_call(layer: Any, case: LayerCase, inputs: tuple[str, ...], metadata: 
     """Return the output of 5 tokens, with the query, keys, values and the cache on `inputs`."""
     shapes = [(4, 24), (32,), (8,)] if case.layer_type == "mla" else [(4, 16), (2, 16), (2, 16)]
     numbers = [np.random.default_rng(i).standard_normal((5, *shape), np.float32) for i, shape in enumerate(shapes)]
+    # The fourth input is the cache, which is made below.
     tensors = [torch.from_numpy(x).to(device) for x, device in zip(numbers, inputs, strict=False)]
     with torch.no_grad():
         out: torch.Tensor = layer(*tensors, layer.new_kv_cache(2, inputs[3]), metadata)

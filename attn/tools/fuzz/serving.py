@@ -20,6 +20,7 @@ from attn.testing.case import Recipe
 
 VOCAB, EOS = 50, 0
 #: Values outside the vocabulary.
+# Among them what Python or NumPy would take for an index: True, 3.0, NumPy scalars.
 NO_TOKENS: list[Any] = [-1, VOCAB, 2**31, 1.7, 3.0, math.nan, math.inf, "3", b"3", None, True, [1], np.float32(2)]
 NO_TOKENS += [np.bool_(True), 10**30]
 _OTHERS = [None, 2.5, math.inf, math.nan, "3", -1]  #: neither a number of tokens nor a salt
@@ -30,6 +31,7 @@ def successor(context: Sequence[int]) -> int:
     """A token that depends on every token before it and on their order; EOS every now and then."""
     state = 7
     for token in context:
+        # `+ 1`, so that a token of 0 counts. A prime modulus, so that no token is forgotten early.
         state = (state * 31 + token + 1) % 10007
     return state % VOCAB
 
@@ -51,10 +53,13 @@ class Echo:
         self.positions = np.full(num_blocks * block_size, -1)
 
     def __call__(self, step: Step, scheduler: Scheduler) -> list[int]:
+        # With the number of blocks, slots and pages are checked too; `strict` refuses requests of more rows than tokens, which
+        # a scheduler never makes.
         batch = step.attn_metadata.validate(self.block_size, scheduler.pool.num_blocks, strict=True)
         assert batch.num_actual_tokens == len(step.token_ids) == len(step.positions) <= scheduler.token_budget
         assert batch.num_reqs <= scheduler.max_num_reqs
         for block in {int(slot) // self.block_size for slot in batch.slot_mapping}:
+            # Before anything is written: blocks with two users, or with a key, are a prefix that others read.
             assert scheduler.pool.users(block) == 1, "a shared block is written"
             assert scheduler.pool.key(block) is None, "a registered block is written"
         self.tokens[batch.slot_mapping], self.positions[batch.slot_mapping] = step.token_ids, step.positions
@@ -64,6 +69,7 @@ class Echo:
             assert row == batch.query_start_loc[r + 1] - 1
             at = np.arange(batch.seq_lens[r])
             slots = batch.block_table[r, at // self.block_size] * self.block_size + at % self.block_size
+            # Tokens alone could agree by chance: there are few different ones.
             np.testing.assert_array_equal(self.positions[slots], at)
             np.testing.assert_array_equal(self.tokens[slots], request.tokens)
             chosen.append(successor(self.tokens[slots].tolist()))
@@ -80,6 +86,7 @@ def state(scheduler: Scheduler) -> Any:
     """Everything that a scheduler and its pool remember, except keys computed from it."""
     pool = scheduler.pool
     return (
+        # Keys are computed when they are needed, which a refused call may cause.
         [{**dataclasses.asdict(request), "keys": None} for request in (*scheduler.running, *scheduler.waiting)],
         [len(scheduler.running), scheduler._submitted, scheduler._open is None, dataclasses.asdict(scheduler.stats)],
         [(pool.users(block), pool.key(block)) for block in range(pool.num_blocks)],
@@ -121,6 +128,7 @@ def refused(
     try:
         result = call(*arguments, **more)
     except (ValueError, RuntimeError) as error:
+        # RuntimeError is for calls at the wrong time, ValueError for wrong arguments.
         early = str(error).partition("() called")[0] in ("schedule", "cancel") and " before commit()" in str(error)
         assert early if isinstance(error, RuntimeError) else re.search(why, str(error)), f"another error of {words}: {error!r}"
     else:
@@ -142,6 +150,7 @@ def check(case: SchedulerCase) -> str:
     def chance(share: float, allowed: bool = case.bad) -> bool:
         return rng.random() < share and allowed
 
+    # A scheduler that starves a request would never end.
     for turn in itertools.count():
         assert turn < 400 * case.requests, "no end"
         if len(good) < case.requests and chance(0.5, True):
@@ -152,13 +161,16 @@ def check(case: SchedulerCase) -> str:
             refused(scheduler, scheduler.submit, **_bad_request(rng))
         if chance(0.1):
             done = next((request for request, _, _ in good if request.finish_reason), None)
+            # Also a request that has ended, and one of another scheduler.
             nothing = rng.choice([None, 0, "request 0", done, make().submit([1], 1)])
             refused(scheduler, scheduler.cancel, nothing, why=r"request \d+|must be a request")
         if chance(0.2, case.held) and not held:
             count = rng.randint(0, scheduler.pool.num_free)
+            # The same blocks from both pools, as they were used alike.
             held = [one.pool.allocate(count) for one in both]
         try:
             step = scheduler.schedule()
+        # Only blocks that other code holds can make a schedule impossible: they are given back, and it goes on.
         except PoolError as error:
             assert held and f"request {scheduler.waiting[0].request_id} needs" in str(error) and not scheduler.running
             try:
@@ -190,6 +202,7 @@ def check(case: SchedulerCase) -> str:
         twin.commit(models[1](same, twin))
         assert state(scheduler) == state(twin), "another state than without the wrong calls"
     _release(both, held)
+    # Whatever was refused, preempted or shared in between.
     assert [request.output for request, _, _ in good] == [alone(prompt, limit) for _, prompt, limit in good], "another output"
     assert scheduler.pool.num_free == scheduler.pool.num_blocks, "blocks are lost"
     return "served"
@@ -199,6 +212,7 @@ def _bad_request(rng: random.Random) -> dict[str, Any]:
     """Arguments of `submit`, one of which is wrong."""
     prompt: Any = [rng.randrange(1, 4) for _ in range(rng.randint(1, 6))]
     bad: dict[str, Any] = {"prompt": prompt, "max_new_tokens": 2}
+    # "length": a number of tokens that is one, but too large for the model or the pool.
     field = rng.choice([*bad, "cache_salt", "length"])
     if field == "prompt":
         prompt[rng.randrange(len(prompt))] = rng.choice(NO_TOKENS)
