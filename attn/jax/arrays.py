@@ -37,8 +37,10 @@ def _from_torch(tensor: Any) -> jax.Array:
         raise ValueError("a tensor that requires grad cannot cross to jax, gradients do not cross: pass tensor.detach()")
     name = str(tensor.dtype).removeprefix("torch.")
     if _must_narrow(name, tensor):
+        # the values fit: `_must_narrow` has looked
         tensor = tensor.int()
     try:
+        # Lazy conjugates and negatives are bits of torch's tensor that DLPack does not carry.
         return jnp.from_dlpack(tensor.resolve_conj().resolve_neg().contiguous())
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         error_type = DTypeError if tensor.device.type == "cpu" else DeviceError
@@ -46,6 +48,7 @@ def _from_torch(tensor: Any) -> jax.Array:
 
 
 def _from_numpy(array: "np.ndarray[Any, Any]") -> jax.Array:
+    # in the machine's byte order: JAX has no other
     dtype = np.dtype(np.int32) if _must_narrow(array.dtype.name, array) else array.dtype.newbyteorder("=")
     try:
         return jnp.asarray(array.astype(dtype, copy=False))
@@ -60,6 +63,7 @@ def _must_narrow(name: str, array: Any) -> bool:
     alternative = 'or enable 64-bit types in JAX: jax.config.update("jax_enable_x64", True)'
     if name != "int64":
         raise DTypeError(f"an array of dtype {name} would be narrowed by jax: cast it first, {alternative}")
+    # an empty array has no least value
     if all(array.shape):
         low, high = int(array.min()), int(array.max())
         if low < _INT32.min or high > _INT32.max:

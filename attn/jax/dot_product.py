@@ -67,6 +67,7 @@ def dot_product_attention(
         raise ValueError(f'implementation={implementation!r} is unknown; known: "xla", "cudnn", None')
     if implementation is not None and backend is not None:
         raise ValueError(f"implementation={implementation!r} and backend={backend!r} exclude each other: pass only one")
+    # Before the batch dimension is added, so that messages have the caller's shapes.
     _check(query, key, value, mask)
     scored = _of_scores("bias", bias, query, key), _of_scores("mask", mask, query, key)
     lens = [_lengths(name, x, query) for name, x in zip(_LENGTHS, (query_seq_lengths, key_value_seq_lengths), strict=True)]
@@ -81,6 +82,8 @@ def dot_product_attention(
     if how == _TRITON and (why := call.why_not_triton()):
         if backend is not None:
             raise UnsupportedError(f"{_TRITON}: {why}", [why])
+        # The selection knows a layer's features; whether a call has lengths under causality, or a traced scale, shows here
+        # only.
         how = _other(call)
     if how == "PALLAS":
         out, lse = _pallas(call)
@@ -90,6 +93,7 @@ def dot_product_attention(
         out, lse = _of_jax(call, how)
     else:
         raise UnsupportedError(f"{how}: dot_product_attention supports only PALLAS, {_TRITON}, CUDNN and XLA_ATTN")
+    # jax.nn's own implementations leave these rows 0; the other kernels do not know a query's length.
     if call.query_lens is not None:
         real = jnp.arange(query.shape[1])[None, :, None] < call.query_lens[:, None, None]
         out, lse = jnp.where(real[..., None], out, 0), jnp.where(real, lse, -jnp.inf)
@@ -115,8 +119,10 @@ class _DenseCall(NamedTuple):
         """Return the same call with keys of -inf bias in the mask, and without the keys that causality hides from every row."""
         bias, mask, rows = self.bias, self.mask, self.query.shape[1]
         if bias is not None:
+            # A finite score plus -inf would do, but a row of nothing else would be NaN: the mask leaves such rows 0.
             visible = bias != -jnp.inf
             mask, bias = visible if mask is None else mask & visible, jnp.where(visible, bias, 0)
+        # Rows count from the first key, so that under causality no row sees a key behind the last row's own.
         kept = min(rows, self.key.shape[1]) if self.visible.causal else self.key.shape[1]
         # jax.nn takes lengths beyond the keys, but kernels of this package would read what is behind them.
         lens = None if self.key_lens is None else jnp.minimum(self.key_lens, kept)
@@ -126,6 +132,7 @@ class _DenseCall(NamedTuple):
     @property
     def needs_mask(self) -> bool:
         """Whether there is a bias or a mask, or the last row is not aligned with the last key, as in this package's kernel."""
+        # with equally many rows and keys, counting from the first and from the last are the same
         aligned = self.query.shape[1] == self.key.shape[1] or self.visible == LayerMask(causal=False)
         return self.bias is not None or self.mask is not None or not aligned
 
@@ -143,6 +150,7 @@ class _DenseCall(NamedTuple):
         """The rows that see a key: bool [B, T, N]."""
         batch, rows, heads, _ = self.query.shape
         key = jnp.arange(self.key.shape[1])
+        # Rows and keys both count from 0 here: `jax.nn` aligns them at the top left (docs/semantics.md §3).
         allowed = Visibility(self.visible).allowed(jnp.arange(rows)[:, None], key)[None, None]
         if self.key_lens is not None:
             allowed = allowed & (key < self.key_lens[:, None])[:, None, None]
@@ -161,6 +169,7 @@ def _chosen(call: _DenseCall, backend: DiffusionAttentionBackendEnum | str | Non
         call.query.dtype,
         num_heads=call.query.shape[2],
         num_kv_heads=call.key.shape[2],
+        # Always: a caller may differentiate at any time, and a selection must not depend on it.
         features=[Feature.BACKWARD, *([Feature.MASK] if call.needs_mask else []), *features],
     )
     chosen = select_diffusion(request, backend=backend, framework="jax")
@@ -177,6 +186,7 @@ def _pallas(call: _DenseCall) -> tuple[jax.Array, jax.Array]:
         keys = jnp.arange(call.key.shape[1]) < call.key_lens[:, None]
         extras = Extras(jnp.ones(call.query.shape[:2], jnp.int32), keys.astype(jnp.int32))
     out, lse = flash_attention(call.query, call.key, call.value, rules, extras, return_lse=True)
+    # [B, H, S] there, [B, S, H] here
     return out, jnp.swapaxes(lse, 1, 2)
 
 
@@ -191,6 +201,7 @@ def _triton(call: _DenseCall) -> tuple[jax.Array, jax.Array]:
     from attn.jax.kernels.gpu.dense_attention import dense_attention, differentiable
 
     (causal, (left, right), *_), size = call.visible, call.query.shape[-1]
+    # a traced scale has been refused (`why_not_triton`): this one is part of the program
     scale = size**-0.5 if call.scale is None else float(call.scale)
     layer = LayerParams(scale, left=left, right=0 if causal else right)
 
@@ -211,6 +222,7 @@ def _of_jax(call: _DenseCall, how: str) -> tuple[jax.Array, jax.Array]:
     rules |= zip(_LENGTHS, (call.query_lens, call.key_lens), strict=True)
     arrays = (query, call.key, call.value, call.bias, call.mask)
     out, lse = jax_attention(*arrays, scale=scale, implementation=how, return_residual=True, **rules)
+    # every row sees a key then; elsewhere rows without one get what this package returns for them
     if call.mask is None and call.key_lens is None and window == (None, None):
         return out, lse
     seen = call.seen()
@@ -241,6 +253,7 @@ def _of_scores(name: str, extra: Any, query: jax.Array, key: jax.Array) -> jax.A
     if extra is None:
         return None
     array = jnp.asarray(extra)
+    # [B, N, T, S]; a batch of one where the arrays have none
     full = (*(query.shape[:-3] or (1,)), query.shape[-2], query.shape[-3], key.shape[-3])
     _check_broadcast(name, array, full)
     return array.reshape((1,) * (4 - array.ndim) + array.shape)
@@ -266,6 +279,7 @@ def _lengths(name: str, lengths: Any, query: jax.Array) -> jax.Array | None:
 def _window(size: Any) -> Window:
     if size is None:
         return None, None
+    # jax.nn takes no None for a side, so neither does this
     pair = (size, size) if as_int(size) is not None else size
     sides = [as_int(side) for side in pair] if isinstance(pair, tuple | list) and len(pair) == 2 else [None]
     left, right = sides[0], sides[-1]
@@ -322,6 +336,7 @@ def attention_fn(
     if dtype is not None:
         query, key, value = (x.astype(dtype) for x in (query, key, value))
     if mask is not None:
+        # flax's `make_attention_mask` returns float32 by default
         mask = mask.astype(bool)
     lead = query.shape[:-3]
     if not lead == key.shape[:-3] == value.shape[:-3]:
@@ -343,6 +358,7 @@ def _refuse_flax(dropout_rate: float, deterministic: bool, module: Any, promote_
         raise UnsupportedError(f"dropout_rate={dropout_rate}: dropout of attention weights is not supported")
     if module is not None:
         raise UnsupportedError("module: attention weights are never stored and cannot be sown: pass sow_weights=False")
+    # flax always passes one; its own promotes to `dtype`, as `attention_fn` has done
     if promote_dtype is not None and not getattr(promote_dtype, "__module__", "").startswith("flax."):
         raise UnsupportedError("promote_dtype: another function than flax's is not supported: promote the arrays before")
     for name, value in others.items():

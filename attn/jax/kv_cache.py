@@ -61,9 +61,12 @@ def encode(x: jax.Array, element: Any, scale: Any = 1.0) -> jax.Array:
     """Convert x [..., K, D] to the elements of a cache of `element`. Elements that already have that type are unchanged."""
     if not is_quantised(element) or x.dtype == element:
         return x.astype(element)
+    # a NaN passes through the clip
     limit = DTYPES[dtype_name(element)].max
+    # [..., None]: a scale of each kv head meets [K, D], one number both
     codes = jnp.clip(divide(x.astype(jnp.float32), jnp.asarray(scale, jnp.float32)[..., None]), -limit, limit)
     if element == jnp.int8:
+        # int8 has no NaN, and a cast would give any number; `jnp.round` rounds ties to even, as the cast to fp8 does
         codes = jnp.where(jnp.isnan(codes), 0.0, jnp.round(codes))
     return codes.astype(element)
 
@@ -85,6 +88,7 @@ def write(
     """Write key, value [T, K, D] at `slot_mapping` [T] (-1: nowhere). Returns new caches (keys, values), each [N, P, K, D]."""
 
     def one(x: jax.Array, cache: jax.Array, scale: Any) -> jax.Array:
+        # [slots, K, D]: a view, since blocks and their tokens are the outer dimensions
         flat = cache.reshape(-1, *cache.shape[2:])
         slots = drop_pads(slot_mapping, flat.shape[0])
         return flat.at[slots].set(encode(x, cache.dtype, scale), mode="drop").reshape(cache.shape)
@@ -96,6 +100,7 @@ def write_pair(
     key: jax.Array, value: jax.Array, kv_cache: jax.Array, slot_mapping: jax.Array, k_scale: Any = 1.0, v_scale: Any = 1.0
 ) -> jax.Array:
     """`write` for keys and values in one array [2, N, P, K, D]: one scatter, so that a donated cache is never copied."""
+    # [2, slots, K, D], in which one list of slots serves keys and values
     flat = kv_cache.reshape(2, -1, *kv_cache.shape[3:])
     codes = jnp.stack([encode(key, kv_cache.dtype, k_scale), encode(value, kv_cache.dtype, v_scale)])
     return flat.at[:, drop_pads(slot_mapping, flat.shape[1])].set(codes, mode="drop").reshape(kv_cache.shape)

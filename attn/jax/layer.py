@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # loaded with the backends that are chosen
 
 def _scale_property(name: str) -> Any:
     """A scale as an array, from the static value that `_keep_scale` stored."""
+    # NumPy's array: one of JAX that is made while a module is built under a trace would be a tracer.
     return property(lambda layer: np.asarray(getattr(layer, f"{name}_static"), np.float32))
 
 
@@ -55,6 +56,7 @@ class _Module(BaseLayer, nnx.Module):
         yield reprlib.Object(type=type(self), empty_repr=f"{self.selection.name}, {self.selection.request}")
 
     def _keep_scale(self, name: str, scale: Any) -> None:
+        # tuples and floats are hashable, as nnx's static fields must be
         if scale.ndim == 0:
             setattr(self, f"{name}_float", float(scale))
         setattr(self, f"{name}_static", tuple(scale.tolist()) if scale.ndim else float(scale))
@@ -82,10 +84,12 @@ class Attention(BaseAttention, _Module):
         return_weights: return each request's attention weights too, last in the output: a list of [H, n, m] float32
         (`attn.weights`); not in a transformation of JAX.
         """
+        # a second pass by the weights' own formula, over the cache that this call has written
         if return_weights:
             out, after = self(query, key, value, kv_cache, attn_metadata)
             return self._with_weights(out, query, key, value, after, attn_metadata), after
         arguments = (query, key, value, kv_cache, attn_metadata)
+        # a recorder runs the call itself, as it records calls that raise too
         run = functools.partial(self.impl.apply, *arguments, k_scale=self._k_scale, v_scale=self._v_scale)
         return run() if self.recorder is None else self.recorder.call(self, run, recording.Arguments(*arguments))
 

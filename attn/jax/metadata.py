@@ -93,6 +93,7 @@ class PagedAttentionMetadata(AttentionMetadata):
             raise MetadataError("num_blocks", None, None, "the number of blocks of one layer's cache")
         num_blocks = positive_int("num_blocks", num_blocks)
         least_layers = self._least_layers(layer)
+        # block i of layer l is block l * num_blocks + i of the array
         skip = jnp.asarray(layer, jnp.int32) * num_blocks
         slots = self.slot_mapping
         if self.block_size is None:
@@ -149,6 +150,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
             batch.on_host().validate(spec.block_size, spec.num_blocks)
         size = next_power_of_two if check_flag("bucket", (self.config or {}).get("bucket", True)) else int
         num_reqs, num_rows, columns = map(size, (batch.num_reqs, batch.slot_mapping.shape[0], batch.block_table.shape[1]))
+        # the host's copy where there is one: it is padded without a launch, and sent once
         starts = batch.query_start_loc if batch.query_start_loc_cpu is None else batch.query_start_loc_cpu
         lens = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
         tree, spans, prefix, is_causal = batch.mask
@@ -200,9 +202,11 @@ def check_ids(attn_metadata: PagedAttentionMetadata, block_size: int, num_blocks
 
     check = checkify.debug_check if debug else checkify.check
     table, slots = attn_metadata.block_table, attn_metadata.slot_mapping
+    # entries past a request's last block may be anything, and are not checked
     used = -(-attn_metadata.seq_lens[:, None] // block_size)
     live = jnp.arange(table.shape[1]) < used
     num_slots = num_blocks * block_size
+    # equal slots become neighbours
     written = jnp.sort(slots)
     twice = (written[1:] == written[:-1]) & (written[1:] != PAD_SLOT_ID)
     conditions = {

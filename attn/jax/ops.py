@@ -39,6 +39,7 @@ class Ops:
         jitted = jax.jit(formula, static_argnums=(0, 1))
 
         def run(xp: Any, rules: Any, *arrays: Any) -> Any:
+            # positions are int32 under jax, and `rules` may have bounds of any size
             if hasattr(rules, "window"):
                 rules = dataclasses.replace(rules, window=within_int32(LayerMask(window=rules.window)).window)
             return _by_kernel(rules, *arrays) if _kernel_supports(*arrays) else jitted(xp, rules, *arrays)
@@ -70,6 +71,7 @@ class Ops:
     @staticmethod
     def fixed_max(x: jax.Array) -> jax.Array:
         """The maximum over the last axis, without a gradient; -inf over an empty axis."""
+        # what is subtracted changes no weight, so it needs no gradient
         return jax.lax.stop_gradient(x).max(-1, initial=-jnp.inf)
 
     @staticmethod
@@ -108,6 +110,7 @@ class Ops:
         """Run a batch over a new cache that holds key, value [S, K, D] at `slots` [S]. Returns out [T, H, D], or with lse."""
         cache = layer.new_kv_cache(num_blocks)
         cache = layer.impl.do_kv_cache_update(layer, key, value, cache, jnp.asarray(slots, jnp.int32))
+        # a batch that is computed once: padding would only add work
         metadata = layer.builder(config={"bucket": False}).build(0, batch)
         return jax.jit(layer.impl.apply)(query, None, None, cache, metadata)[0]
 
@@ -142,12 +145,14 @@ def _key_blocks(backend: Any, kv_cache: jax.Array, blocks: jax.Array) -> jax.Arr
 
 def bits_of(host: Array) -> Array:
     """Return an array as `attn.testing.bits` stores its dtype."""
+    # NumPy itself has no such dtypes, only ml_dtypes': files of bits need neither
     kinds = {"bfloat16": np.uint16, "float8_e4m3fn": np.uint8, "float8_e5m2": np.uint8}
     return host.view(kinds[host.dtype.name]) if host.dtype.name in kinds else host
 
 
 def on_tpu(x: jax.Array) -> bool:
     """Whether x is on a TPU; for a tracer, whether the default backend is."""
+    # a tracer is on no device yet
     if isinstance(x, jax.core.Tracer):
         return jax.default_backend() == "tpu"
     return {device.platform for device in x.devices()} == {"tpu"}
@@ -165,6 +170,7 @@ def _kernel_supports(*arrays: Any) -> bool:
 def _by_kernel(rules: Any, q: jax.Array, k: jax.Array, v: jax.Array, extras: Any) -> tuple[jax.Array, jax.Array]:
     from attn.jax.kernels.tpu import flash_attention as kernel
 
+    # the formula aligns the last row with the last key, as the kernel does
     its = kernel.FlashParams(LayerMask(rules.causal, rules.window), rules.scale, rules.cap)
     arrays = kernel.Extras(alibi_slopes=extras.slopes, sinks=extras.sinks)
     return kernel.flash_attention(q, k, v, its, arrays, return_lse=True)

@@ -67,12 +67,14 @@ class ServingStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step. Raises what it raises."""
+        # A step may call another one: each counts its own, and the outer one's list is back even if this raises.
         outer, _call.seconds = getattr(_call, "seconds", None), []
         try:
             out = self.jitted(*args, **kwargs)
             seconds = _call.seconds
         finally:
             _call.seconds = outer
+        # before `warmup` every compilation is expected
         if seconds and self._known:
             self.compilations += len(seconds)
             message = f"compiled for {sum(seconds):.1f} s after warmup(): {self._difference(_described(args, kwargs))}"
@@ -81,6 +83,7 @@ class ServingStep:
 
     def _difference(self, call: dict[str, str]) -> str:
         """Return the differences between arguments and the most similar ones of `warmup`."""
+        # names that one of the two lacks count as different
         least = min(([name for name in call | known if call.get(name) != known.get(name)] for known in self._known), key=len)
         if not least:
             return "shapes and dtypes as in warmup(), on other devices or with another sharding"
@@ -90,6 +93,7 @@ class ServingStep:
 def _described(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, str]:
     """Return the dtype and shape of every leaf by its path, and the static parts."""
     leaves, tree = jax.tree_util.tree_flatten_with_path((tuple(args), kwargs))
+    # path[0] tells positional arguments from named ones, as the rest of a path does too
     parts = {jax.tree_util.keystr(path[1:]): f"{getattr(x, 'dtype', x)}{[*getattr(x, 'shape', ())]}" for path, x in leaves}
     return parts | {"static fields": str(tree)}
 
@@ -102,4 +106,5 @@ def _listen() -> None:
         if event == _COMPILED and (seconds := getattr(_call, "seconds", None)) is not None:
             seconds.append(duration_secs)
 
+    # JAX calls it in the thread that compiles, which is that of the call. One for all steps: each would hear every compilation.
     jax.monitoring.register_event_duration_secs_listener(heard)

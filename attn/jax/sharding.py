@@ -58,6 +58,7 @@ class HeadShards:
     @property
     def local_kv_heads(self) -> int:
         """kv heads per device."""
+        # with more devices than kv heads each holds a replica of one
         return max(self.num_kv_heads // self.size, 1)
 
     @property
@@ -68,6 +69,7 @@ class HeadShards:
     @property
     def kv_heads(self) -> tuple[int, ...]:
         """The index of each kv head held, [size * local_kv_heads]: 0, 1, 2, ..., or 0, 0, 1, 1, ... with replicas."""
+        # neighbours share a head: query heads are sharded in order, and those of one kv head are adjacent
         return tuple(k for k in range(self.num_kv_heads) for _ in range(self.replicas))
 
     def heads_of(self, rank: int) -> range:
@@ -85,5 +87,6 @@ def cache_partition(backend: Any, axis: str) -> PartitionSpec:
     To allocate a cache over all devices, call `new_kv_cache(num_blocks, NamedSharding(mesh, ...))` of a layer that has size
     * local_kv_heads kv heads.
     """
+    # The dimension that grows with the number of heads is theirs, wherever a layout has it. 128: a size that no layout pads.
     one, two = (backend.get_kv_cache_shape(1, 128, kv_heads, 128) for kv_heads in (1, 2))
     return PartitionSpec(*(axis if a != b else None for a, b in zip(one, two, strict=True)))

@@ -75,6 +75,7 @@ def compiling_fast() -> Iterator[None]:
     backend's are called by others. XLA_FLAGS would affect programs that are not interpreted too.
     """
     fast = {"jax_disable_most_optimizations": True, "jax_traceback_in_locations_limit": 0}  # a tenth of the time
+    # restored even if a kernel raises: the next program may be one that is not interpreted
     usual, make = {name: jax.config.values[name] for name in fast}, compiler.get_compile_options
 
     def options(*args: Any, **kwargs: Any) -> Any:
@@ -117,6 +118,7 @@ class JaxRunner(BaseRunner):
         self.backend, self.device = backend, device
         platform = jax.default_backend() if device is None else device.platform
         self.is_interpreted = platform in getattr(backend, "interpreted_on", ())
+        # by the cache's shape, which all calls of a case share
         self._places: dict[tuple[int, ...], tuple[Array, Array]] = {}
 
     def _array(self, values: Any) -> jax.Array:
@@ -143,6 +145,7 @@ class JaxRunner(BaseRunner):
         """Run the call with the layer jitted as a whole and its cache donated."""
         with self._watch(call, 1):
             apply, build = self._applied(call)
+            # donated, as a server's cache is: a result may not depend on what was there before the call
             return self._opened(call, jax.jit(apply, donate_argnums=3), build)(call)
 
     def metadata(self, call: Call) -> Any:
@@ -170,6 +173,7 @@ class JaxRunner(BaseRunner):
             layer = self.layer(call)
             if call.key_cache is not None:
                 new_cache = layer.new_kv_cache(call.key_cache.shape[0])
+                # the suite fills a cache of its own, which must be what the layer would have allocated
                 assert (new_cache.shape, str(new_cache.dtype)) == (self._shape(call), call.case.element)
 
             def attend(*arrays: Any, k_scale: Any, v_scale: Any, indices: Any) -> Any:
@@ -202,6 +206,7 @@ class JaxRunner(BaseRunner):
 
     def _opened(self, call: Call, apply: Callable[..., Any], build: Callable[[Any], Any]) -> Callable[..., Result]:
         """Return a function that runs calls of `apply` on one cache, which starts with the contents of `call`."""
+        # each call returns the next one's cache: the old array may be gone by then
         caches = [self._cache(call)]
 
         def step(call: Call, metadata: Any = None) -> Result:
@@ -215,6 +220,7 @@ class JaxRunner(BaseRunner):
         """Return the cache's scales, and the keys that an indexer selected."""
         indices = None
         if call.case.topk:
+            # rows of no request choose no key
             missing = metadata.slot_mapping.shape[0] - len(call.indices)
             indices = jnp.asarray(np.pad(call.indices, ((0, missing), (0, 0)), constant_values=-1))
         scales = {name: jnp.asarray(getattr(call.case, name), jnp.float32) for name in ("k_scale", "v_scale")}
@@ -235,6 +241,7 @@ class JaxRunner(BaseRunner):
         rows = out.shape[0]
         values = bits.decode(bits_of(np.asarray(out)), case.dtype).reshape(rows, *call.output_shape[1:])
         keys = vals = None
+        # a NaN counts as spilled too, since it differs from 0
         spilled = bool(np.any(values[count:] != 0))
         if kv_cache is not None and call.key_cache is not None:
             flat = bits_of(np.asarray(kv_cache)).reshape(-1)
@@ -253,6 +260,7 @@ class JaxRunner(BaseRunner):
         )
 
     def _rows(self, values: Array, dtype: str, rows: int) -> jax.Array:
+        # NaN where the builder added rows: no result may depend on them
         padded = np.full((rows, *values.shape[1:]), np.nan, np.float32)
         padded[: len(values)] = values
         return jnp.asarray(bits.encode(padded, dtype).view(jnp.dtype(dtype)))

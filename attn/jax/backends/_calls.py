@@ -31,6 +31,7 @@ def check_cache(impl: Any, query: jax.Array, kv_cache: Any, attn_metadata: Paged
         raise TypeError(f"{name}: kv_cache must be a jax.Array, got {type_name} (only forward() takes an nnx.Variable)")
     if kv_cache.ndim != (rank := len(backend.get_kv_cache_shape(0, 0, *row))):
         raise ShapeError(f"{name}: kv_cache has shape {list(kv_cache.shape)}: must have {rank} dimensions")
+    # A layout may pad heads, so shapes are compared in the layout itself, and told in logical terms.
     num_blocks, block_size, *heads_by_size = logical_shape(impl, kv_cache)
     check_block_size(name, block_size, attn_metadata.block_size)
     shape = tuple(backend.get_kv_cache_shape(num_blocks, block_size, *row))
@@ -44,6 +45,7 @@ def check_cache(impl: Any, query: jax.Array, kv_cache: Any, attn_metadata: Paged
 
 def logical_shape(impl: Any, kv_cache: Any) -> tuple[int, ...]:
     """Return the (N, P, K, D) of a cache in the backend's layout."""
+    # shapes alone: the view itself might be a copy of the cache
     return tuple(jax.eval_shape(impl.backend.logical_kv_cache, kv_cache)[0].shape)
 
 
@@ -59,6 +61,7 @@ def forward(impl: Any, kv_cache: Any, apply: Callable[[Any], tuple[Any, Any]], o
         raise ValueError("output= cannot be filled: jax arrays are immutable; use the returned array")
     if isinstance(kv_cache, jax.Array):
         raise TypeError("kv_cache is a jax.Array, which forward() cannot change: pass an nnx.Variable, or call apply()")
+    # `[...]` reads and replaces the array of an `nnx.Variable`, and of other holders that have the same methods
     out, after = apply(None if kv_cache is None else kv_cache[...])
     if kv_cache is not None:
         kv_cache[...] = after

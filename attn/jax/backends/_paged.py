@@ -80,24 +80,30 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         for label, array in (("query", query), ("key", key), ("value", value)):
             if array is not None:
                 check_array(self.backend, label, array, "jax")
+        # heads may be flattened, [T, H * D], so the number of elements decides
         if query.ndim < 2 or query.size != query.shape[0] * self.num_heads * self.head_size:
             name, want = self.backend.get_name(), f"[T, {self.num_heads}, {self.head_size}]"
             raise ShapeError(f"{name}: query has shape {list(query.shape)}: must be {want}")
         query = query.reshape(-1, self.num_heads, self.head_size)
+        # vLLM runs a model once without a batch to see how much memory it takes: nothing is written
         if attn_metadata is None:
             return jnp.zeros_like(query), kv_cache
         check_built(self.backend, attn_metadata, PagedAttentionMetadata)
         self._check_call(query, key, value, kv_cache, attn_metadata)
+        # Kernels take maxima of scaled scores by a positive factor, so a negative scale negates queries.
         query = fold_sign(query, self.signed_scale)
         heads = (-1, self.num_kv_heads, self.head_size)
         key, value = (None if x is None else x.reshape(heads) for x in (key, value))
+        # before anything is computed, so that no derivative reaches a kernel
         query, key, value, kv_cache = _undifferentiable(self.backend.get_name(), (query, key, value, kv_cache))
         call = PagedCall(query, attn_metadata, self.visible(attn_metadata), kv_cache, key, value)
         if self.attn_type in ENCODER_TYPES:
             out, lse = self._attend_ragged(call._replace(kv_cache=None))
         else:
+            # the layer whose cache it is has written them (docs/semantics.md §14)
             if self.kv_sharing_target_layer_name is not None:
                 call = call._replace(key=None, value=None)
+            # other caches store numbers themselves, which no scale multiplies
             if caches.is_quantised(kv_cache.dtype):
                 call = call._replace(k_scale=k_scale, v_scale=v_scale)
             attend = self._check_and_attend if envs.debug("device") else self._write_and_attend
@@ -139,6 +145,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         slots = attn_metadata.slot_mapping
         if self.attn_type == AttentionType.ENCODER_DECODER:
             return slots
+        # A caller's arrays may have been padded with other slots, and a padding row must never overwrite a token.
         return jnp.where(jnp.arange(slots.shape[0]) < attn_metadata.num_actual_tokens, slots, PAD_SLOT_ID)
 
     def _write(
@@ -155,6 +162,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         """
         meta = call.meta
         num_blocks, block_size = _calls.logical_shape(self, call.kv_cache)[:2]
+        # A checkify error is read after the step: until then the kernel must not follow a bad id, so the batch is emptied.
         fine = check_ids(meta, block_size, num_blocks, debug=True)
         safe = dataclasses.replace(
             meta,
@@ -189,11 +197,13 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             raise dtype_error(self, "query", query)
         check_masks(self, attn_metadata)
         check_pair(self, key=key, value=value)
+        # the padded batch's: XLA needs every array of a step to have the bucket's extents
         rows = attn_metadata.slot_mapping.shape[0]
         if self.attn_type != AttentionType.ENCODER_DECODER:  # there the slots are the encoder's, the query's rows the decoder's
             _calls.check_shape(self, "query", query, rows, self.num_heads, self.head_size)
         for name, array in (("key", key), ("value", value)):
             if array is not None:
+                # codes in the cache's own dtype are stored as they are; anything else must be the query's dtype
                 if array.dtype != getattr(kv_cache, "dtype", None):
                     check_like(self, name, array, query)
                 _calls.check_shape(self, name, array, rows, self.num_kv_heads, self.head_size)
@@ -201,6 +211,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             _calls.check_cache(self, query, kv_cache, attn_metadata)
 
 
+# A rule for derivatives, not a check of types: tracers of grad and of jit look the same to the code that they pass.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _undifferentiable(name: str, arrays: Any) -> Any:
     """Return `arrays` unchanged; differentiation raises a clear error here rather than deep inside a kernel."""

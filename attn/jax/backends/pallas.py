@@ -47,6 +47,8 @@ class PallasMetadataBuilder(PagedAttentionMetadataBuilder):
     ) -> PagedAttentionMetadata:
         built = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if self.kv_cache_spec.attn_type == AttentionType.DECODER:
+            # arrays on the device are copied to the host for this check, which waits for it; others are looked at where they
+            # are
             if envs.debug("device"):
                 _check_slots(common_attn_metadata.on_host(), self.kv_cache_spec.block_size)
             elif not fast_build:
@@ -105,6 +107,7 @@ class PallasAttentionImpl(PagedAttentionImpl, backend=PallasAttentionBackend):
 
     def _write_and_attend(self, call: PagedCall) -> tuple[jax.Array, jax.Array | None, jax.Array]:
         key, value, kv_cache, meta, tree = call.key, call.value, call.kv_cache, call.meta, call.meta.mask.tree
+        # not in the record, since a tree's width belongs to a batch and not to a layer
         if tree is not None and tree.shape[1] > MAX_TREE_WIDTH:
             raise ShapeError(f"PALLAS: tree_mask is {tree.shape[1]} wide: must be at most {MAX_TREE_WIDTH}")
         slots, scales = self._slots(meta), {"k_scale": call.k_scale, "v_scale": call.v_scale}
@@ -114,6 +117,7 @@ class PallasAttentionImpl(PagedAttentionImpl, backend=PallasAttentionBackend):
                 kv_cache, key, value = self._write(key, value, kv_cache, slots, **scales), None, None
             else:
                 key, value = (caches.encode(x, kv_cache.dtype, s) for x, s in zip((key, value), scales.values(), strict=True))
+        # Constants of `_attend` are those that change the program; scales, slopes and sinks are arrays of it.
         seen = {"mask": call.mask.layer, "batch_mask": meta.mask, "max_query_len": meta.max_query_len}
         asked = {"return_lse": self.need_to_return_lse_for_decode, "invariant": self.batch_invariant}
         numbers = {name: getattr(self, name) for name in ("scale", "logits_soft_cap", "alibi_slopes", "sinks")}
@@ -125,6 +129,7 @@ class PallasAttentionImpl(PagedAttentionImpl, backend=PallasAttentionBackend):
         request = jnp.searchsorted(ends, row, side="right")  # sorted, so a block has few requests; R in padding rows
         live = row < ends[-1]
         value = jnp.where(live[:, None, None], call.value, 0)  # a NaN in padding would cost a second pass
+        # Padding rows have segment R, and padding keys R + 1, which no row has: so those rows see no key and are 0.
         segments = request[None], jnp.where(live, request, ends.shape[0] + 1)[None]
         query, key, value = (x[None] for x in (call.query, call.key, value))
         rules = FlashParams(LayerMask(False, self.window), self.scale, self.logits_soft_cap)
@@ -146,11 +151,13 @@ def _check_slots(batch: CommonAttentionMetadata, block_size: int) -> None:
         if not written.size:
             continue
         position = lens[r] - len(passed) + np.arange(len(passed))
+        # The kernel copies new rows to the pages that it reads, by the table; slots say only which tokens are written.
         by_table = table[r, np.maximum(position, 0) // block_size] * block_size + position % block_size
         wrong = written[(passed != by_table)[written]]
         if wrong.size:
             t = int(wrong[0])
             raise MetadataError("slot_mapping", int(starts[r]) + t, int(passed[t]), f"{int(by_table[t])} by block_table, or -1")
+        # it writes one range of rows a request, so tokens without a slot are at its ends only
         if len(written) != written[-1] - written[0] + 1:
             t = int(np.flatnonzero(passed[written[0] :] == PAD_SLOT_ID)[0] + written[0])
             raise MetadataError("slot_mapping", int(starts[r]) + t, -1, "a slot between two others of its request")

@@ -41,6 +41,7 @@ class TritonAttentionImpl(PagedAttentionImpl, backend=TritonAttentionBackend):
     def _write(
         self, key: jax.Array, value: jax.Array, kv_cache: jax.Array, slot_mapping: jax.Array, k_scale: Any, v_scale: Any
     ) -> jax.Array:
+        # Imported where it is called: Triton need not be installed to ask whether the backend serves a layer.
         from attn.jax.kernels.gpu.paged_attention import write_kv
 
         return write_kv(key, value, kv_cache, slot_mapping, *_scales(kv_cache, k_scale, v_scale))
@@ -52,6 +53,7 @@ class TritonAttentionImpl(PagedAttentionImpl, backend=TritonAttentionBackend):
         return self._launch(call, keys, call.meta.max_seq_len, mask=call.meta.mask)
 
     def _attend_ragged(self, call: PagedCall) -> tuple[jax.Array, jax.Array | None]:
+        # a request of an encoder sees its own rows, so that its keys are as many
         return self._launch(call, {"keys": call.key, "values": call.value}, call.meta.max_query_len)
 
     def _launch(
@@ -64,6 +66,7 @@ class TritonAttentionImpl(PagedAttentionImpl, backend=TritonAttentionBackend):
             soft_cap=self.logits_soft_cap or 0.0,
             left=call.window[0],
             right=call.window[1],
+            # the layer's own right bound, which a tree has in place of causality (docs/semantics.md §11)
             tree_right=self.window[1],
             chunk_size=self.mask.chunk_size,
             span_window=bool(self.mask.span_window),

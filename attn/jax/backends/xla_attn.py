@@ -32,6 +32,7 @@ class XLAAttentionImpl(PagedAttentionImpl, backend=XLAAttentionBackend):
     _over_cache: Any = staticmethod(xla.paged_attention)  #: a subclass with another layout overrides it
 
     def _attend(self, call: PagedCall) -> tuple[jax.Array, jax.Array]:
+        # encoders have neither chunks nor masks of a batch, so `_rules` leaves these out
         of_layer = {"chunk_size": self.mask.chunk_size, "span_window": bool(self.mask.span_window)}
         of_call = {"batch": call.meta.mask, "k_scale": call.k_scale, "v_scale": call.v_scale}
         rules = {**self._rules(call), **of_layer, **of_call}

@@ -23,6 +23,7 @@ class DiffusionAttention(BaseDiffusionAttention, nnx.Module):
 
     def __nnx_repr__(self) -> Iterator[reprlib.Object]:
         """Show the module in one line, by itself and within a model, as under torch."""
+        # nnx would otherwise print every attribute of the module, one a line
         yield reprlib.Object(type=type(self), empty_repr=f"{self.selection.name}, {self.selection.request}")
 
     def __call__(

@@ -29,6 +29,7 @@ class SequenceParallelAttention(BaseSequenceParallel, nnx.Module):
     framework, members = "jax", "devices"
 
     def _join(self, *, axis_name: str, axis_size: int, **choice: Any) -> dict[str, Any]:  # type: ignore[override]
+        # The axis' size is an argument, because a layer is made outside of `shard_map`, where the axis has none yet.
         self.axis, self.size = axis_name, positive_int("axis_size", axis_size)
         return choice
 
@@ -43,6 +44,7 @@ class SequenceParallelAttention(BaseSequenceParallel, nnx.Module):
         return self._attend(query, key, value, attn_metadata)
 
     def _exchanged(self, x: jax.Array, split: int, join: int) -> jax.Array:
+        # tiled: the dimensions stay where they are, one is cut and the other joined
         return lax.all_to_all(x, self.axis, split, join, tiled=True)
 
     def _gathered(self, x: jax.Array, dim: int) -> jax.Array:
@@ -51,10 +53,13 @@ class SequenceParallelAttention(BaseSequenceParallel, nnx.Module):
     def _own_heads(self, x: jax.Array | None) -> jax.Array | None:
         if x is None:
             return None
+        # joint streams are replicated with all heads, of which Ulysses leaves each device its own
         heads = x.shape[2] // self.size
         return lax.dynamic_slice_in_dim(x, lax.axis_index(self.axis) * heads, heads, 2)
 
     def _passed(self, arrays: list[Any]) -> Callable[[], list[Any]]:
+        # XLA starts the exchange as soon as its operands exist, so that it overlaps with what does not use the result: nothing
+        # has to be waited for here.
         to_next = [(i, (i + 1) % self.size) for i in range(self.size)]
         arrived: list[Any] = jax.tree.map(lambda x: lax.ppermute(x, self.axis, to_next), arrays)
         return lambda: arrived

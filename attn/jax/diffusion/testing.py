@@ -20,6 +20,7 @@ def dense(backend: Any, call: DenseArrays) -> Array:
 
     qkv, joint = (x and [jnp.asarray(y, case.dtype) for y in x] for x in ((call.query, call.key, call.value), call.joint))
     mask = None if call.given_mask is None else jnp.asarray(call.given_mask)
+    # jitted as a model's layer is: what must not depend on values then fails to trace
     out = jax.jit(functools.partial(attend, impl, call))(qkv, mask, joint)
     assert str(out.dtype) == case.dtype
     return np.asarray(out, np.float64)

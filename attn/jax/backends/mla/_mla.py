@@ -88,6 +88,7 @@ def expand(latents: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def _product(spec: str, x: jax.Array, weights: jax.Array) -> jax.Array:
+    # HIGHEST: neither TF32 nor bf16 passes for float32. The einsum's sums are float32 for 16-bit operands too.
     product = jnp.einsum(spec, x, weights, preferred_element_type=jnp.float32, precision=lax.Precision.HIGHEST)
     return product.astype(x.dtype)
 
@@ -100,6 +101,8 @@ class MLACommonMetadataBuilder(PagedAttentionMetadataBuilder):
     ) -> PagedAttentionMetadata:
         batch = common_attn_metadata
         if batch.dcp_local_seq_lens is not None:
+            # On a rank a row sees as many keys as the row before it, or one more (docs/semantics.md §15): no length of a
+            # request says which.
             owner, limit = dcp_row_limits(batch)
             starts = np.arange(len(owner) + 1, dtype=np.int32)
             batch = batch.replace(
@@ -177,6 +180,7 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
         check_built(self.backend, attn_metadata, PagedAttentionMetadata)
         kv_c_normed, k_pe = self._check_call(q, kv_c_normed, k_pe, kv_cache, attn_metadata, indices)
         q = fold_sign(q, self.signed_scale)
+        # 1.0 for caches without a scale, whatever the layer's: kernels multiply by it
         if not caches.is_quantised(kv_cache.dtype) or kv_cache.dtype == jnp.uint8:  # packed rows have their own scales
             k_scale = 1.0
         new = None if kv_c_normed is None else latent_rows(kv_c_normed, k_pe, kv_cache.dtype, k_scale)
@@ -194,11 +198,15 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
             indices=indices,
         )
         if new is not None and self.expands(attn_metadata):
+            # One program for batches that have long requests, short ones or both: lengths are values. The absorbed kernel is
+            # told that long requests have no keys, so that it passes over them, and each row then takes the result of its kind.
             kv_cache = self._write_new(call)
             long = jnp.diff(attn_metadata.query_start_loc) >= self.expand_from
             short = dataclasses.replace(attn_metadata, seq_lens=jnp.where(long, 0, attn_metadata.seq_lens))
             latents, absorbed_lse, _ = self._write_and_decode(call._replace(rows=None, new=None, kv_cache=kv_cache, meta=short))
             out, lse = self._expanded(call._replace(kv_cache=kv_cache), q, w_uk, w_uv, long)
+            # Padding rows count as the first request's here. If that is long, they are past its packed rows, where jax's
+            # prefill backends return 0 and -inf.
             expanded = long[xla_mla.request_of(attn_metadata.query_start_loc, jnp.arange(q.shape[0]))]
             out = jnp.where(expanded[:, None, None], out.astype(q.dtype), expand(latents, w_uv))
             if self.need_to_return_lse_for_decode:
@@ -213,6 +221,8 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
         """The shortest query for which expanding costs fewer flops (see the module's docstring)."""
         rank, dims = self.kv_lora_rank, self.qk_nope_head_dim + self.v_head_dim
         saved = 2 * rank + self.qk_rope_head_dim - (self.qk_head_dim + self.v_head_dim)
+        # n rows over m keys: absorbed 2 n m (2 L + Dr), expanded 2 n m (Dn + Dr + Dv) + 2 m L (Dn + Dv) for each head. Beyond
+        # 2**30 rows stands for never.
         return rank * dims // saved + 1 if saved > 0 else 1 << 30
 
     def expands(self, attn_metadata: PagedAttentionMetadata) -> bool:
@@ -231,6 +241,7 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
         """
         assert call.rows is not None
         meta = call.meta
+        # while a program is traced: the choice is a part of it
         if self._prefill is None or self._prefill[0] != dtype_name(q.dtype):
             self.process_weights_after_loading(q.dtype)
         assert self._prefill is not None
@@ -244,10 +255,12 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
             rope = jnp.broadcast_to(rope[:, None], (*nope.shape[:2], rope.shape[1]))
             return jnp.concatenate([nope, rope], axis=-1), value
 
+        # Shapes are those of the whole batch, as any number of its requests may be long; the packed rows come first.
         lens = jnp.where(long, jnp.diff(meta.query_start_loc), 0)
         context = jnp.where(long, jnp.maximum(meta.seq_lens - lens, 0), 0)
         # those with a context first, so that the rows that attend a part of it are neighbours
         packed = xla_mla.pack(meta.query_start_loc, lens, jnp.argsort(context == 0, stable=True), q.shape[0])
+        # contexts of all long requests in a line, in packed order, which the workspaces cut at equal distances
         keys = jnp.pad(jnp.cumsum(context[packed.order], dtype=jnp.int32), (1, 0))
         query = q[packed.row]
         batch = MLAPrefillMetadata(packed.starts, _ON_HOST, long.shape[0], meta.max_query_len)
@@ -278,19 +291,23 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
 
         def expand_chunk(i: jax.Array, state: Any) -> Any:
             """Expand one workspace of the context."""
+            # past the last context row 0 of the cache is expanded, of which no row's range of keys knows
             index = i * size + jnp.arange(size, dtype=jnp.int32)
             request = xla_mla.request_of(keys, index)
             position = jnp.where(index < ends, index - keys[request], 0)
             slot = meta.block_table[packed.order[request], position // page] * page + position % page
             key, value = heads(flat[jnp.where(index < ends, slot, 0)])
+            # the requests of a workspace are neighbours, so their rows are too; past the end `request_of` is 0
             low, high = packed.starts[request[0]], packed.starts[request.max() + 1]
 
             def attend(j: jax.Array, state: Any) -> Any:
                 """Attend it by one window of the rows whose context it is."""
+                # a slice of `window` rows must lie within the array: XLA would move it silently
                 begin = jnp.minimum(low + j * window, query.shape[0] - window)
                 row = begin + jnp.arange(window, dtype=jnp.int32)
                 first = xla_mla.request_of(packed.starts, row[:1])[0]
                 starts, key_starts = (lax.dynamic_slice_in_dim(x, first, most + 1) for x in (query_bounds, key_bounds))
+                # each request's rows in this window and keys in this workspace; none for a request that has no part in either
                 starts, key_starts = jnp.clip(starts - begin, 0, window), jnp.clip(key_starts - i * size, 0, size)
                 chunk = MLAContextChunk(key_starts, _ON_HOST, size, size)
                 part = MLAPrefillMetadata(starts, _ON_HOST, most, min(meta.max_query_len, window), (chunk,))
@@ -299,6 +316,7 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
                 # the last window of a batch may begin early, with rows of the window before
                 lse = jnp.where((row >= low + j * window) & (row < high), lse, -jnp.inf)
                 before = (lax.dynamic_slice_in_dim(x, begin, window, axis) for axis, x in enumerate(state))
+                # a NaN is a result of keys that were seen, not a part without keys
                 merged = merge_attn_states(*zip(before, (out, lse), strict=True), nan_is_empty=False)
                 return tuple(
                     lax.dynamic_update_slice_in_dim(x, new, begin, axis)
@@ -367,6 +385,7 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
     def _heads(self, q: jax.Array, w_uk: Any, w_uv: Any) -> jax.Array:
         """Reshape q to [T, H, Dn + Dr], and check the weights' shapes. H is that of `w_uk`, which is smaller in `shard_map`."""
         name, rank = self.backend.get_name(), self.kv_lora_rank
+        # a matrix of another rank is refused by the check of its shape
         heads = w_uk.shape[1] if w_uk.ndim == 3 else self.num_heads
         for matrix, array, width in (("w_uk", w_uk, self.qk_nope_head_dim), ("w_uv", w_uv, self.v_head_dim)):
             if array.shape != (rank, heads, width):
@@ -386,6 +405,7 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
         check_masks(self, attn_metadata)
         if indices is not None:
             require(self, Feature.SPARSE_MLA)
+        # a model without a rotary part has nothing to pass
         if kv_c is not None and k_pe is None and self.qk_rope_head_dim == 0:
             k_pe = kv_c[:, :0]
         check_pair(self, kv_c_normed=kv_c, k_pe=k_pe)
@@ -401,6 +421,7 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
 
 def check_indices(indices: jax.Array) -> None:
     """Raise `MetadataError` if a row of indices [T, topk] lists a key twice; waits for the device."""
+    # equal keys become neighbours; -1, for none, may be repeated
     chosen = jnp.sort(indices, axis=1)
     twice = (chosen[:, 1:] == chosen[:, :-1]) & (chosen[:, 1:] >= 0)
     if twice.any():

@@ -26,6 +26,7 @@ class SparseMLAImpl(MLACommonImpl):
             raise ShapeError(f"{name}: indices has shape {got}: must be [{rows}, topk], one row per query row")
         if indices.dtype != jnp.int32:
             raise DTypeError(f"{name}: indices has dtype {indices.dtype}: must be int32")
+        # a tracer has no values, and reading those of an array waits for the device
         if envs.debug("device") and not isinstance(indices, jax.core.Tracer):
             check_indices(indices)
         return indices

@@ -39,6 +39,7 @@ class PallasMLABackend(MLACommonBackend):
 
 class PallasMLAImpl(MLACommonImpl, backend=PallasMLABackend):
     def _write(self, rows: jax.Array, kv_cache: jax.Array, slot_mapping: jax.Array) -> jax.Array:
+        # the kernel multiplies whole lanes, so what pads a row must be zeros
         return write(jnp.pad(rows, ((0, 0), (0, kv_cache.shape[2] - rows.shape[1]))), kv_cache, slot_mapping)
 
     def _write_and_decode(self, call: DecodeCall) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -45,6 +45,7 @@ class PallasMLASparseBackend(MLACommonBackend):
 
 class PallasMLASparseImpl(SparseMLAImpl, backend=PallasMLASparseBackend):
     def _write(self, rows: jax.Array, kv_cache: jax.Array, slot_mapping: jax.Array) -> jax.Array:
+        # zeros pad a row, since the kernel multiplies all of its words
         width = math.prod(kv_cache.shape[2:])
         return super()._write(jnp.pad(rows, ((0, 0), (0, width - rows.shape[1]))), kv_cache, slot_mapping)
 

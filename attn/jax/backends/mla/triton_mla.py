@@ -29,6 +29,7 @@ class TritonMLABackend(MLACommonBackend):
 
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
+        # without a device any GPU is asked about: reasons that depend on one are left out
         on_gpu = device is not None and device.platform == "gpu"
         reasons = (latent_reason(device.arch if device else "", request), why_not()) if on_gpu else ()
         return super().why_not(request, device) + [reason for reason in reasons if reason]
@@ -38,6 +39,7 @@ class TritonMLAImpl(MLACommonImpl, backend=TritonMLABackend):
     def _write_new(self, call: DecodeCall) -> jax.Array:
         from attn.jax.kernels.gpu.mla_attention import write_latents
 
+        # the kernel encodes rows itself, so `rows` (which XLA then leaves out as unused) is not passed
         assert call.new is not None
         return write_latents(*call.new, call.kv_cache, self._slots(call.meta), _scale(call))
 

@@ -24,5 +24,6 @@ class XLAMLABackend(MLACommonBackend):
 class XLAMLAImpl(MLACommonImpl, backend=XLAMLABackend):
     def _decode(self, call: DecodeCall) -> tuple[jax.Array, jax.Array]:
         meta, rules = call.meta, {"kv_lora_rank": self.kv_lora_rank, "scale": self.scale, "k_scale": call.k_scale}
+        # `max_query_len` and causality change the program, the other numbers do not
         static = {"max_query_len": meta.max_query_len, "causal": meta.causal}
         return xla_mla.latent_attention(call.query, call.kv_cache, meta.requests, **rules, **static)

@@ -18,11 +18,13 @@ class DotProductImpl(DenseImpl):
     def _attend(self, call: DenseCall) -> jax.Array:
         key, value, mask, square = self._masked(call)
         out = self._dot(call.query, key, value, mask=mask, is_causal=square)
+        # `jax.nn` gives a row without keys a mean of values, and 0 is its result here (docs/semantics.md §1)
         return out if mask is None else jnp.where(_rows(mask.any(-1)), out, 0)
 
     def _attend_lse(self, call: DenseCall) -> tuple[jax.Array, jax.Array]:
         key, value, mask, square = self._masked(call)
         out, lse = self._dot(call.query, key, value, mask=mask, is_causal=square, return_residual=True)
+        # [B, S, H] there, [B, H, S] here
         lse = jnp.swapaxes(lse, 1, 2)
         if mask is None:
             return out, lse
@@ -47,8 +49,10 @@ class DotProductImpl(DenseImpl):
             present = call.present[:, :, None, None]
             key, value = jnp.where(present, key, 0), jnp.where(present, value, 0)
             mask = jnp.broadcast_to(call.present[:, None, None, :], (key.shape[0], 1, rows, length))
+        # its own causality needs no array, and lets fused kernels skip the keys that it hides
         square = self.causal and rows == length and mask is None
         if self.causal and not square:
+            # aligned at the bottom right: row i sees keys up to i + length - rows (docs/semantics.md §3)
             triangle = jnp.tril(jnp.ones((rows, length), bool), length - rows)[None, None]
             mask = triangle if mask is None else mask & triangle
         return key, value, mask, square

@@ -31,6 +31,7 @@ def _cudnn_version() -> tuple[int, ...]:
     for package in ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"):
         if version := version_of(package):
             return tuple(int(part) for part in version.split(".")[:2])
+    # a cuDNN of the system has no package to ask, and is not refused for what is not known
     return (99,)
 
 

@@ -34,8 +34,11 @@ class PallasAttentionImpl(DenseImpl, backend=PallasAttentionBackend):
     def _attend_lse(self, call: DenseCall) -> tuple[jax.Array, jax.Array]:
         from attn.jax.kernels.tpu.flash_attention import Extras, FlashParams, flash_attention
 
+        # Lengths are cheaper than segments: blocks past them are not computed. A causal layer has neither (`why_not_call`), so
+        # the kernel's alignment by length moves no row.
         lens = None if call.lens is None else jnp.asarray(call.lens, jnp.int32)
         segments = None if call.lens is not None or call.present is None else call.present.astype(jnp.int32)
+        # present keys are in segment 1 with all rows, the others in segment 0, which no row sees
         rows = None if segments is None else jnp.ones(call.query.shape[:2], jnp.int32)
         rules, extras = FlashParams(LayerMask(self.causal), self.scale), Extras(rows, segments, kv_lens=lens)
         return flash_attention(call.query, call.key, call.value, rules, extras, return_lse=True)

@@ -43,6 +43,7 @@ class TritonAttentionImpl(DenseImpl, backend=TritonAttentionBackend):
 
     def _computed(self, call: DenseCall, by: Callable[[DenseImpl, DenseCall], Any], return_lse: bool = False) -> Any:
         """Return (output, log-sum-exp [B, H, S] or None). by: computes them of another implementation."""
+        # to the kernels causality is a right bound of 0
         layer = LayerParams(self.scale, right=0 if self.causal else None)
 
         def ours(query: jax.Array, key: jax.Array, value: jax.Array, present: jax.Array | None) -> Any:
@@ -50,6 +51,8 @@ class TritonAttentionImpl(DenseImpl, backend=TritonAttentionBackend):
             if present is not None:
                 lens = present.sum(1, dtype=jnp.int32)
                 if call.lens is None:
+                    # The kernels take numbers of keys, not masks: present keys move to the front, in their order, which without
+                    # causality or position changes no result.
                     order = jnp.argsort(~present, axis=1, stable=True)[..., None, None]
                     key, value = (jnp.take_along_axis(x, order, 1) for x in (key, value))
             out, lse = dense_attention(query, key, value, lens, layer, return_lse)
@@ -59,12 +62,14 @@ class TritonAttentionImpl(DenseImpl, backend=TritonAttentionBackend):
             return by(self._other(query), call._replace(query=query, key=key, value=value, present=present))
 
         arrays = call.query, call.key, call.value, call.present
+        # symbolic extents of an export are no ints
         known = all(isinstance(n, int) for x in arrays[:3] for n in x.shape)
         return differentiable(ours, others)(*arrays) if known else others(*arrays)
 
     def _other(self, query: jax.Array) -> DenseImpl:
         """Return the implementation whose gradients are used."""
         request = DiffusionRequest(self.head_size, query.dtype.name, features=frozenset({Feature.BACKWARD}))
+        # that of the program, which may be compiled for a GPU that is not here
         device = Device("jax", "gpu", arch=target()[0])
         backends: list[Any] = [DiffusionAttentionBackendEnum[name].get_class() for name in ("CUDNN", "XLA_ATTN")]
         backend = next(backend for backend in backends if not backend.why_not(request, device))

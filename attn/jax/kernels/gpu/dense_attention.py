@@ -35,12 +35,14 @@ def dense_attention(
 def differentiable(attend: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
     """Return `attend` of (query, key, value, *more) where it is not differentiated; where it is, `other`, whose gradients and
     values are then used. Both return the same; nothing is differentiated by the arguments `more`."""
+    # JAX would otherwise differentiate the kernel's call, which has no rule for that.
     made = jax.custom_vjp(attend)
 
     def forward(query: jax.Array, key: jax.Array, value: jax.Array, *more: Any) -> tuple[Any, Any]:
         out, pull = jax.vjp(lambda *arrays: other(*arrays, *more), query, key, value)
         return out, (pull, len(more))
 
+    # None is a zero cotangent of any type: lengths are integers and have none
     def backward(kept: Any, cotangent: Any) -> tuple[Any, ...]:
         pull, more = kept
         return *pull(cotangent), *[None] * more
@@ -52,6 +54,8 @@ def differentiable(attend: Callable[..., Any], other: Callable[..., Any]) -> Cal
 @functools.lru_cache(maxsize=256)
 def _batched(layer: LayerParams, return_lse: bool) -> Callable[..., Any]:
     """Return `_attend` for these rules, with its rule for `vmap`."""
+    # JAX has no rule that batches a custom call. The cache keeps one function for a layer's rules, so that calls share a
+    # program.
     attend = custom_vmap(functools.partial(_attend, layer=layer, return_lse=return_lse))
 
     @attend.def_vmap
@@ -82,9 +86,11 @@ def _attend(
     flat, whole = query.reshape(-1, heads, size), np.full(batch, length, np.int32) if lens is None else lens
     made = None
     if rows > _FEW and target()[0] == "sm_90" and hopper.is_on("hopper_prefill"):
+        # few rows are a decode: its keys are cut into parts, which the prefill kernel cannot
         made = _on_hopper(flat, starts, key, value, whole, layer, return_lse)
     if made is None:
         keys = KVInputs(keys=key.reshape(-1, kv_heads, size), values=value.reshape(-1, kv_heads, size))
+        # With equal lengths each request sees its own rows' keys; otherwise a table says where its keys begin.
         if lens is not None or rows != length:
             keys = keys._replace(lens=whole, table=np.arange(0, batch * length, length, dtype=np.int32)[:, None])
         made = paged_attention(flat, starts, keys, layer, BatchBounds(rows, length), return_lse=return_lse)

@@ -55,6 +55,7 @@ def serves(batch: Prompts, negate: bool = False) -> bool:
     """Whether the kernel supports these shapes and dtypes; the caller checks the architecture and features. negate:
     whether the scale is negative."""
     query, keys = batch.query, batch.keys
+    # XLA's arrays are dense and aligned, so strides and addresses follow from shapes.
     values = keys if batch.values is None else batch.values
     if query.dtype.name not in ("bfloat16", "float16") or not query.dtype == keys.dtype == values.dtype:
         return False
@@ -70,6 +71,7 @@ def prefill(out: Out, batch: Prompts, params: PrefillParams, factor: float, arch
     compile it, for which the kernel is off from then on.
     """
     query, keys, values, num_reqs = batch.query, batch.keys, batch.values, batch.starts.shape[0] - 1
+    # keys and values in one array are one list of pages, in which the values' begin at `pages`
     pages = 0
     if values is None:
         pages, keys = keys.shape[1], keys.reshape(-1, *keys.shape[2:])
@@ -78,6 +80,7 @@ def prefill(out: Out, batch: Prompts, params: PrefillParams, factor: float, arch
     paged, ragged = batch.table is not None, batch.key_starts is not None
     plan = plan_of(of, num_reqs, batch.page, paged, params, True)
     q_map, k_map, v_map = plan.maps
+    # A kernel without a map of queries still has the parameter: the keys' map takes its place, and is not used.
     k_desc = Boxed(keys, *k_map)
     present = (x is not None for x in (q_map, batch.sinks, out.lse, batch.mask.is_causal))
     arguments = {
@@ -86,6 +89,7 @@ def prefill(out: Out, batch: Prompts, params: PrefillParams, factor: float, arch
         "key_cache": keys,
         "value_cache": values,
         "query_start_loc": batch.starts,
+        # one parameter for both: `RAGGED` says that it is where each request's keys begin
         "seq_lens": batch.key_starts if ragged else batch.lens,
         "block_table": batch.table,
         "sinks": batch.sinks,
@@ -104,7 +108,9 @@ def prefill(out: Out, batch: Prompts, params: PrefillParams, factor: float, arch
     }
     writes = [name for name, array in out._asdict().items() if array is not None]
     try:
+        # programs take units from a counter, so more than there are multiprocessors would only wait
         made = launch(_prefill, arch, (min(plan.tiles, processors),), arguments, writes)
+    # `turn_off` raises `CannotCompile` for the compiler's errors; any other is the caller's
     except Exception as error:
         hopper.turn_off("hopper_prefill", error)
         raise

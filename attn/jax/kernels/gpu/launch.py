@@ -51,6 +51,7 @@ def reasons(request: Any, device: Any) -> list[str]:
 def target() -> tuple[str, int]:
     """(architecture, multiprocessors) of the GPU that is compiled for: that of `attn.jax.platforms.compiling_for`, or the
     first present. Raises RuntimeError without one."""
+    # Its kind is the architecture's own name where `compiling_for` made it; on a mesh of real devices it is a product's name.
     compiled_for = jax.sharding.get_abstract_mesh().abstract_device
     if compiled_for is not None and compiled_for.device_kind in PROCESSORS:
         return compiled_for.device_kind, PROCESSORS[compiled_for.device_kind]
@@ -58,10 +59,13 @@ def target() -> tuple[str, int]:
     capability = getattr(device, "compute_capability", "")
     if not capability:
         raise RuntimeError(f"{device.platform}: no GPU to compile Triton's kernels for (attn.jax.platforms.compiling_for)")
+    # NVIDIA's "9.0" is sm_90; AMD's are names, of which features behind a colon are cut off
     arch = f"sm_{capability.replace('.', '')}" if capability[:1].isdigit() else str(capability).partition(":")[0]
     return arch, int(device.core_count)
 
 
+# The wire format of protocol buffers (protobuf.dev, Encoding): a field's number shifted by three and its type, 0 for an integer
+# of seven bits a byte, 2 for bytes with their length, 5 for 32 bits; then the value. jaxlib has no class for the message.
 def _varint(n: int) -> bytes:
     n &= (1 << 64) - 1  # negative numbers are 64-bit two's complement
     out = bytearray()
@@ -131,6 +135,7 @@ def launch(
     """
     parameters = {name: arguments[name] for name in kernel.arg_names}
     options = {name: value for name, value in arguments.items() if name not in parameters}
+    # One array may be several operands: each parameter has a pointer of its own, and a map of boxes one besides.
     operands: dict[str, Any] = {}
     for name, value in parameters.items():
         if isinstance(value, Boxed):
@@ -138,11 +143,13 @@ def launch(
         elif isinstance(value, jax.Array | np.ndarray):
             operands[name], parameters[name] = value, Pointer(types.get(name) or value.dtype.name)
     program = compile_kernel(kernel, arch, parameters, options)
+    # The driver refuses a launch without programs; such a call writes nothing, so its arrays are returned as they came.
     extents = (*grid, 1, 1)[:3]
     if not math.prod(extents):
         return tuple(jnp.asarray(operands[name]) for name in writes)
     importlib.import_module("jaxlib.gpu_triton")  # registers the call
     places = [*operands]
+    # results in the operands' own memory: XLA copies an operand first if something else reads it later
     call = jax.ffi.ffi_call(
         TARGET,
         [jax.ShapeDtypeStruct(operands[name].shape, operands[name].dtype) for name in writes],

@@ -72,6 +72,7 @@ def mla_decode(
         "query": absorbed,
         "rope": query,
         "query_start_loc": starts,
+        # the number of keys that each row sees, where it is not that of a causal row
         "limits": None if rules.causal else _own_lengths(starts, latents.lens, tokens),
         "indices": None,
     }
@@ -79,12 +80,16 @@ def mla_decode(
     of = _decode(args, rules)
     made = launches_of(of)
     states = made.states(tokens * heads)
+    # The kernel has these parameters in any case, and XLA no empty arrays with an address: one row stands for none.
     args["partial"] = jnp.empty(max(1, states) * rank, jnp.float32)
     args["partial_lse"] = jnp.empty(max(1, states), jnp.float32)
     args |= _numbers(of, made, args) | {"factor": rules.scale * LOG2E, "v_factor": 1.0}
+    # Without a plan `items` is read by nobody, and any int32 array will do. The latents are written here, so that the launches
+    # below read the cache that this one returns.
     args |= {"items": starts} | _prepared(of, made, args, new)
     try:
         args |= (_attend_on_hopper if of.on_hopper else _attend)(of, made, args)
+    # While the call is traced: nothing has run, and the kernel is off from here on, so the second attempt takes the other.
     except hopper.CannotCompile:
         return mla_decode(absorbed, query, starts, latents, rules, new, return_lse=return_lse)
     if states:
@@ -98,6 +103,7 @@ _STATES = (*_RESULTS, "partial", "partial_lse")
 
 def _attend(of: Decode, made: MLALaunches, args: dict[str, Any]) -> dict[str, jax.Array]:
     """The first stage."""
+    # the same bytes, where the hardware does not convert e4m3 (`number_in`)
     codes = {"cache": "uint8"} if args["cache"].dtype == jnp.float8_e4m3fn and made.attend["BYTES"] else {}
     return _run(attend, of.arch, (made.programs(of.requests), made.splits), args | made.attend, _STATES, **codes)
 
@@ -112,6 +118,7 @@ def _attend_on_hopper(of: Decode, made: MLALaunches, args: dict[str, Any]) -> di
     arguments = args | {
         "desc": Boxed(cache, *hopper_mla.map_of(cache.shape, dense_strides(cache.shape))),
         "row_tiles": made.tiles,
+        # more than any request's keys: the only part has all of them
         "split": made.split if made.splits > 1 else 1 << 30,
         "num_pages": cache.shape[0],
         **hopper_mla.constants(of.heads, of.page, rope_from=of.rope_from, **flags),
@@ -126,6 +133,7 @@ def _attend_on_hopper(of: Decode, made: MLALaunches, args: dict[str, Any]) -> di
 def _decode(args: dict[str, Any], rules: DecodeParams) -> Decode:
     (_, heads, rank), (_, page, _), (num_reqs, columns) = (args[x].shape for x in ("query", "cache", "block_table"))
     (arch, processors), (_, _, width), cache, dtype = target(), args["rope"].shape, args["cache"], args["query"].dtype
+    # by the static extents alone: arrays that XLA allocates are aligned, and dense
     plain = cache.dtype == dtype and dtype.itemsize == 2
     extents = (heads, rank + rules.rope), cache.shape[1:], dense_strides(cache.shape)[:2]
     return Decode(
@@ -138,6 +146,7 @@ def _decode(args: dict[str, Any], rules: DecodeParams) -> Decode:
         rank=rank,
         rope=rules.rope,
         max_query_len=rules.max_query_len,
+        # a bucket's bound may exceed what the table can name
         keys=min(rules.max_seq_len, columns * page),
         page=page,
         itemsize=dtype.itemsize,
@@ -145,7 +154,9 @@ def _decode(args: dict[str, Any], rules: DecodeParams) -> Decode:
         fixed_split=0,
         sparse=False,
         packed=cache.dtype == jnp.uint8,
+        # lengths are not known when the program is made
         uneven=True,
+        # the last Dr columns of the layer's own query, so that it is not concatenated with the absorbed part
         rope_from=RopeFrom(heads * width, width, width - rules.rope),
     )
 
@@ -163,6 +174,7 @@ def _numbers(of: Decode, made: MLALaunches, args: dict[str, Any]) -> dict[str, A
         "topk": 0,
         "indices_t": 0,
         **{"o_t": of.heads * rank, "o_h": rank, "q_t": of.heads * rank, "q_h": rank, "c_block": page * row, "c_slot": row},
+        # offsets of 64 bits only where a cache needs them
         "WIDE": args["cache"].size >= 2**31,
     }
 
@@ -171,6 +183,7 @@ def _prepared(of: Decode, made: MLALaunches, args: dict[str, Any], new: New | No
     """Fill the table of shares, store new latents, and write the rows of no request; return what it wrote by name."""
     (tokens, _, rank), cache = args["out"].shape, args["cache"]
     groups, _, items = made.shares or (0, 0, 0)
+    # No new rows: the programs that would store them are none, and the cache is no operand of this launch.
     kv_c, k_pe, slots = new or (None, None, None)
     code, rows = "" if kv_c is None else latent_write.code_of(kv_c.dtype.name, cache.dtype.name), 0 if kv_c is None else tokens
     arguments = {
@@ -188,21 +201,25 @@ def _prepared(of: Decode, made: MLALaunches, args: dict[str, Any], new: New | No
         "num_reqs": of.requests,
         "groups": groups,
         "rows": made.tiles * made.block_m,
+        # rows of new tokens, one program each; then those of no request, ROWS each
         "new": rows,
         "tokens": tokens,
         "lse_h": tokens,
         **{"kv_c_t": rank, "k_pe_t": of.rope, "c_block": args["c_block"], "c_slot": args["c_slot"]},
         **mla_prepare.constants((of.heads, made.block_n, block_of(of.requests)), (rank, of.rope, of.page), code),
     }
+    # by the names that the stages give them: that of the parameter here
     written = {"out": "output", "lse": "lse", "items": "table", "cache": "cache"}
     written = {name: parameter for name, parameter in written.items() if arguments[parameter] is not None}
     codes = {"cache": "uint8"} if code in ("e4m3", "e5m2") else {}
+    # programs for shares, then for new rows, then for rows of no request: `mla_prepare` tells them apart by number
     grid = (groups + rows - (-tokens // fill.ROWS),)
     return dict(zip(written, launch(mla_prepare.prepare, of.arch, grid, arguments, [*written.values()], **codes), strict=True))
 
 
 def _own_lengths(starts: jax.Array, lens: jax.Array, tokens: int) -> jax.Array:
     """[T] the keys of each row's request."""
+    # rows of no request get the last one's length, and are not written
     request = jnp.searchsorted(starts[1:], jnp.arange(tokens, dtype=jnp.int32), side="right")
     return lens[jnp.minimum(request, lens.shape[0] - 1)]
 
@@ -211,6 +228,7 @@ def _run(
     kernel: Any, arch: str, grid: tuple[int, int], arguments: dict[str, Any], writes: tuple[str, ...], **types: str
 ) -> dict[str, jax.Array]:
     """Launch a stage, and return what it writes by name. arguments: also those of the other stage."""
+    # `launch` takes a name that is no parameter as an option, so what belongs to the other stage must go
     known = {"num_warps", "num_stages", "enable_fp_fusion", *kernel.arg_names}
     taken = {name: value for name, value in arguments.items() if name in known}
     written = [name for name in writes if taken[name] is not None]

@@ -30,7 +30,9 @@ def mla_prefill(
     out, lse = jnp.empty((tokens, heads, value.shape[2]), query.dtype), jnp.empty((heads, tokens), jnp.float32)
     if num_reqs < 1 or tokens == 0:
         return jnp.zeros_like(out), jnp.full_like(lse, -jnp.inf)
+    # asked in this order: the last one imports Gluon
     on_hopper = arch == "sm_90" and hopper.is_on("hopper_prefill") and _serves(query, starts, key, value, key_starts)
+    # rows of no request first: the kernels below write the rows of requests only
     results: dict[str, Any] = {"output": out, "lse": lse, "query_start_loc": starts}
     results |= {"counters": jnp.empty(2, jnp.int32) if on_hopper else None}
     numbers = {"tokens": tokens, "num_reqs": num_reqs, "lse_h": tokens, **filling.constants(heads, value.shape[2])}
@@ -43,6 +45,7 @@ def mla_prefill(
         pass  # the general kernel writes all of their rows
     sizes, itemsize = (query.shape[2], value.shape[2]), query.dtype.itemsize
     rule = mla_prefill_launch(arch, *sizes, itemsize)
+    # the last dimension is dense, so its stride is no argument
     strides = [n for x in (out, query, key, value) for n in dense_strides(x.shape)[:2]]
     arguments = {
         **{"out": out, "lse": lse, "query": query, "key": key, "value": value, "query_start_loc": starts},
@@ -75,6 +78,7 @@ def _on_hopper(
     from attn.jax.kernels.gpu.hopper_prefill import Out, prefill
 
     tokens, num_reqs = prompts.query.shape[0], prompts.starts.shape[0] - 1
+    # Lengths are not known when the program is made: tiles are chosen for the mean of the padded batch.
     params = PrefillParams(right=0 if causal else UNBOUNDED).seeing(prompts.keys.shape[0] / num_reqs, tokens / num_reqs)
     made = prefill(Out(out, lse, counters), prompts, params, scale * LOG2E, *target())
     assert made.lse is not None

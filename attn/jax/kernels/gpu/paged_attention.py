@@ -74,12 +74,15 @@ def paged_attention(
     `fixed_split` and `sparse` are as `attn.torch.kernels.paged_attention` has them.
     """
     (tokens, heads, size), num_reqs, (arch, processors) = query.shape, starts.shape[0] - 1, target()
+    # no launch: the kernels' grids and searches assume a request
     if num_reqs < 1 or tokens == 0:
         return jnp.zeros_like(query), jnp.full((heads, tokens), -jnp.inf) if return_lse else None
     stored = keys.keys if keys.cache is None else keys.cache
     assert stored is not None
+    # One array has the keys and, behind them, the values (`values_at`): slices of it would be copies of half a cache.
     held = stored.shape if keys.cache is None else stored.shape[1:]
     arrays = dict.fromkeys(ARRAYS) | {
+        # not filled: the launches together write every row
         "output": jnp.empty(query.shape, query.dtype),
         "lse": jnp.empty((heads, tokens), jnp.float32) if return_lse else None,
         "query_start_loc": starts,
@@ -94,6 +97,7 @@ def paged_attention(
         "k_scale": keys.k_scale,
     }
     read = {}
+    # Triton would reject or emulate the conversion there, so the same bytes are read as integers (`number_in`).
     if stored.dtype == jnp.float8_e4m3fn and not converts_e4m3(arch):
         read = {"key_cache": "uint8"} | ({} if keys.values is None else {"value_cache": "uint8"})
     dtypes = {name: None if array is None else read.get(name, array.dtype.name) for name, array in arrays.items()}
@@ -102,10 +106,12 @@ def paged_attention(
     kinds = Kinds(
         arch=arch,
         processors=processors,
+        # XLA's call cannot start a kernel before the last one has ended
         early=False,
         dtypes=tuple(dtypes.values()),
         shape=(heads, size, *held[1:]),
         scales=(_scale_strides(keys.k_scale), _scale_strides(keys.v_scale)),
+        # the bucket's bound, as the longest query is not known when the program is made
         queries=min(extents.max_query_len, _FEW + 1),
         same=same,
         wide=wide,
@@ -115,6 +121,7 @@ def paged_attention(
     call = _LaunchSequence(rules, arch, arrays, read, strides, blocks if keys.cache is not None else 0)
     try:
         return call.run(num_reqs, extents.max_seq_len)
+    # While the call is traced: nothing has run, and the kernel is off from here on, so the second attempt takes others.
     except hopper.CannotCompile:
         return paged_attention(query, starts, keys, layer, extents, mask, per_head, return_lse)
 
@@ -153,6 +160,7 @@ class _LaunchSequence:
     ) -> None:
         self.rules, self.arch, self.arrays, self.read = rules, arch, arrays, read
         tree, table, lse = arrays["tree"], arrays["block_table"], arrays["lse"]
+        # All of these are constants of the program; lengths, tables and scales are arrays.
         numbers = dict(zip(_STRIDES, strides, strict=True))
         self.numbers = numbers | {
             "factor": float(rules.layer.factor(1.0)),
@@ -175,15 +183,19 @@ class _LaunchSequence:
 
     def run(self, num_reqs: int, max_seq_len: int) -> tuple[jax.Array, jax.Array | None]:
         rules = self.rules
+        # Whether decodes are better left whole depends on lengths, so `_fill` decides on the device.
         split_kv = rules.parts(num_reqs, max_seq_len, False) if rules.paged else None
         made = self._fill(num_reqs, split_kv)
         if rules.on_hopper:
             self._on_hopper(made["counters"])
         elif rules.prefill is not None:
+            # a bound by extents: each request may end in a tile that is not full (`request_of`)
             tiles = self.arrays["query"].shape[0] // rules.prefill_tokens + num_reqs
             self._attend(tiles * rules.kv_heads, rules.prefill)
         if not rules.paged:
             return self.arrays["output"], self.arrays["lse"]
+        # Both launches are in the program where either may have the decodes: one of them finds requests without tokens, by its
+        # list.
         if split_kv is None or "whole" in made:
             self.arrays["query_start_loc"] = made.get("whole", self.arrays["query_start_loc"])
             self._attend(num_reqs * rules.kv_heads, rules.decode(0))
@@ -197,6 +209,7 @@ class _LaunchSequence:
         and `cut` (`attn.kernels.fill`)."""
         rules, arrays, (tokens, heads, size) = self.rules, self.arrays, self.arrays["query"].shape
         chooses: dict[str, Any] = {"counters": jnp.empty(2, jnp.int32) if rules.on_hopper else None}
+        # With a fixed split nothing is chosen (`max_splits` is 0), and fewer requests are always cut (`plan.item_of`).
         if split_kv is not None and split_kv.max_splits and num_reqs >= split_kv.whole_from:
             chooses |= {name: jnp.empty(num_reqs + 1, jnp.int32) for name in ("whole", "cut")}
             chooses |= {"seq_lens": arrays["seq_lens"], "left": bound(None if rules.free else rules.layer.left)}
@@ -218,6 +231,8 @@ class _LaunchSequence:
     def _in_parts(self, num_reqs: int, split_kv: SplitKV) -> None:
         rules = self.rules
         states, floats = rules.states(num_reqs, split_kv)
+        # `attention` returns it written, and `merge` takes that: XLA runs them in this order because one needs the other's
+        # result.
         self.numbers |= {"states": states, "scratch": jnp.empty(floats, jnp.float32)}
         self.numbers |= {name: getattr(split_kv, name) for name in ("split_tiles", "max_splits", "whole_from")}
         self._attend(split_kv.items * rules.kv_heads, rules.decode(split_kv.block_r))
@@ -231,6 +246,7 @@ class _LaunchSequence:
 
     def _launch(self, kernel: Any, programs: int, arguments: dict[str, Any], *more: str, **read: str) -> dict[str, jax.Array]:
         """Launch `kernel`, which writes the output, and return what it writes of `more`."""
+        # Every launch takes what the one before returned, in the same memory, and keeps the rows that it does not write.
         writes = [name for name in ("output", "lse", *more) if arguments[name] is not None]
         made = dict(zip(writes, launch(kernel, self.arch, (programs,), arguments, writes, **read), strict=True))
         self.arrays |= {name: made.pop(name) for name in ("output", "lse") if name in made}
@@ -246,6 +262,7 @@ def write_kv(
     k_scale, v_scale: float32, 0-d or [K], which a cache of codes needs. Keys and values of its dtype are stored as they are.
     """
     (tokens, heads, size), (blocks, page) = key.shape, kv_cache.shape[1:3]
+    # A program has the scales' shapes but not their values: two layers of a model share it.
     stored, code = kv_cache.dtype, format_of(key.dtype.name, kv_cache.dtype.name)
     scales = tuple(None if x is None or not code else jnp.asarray(x, jnp.float32) for x in (k_scale, v_scale))
     block, slot, head, _ = dense_strides(kv_cache.shape[1:])
@@ -268,6 +285,7 @@ def write_kv(
         **kv_write.constants(heads, size, page, code, tuple(() if x is None else (1,) * x.ndim for x in scales), False),
         "values_at": blocks * block,
     }
+    # codes are stored by their bits (`kv_write.code_in`)
     read = {"key_cache": {1: "uint8", 2: "uint16"}[stored.itemsize]} if code else {}
     return launch(kv_write.write, target()[0], (tokens,), arguments, ["key_cache"], **read)[0]
 

@@ -34,5 +34,6 @@ class PallasPrefillBackend(MLAPrefillBackend):
 
 def _segments(starts: jax.Array, rows: int, padding: int) -> jax.Array:
     """Return [1, rows] int32: the request of each row by `starts` [R + 1], or `padding` for rows of no request."""
+    # the number of requests that end before a row; requests without rows are counted too, and passed over
     segment = jnp.sum(jnp.arange(rows)[:, None] >= starts[1:], axis=1, dtype=jnp.int32)
     return jnp.where(segment < starts.shape[0] - 1, segment, padding)[None]

@@ -19,6 +19,7 @@ class TritonPrefillBackend(MLAPrefillBackend):
         return super().why_not(request, device) + ([reason] if reason else [])
 
     def _attend(self, call: PrefillCall) -> tuple[jax.Array, jax.Array]:
+        # imported where it is called: it needs Triton
         from attn.jax.kernels.gpu.mla_prefill import mla_prefill
 
         arrays = call.q, call.k, call.v, call.meta.query_start_loc, call.key_start_loc
