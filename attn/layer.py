@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from attn import arrays, recording, selector
 from attn.arguments import (
     Window,
+    as_int,
     check_attn_type,
     check_flag,
     check_heads,
@@ -264,9 +265,13 @@ class BaseAttention(BaseLayer):
     ) -> None:
         super().__init__()
         num_heads, num_kv_heads, head_size = check_heads(num_heads, num_kv_heads, head_size)
-        # Normalised here for the request's features; the implementation gets the caller's values and checks them again,
-        # because it may be made without a layer.
+        # Normalised here for the request's features; the implementation normalises its arguments again, because it may be made
+        # without a layer.
         window, soft_cap = window_pair(sliding_window, check_attn_type(attn_type)), check_soft_cap(logits_soft_cap)
+        if sliding_window is not None:
+            # Of Python's ints: the window is part of the builders' keys and of the description of a graph's operator.
+            width = as_int(sliding_window)
+            sliding_window = window if width is None else width
         required = layer_features(window, soft_cap, alibi_slopes, sinks, kv_sharing_target_layer_name, chunk_size)
         for name, values in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
             if values is not None:
@@ -299,7 +304,7 @@ class BaseAttention(BaseLayer):
             request.dtype,
             request.kv_cache_dtype,
             attn_type=attn_type,
-            sliding_window=tuple(sliding_window) if isinstance(sliding_window, list) else sliding_window,  # hashable
+            sliding_window=sliding_window,
         )
         self._keep_scales(num_kv_heads, k_scale, v_scale)
         self._warn_unscaled([name for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)) if scale is _UNSET])

@@ -214,3 +214,13 @@ def test_pages_that_fit_nowhere(kind: str) -> None:
         layer.load_pages(cache, [0], keys, values)
     with pytest.raises(DTypeError, match=r"keys has dtype int32: must be a float dtype \(values\) or float32"):
         layer.load_pages(cache, [0, 1], array(kind.split()[0], np.zeros(keys.shape, np.int32)), values)
+
+
+@pytest.mark.parametrize("kind", ["torch", "jax"])
+@pytest.mark.parametrize("window", [[3, 0], np.array([3, 0]), (np.int64(3), 0), 4, np.int64(4)], ids=repr)
+def test_a_window_may_be_an_array_or_of_numpys_ints(kind: str, window: Any) -> None:
+    layer = new_layer(kind, sliding_window=window)
+    stored = layer.kv_cache_spec.sliding_window
+    assert stored == (4 if np.ndim(window) == 0 else (3, 0)) and {*map(type, np.atleast_1d(stored).tolist())} == {int}
+    assert hash(layer.kv_cache_spec) and layer.impl.window == (3, 0)
+    layer.build(CommonAttentionMetadata.from_lens([1], [1], [[0]], P))

@@ -270,6 +270,9 @@ class CommonAttentionMetadata:
         if start is None or seq_lens is None:
             name = "query_start_loc_cpu" if start is None else "seq_lens_cpu"
             raise MetadataError(name, None, None, "a NumPy mirror of the lengths, by which a batch is divided")
+        if not 0 <= first <= last <= self.num_reqs:
+            bound = f"first, last with 0 <= first <= last <= {self.num_reqs}"
+            raise MetadataError("requests", None, (first, last), bound)
         # Slices of all arrays, also of tensors on a device, which are not copied; only the starts are shifted to begin at 0.
         requests, rows = slice(first, last), slice(int(start[first]), int(start[last]))
         # If the array is its own mirror, the shifted mirror serves as both. A tensor of requests from 0 on needs no

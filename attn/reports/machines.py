@@ -51,7 +51,7 @@ _PRODUCTS: dict[tuple[str | None, str | None, str], dict[str, tuple[str, ...]]] 
 #: Words that drivers add to a product's name: makers and brands, memory, form factors, partitions.
 # Only these words may stand beside a product's: "RTX 4090 Laptop GPU" is one, "H100 and H200" is none.
 _ADDED = re.compile(
-    r"nvidia|amd|intel|r|tm|tpu|geforce|tesla|quadro|instinct|radeon|graphics|laptop|gpu|generation|ada|blackwell"
+    r"nvidia|amd|intel|tpu|geforce|tesla|quadro|instinct|radeon|graphics|laptop|gpu|generation|ada|blackwell"
     r"|workstation|server|max|q|edition|oam|nvl|pcie|sxm\d*|hbm\d?e?|mig|\d+g|\d+gb"
 )
 #: jax's names of TPUs -> the product.
@@ -160,7 +160,8 @@ def _product(name: str) -> str | None:
     """Return the product whose words `name` has, beside words that drivers add (`_ADDED`); None if there is none."""
     if (generation := _TPU_KINDS.get(name.lower())) is not None:
         return generation
-    words = re.findall(r"[a-z0-9]+", name.lower())
+    # Intel's driver marks words within the product's name: "Intel(R) Arc(TM) B580 Graphics".
+    words = re.findall(r"[a-z0-9]+", re.sub(r"\((r|tm)\)", " ", name.lower()))
     matches = []
     for (_, _, maker), archs in _PRODUCTS.items():
         for product in (product for products in archs.values() for product in products):

@@ -626,3 +626,9 @@ def test_a_batch_whose_flag_is_numpys_is_divided(causal):
 def test_every_stated_extent_of_an_array_is_checked():
     with pytest.raises(ShapeError, match=r"spans has shape \[9, 3\]: must be \[\*, 2\]"):
         batch(spans=np.full((9, 3), -1, np.int32)).validate(BLOCK)
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 4), (-1, 2), (2, 1)])
+def test_a_part_that_is_not_of_the_batch_is_refused(first, last):
+    with pytest.raises(MetadataError, match=rf"requests = \({first}, {last}\): must be first, last with 0 <= first <= last"):
+        batch().select(first, last)

@@ -49,6 +49,7 @@ pytest.importorskip("torch")
         ("AMD Instinct MI300X", None, Device("torch", "rocm", "AMD MI300X", "gfx942")),
         ("AMD Radeon RX 7900 XTX", None, Device("torch", "rocm", "AMD RX 7900 XTX", "gfx1100")),
         ("Intel(R) Data Center GPU Max 1550", None, Device("torch", "xpu", "Intel Data Center GPU Max 1550", "")),
+        ("Intel(R) Arc(TM) B580 Graphics", None, Device("torch", "xpu", "Intel Arc B580", "")),
         ("TPU v5 lite", None, Device("jax", "tpu", "TPU v5e", "v5e")),
         ("TPU v5", None, Device("jax", "tpu", "TPU v5p", "v5p")),
         ("TPU v6 lite", None, Device("jax", "tpu", "TPU v6e", "v6e")),
