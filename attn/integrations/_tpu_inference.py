@@ -82,6 +82,7 @@ class ImageMetadata(AttentionMetadata):
 
 
 _DATA = [field.name for field in dataclasses.fields(ImageMetadata) if field.name not in _STATIC]
+# As the engine registers its own batches: arrays are leaves, the rest keys the compilation.
 jax.tree_util.register_dataclass(ImageMetadata, _DATA, list(_STATIC))
 
 
@@ -111,6 +112,7 @@ def _implementation(
         head_size, dtype, kv_cache_dtype, block_size, features=features, num_heads=num_heads, num_kv_heads=num_kv_heads
     )
     selection = select(request, framework="jax")
+    # raises with every candidate's reasons
     selection.require()
     if selection.name not in _IMPLS:
         raise UnsupportedError(f"{selection.name} has no cache for tpu-inference: must be {' or '.join(_IMPLS)}")
@@ -174,11 +176,14 @@ class AttnKernels(AttentionBackend):
         self._check(kv_cache, q, (md, shared_md), mesh, (q_scale, k_scale, v_scale))
         window: int | Window | None = attention_chunk_size
         if attention_chunk_size is not None and not use_causal_mask:
+            # without causality, later keys are in the window too
             window = (attention_chunk_size - 1, None)
         soft_cap = self.soft_cap if attn_logits_soft_cap is None else attn_logits_soft_cap
         shards = HeadShards(q.shape[1], k.shape[1], _extent(mesh, ShardingAxisName.ATTN_HEAD))
         if shards.replicas > 1:
+            # more devices than kv heads: each has a copy of one
             k, v = (jnp.repeat(x, shards.replicas, axis=1) for x in (k, v))
+        # layers without a window see no images in some models (Gemma 4)
         images = md if isinstance(md, ImageMetadata) and (window is not None or md.full_layers) else None
         cuts, spans = (None, None) if images is None else (images.window_cuts, images.spans)
         rules = _LayerParams(sm_scale, window, soft_cap, not update_kv_cache, use_causal_mask, self.chunk_size, cuts)
@@ -190,6 +195,7 @@ class AttnKernels(AttentionBackend):
         batch = (shared_md.seq_lens, md.block_tables, shared_md.query_start_loc, shared_md.request_distribution)
         requests, heads = P(ShardingAxisName.ATTN_DATA), P(ShardingAxisName.ATTN_HEAD)
         further: dict[str, Any] = {"sinks": (sinks, heads), "spans": (spans, requests)}
+        # an absent array has no spec, so it is left out
         further = {name: pair for name, pair in further.items() if pair[0] is not None}
         output, kv_cache = jax.shard_map(
             local,
@@ -207,6 +213,7 @@ class AttnKernels(AttentionBackend):
         why += dict.fromkeys(f"{name} of a batch" for batch in batches for name in _unknown(batch))
         if q_scale is not None:
             why.append(f"quantised queries (q_scale = {q_scale})")
+        # scales of a cache that is not quantised would have no effect
         if kv_cache.dtype.itemsize > 1 and {k_scale, v_scale} - {None, 1.0}:
             why.append(f"k_scale = {k_scale}, v_scale = {v_scale} over a cache of {kv_cache.dtype}")
         if why:
@@ -245,15 +252,19 @@ def _batch(
 ) -> PagedAttentionMetadata:
     """Convert one device's batch: lengths [R], block tables [R * B], starts [R + 1], distribution [3]; entries past the last
     request have no meaning."""
+    # the distribution is cumulative: its last number is of all requests
     lens, tables, starts, (*_, num_reqs) = batch
     num_blocks, page, requests = cache[0], cache[3], lens.shape[0]
     table, number = tables.reshape(requests, -1), jnp.arange(requests + 1, dtype=jnp.int32)
     tokens = starts[num_reqs]
+    # requests past the last one begin and end where that ends: they have no rows
     starts = jnp.where(number <= num_reqs, starts, tokens)
     lens = jnp.where(number[:-1] < num_reqs, lens, 0)
     token = jnp.arange(rows, dtype=jnp.int32)
+    # the number of requests that end at or before the token; padding rows belong to the last one
     request = jnp.minimum(jnp.sum(token[:, None] >= starts[1:], axis=1, dtype=jnp.int32), requests - 1)
     position = jnp.maximum(lens[request] - starts[request + 1] + token, 0)
+    # padding rows may have positions beyond the table; their slots are -1 below
     slots = table[request, jnp.minimum(position // page, table.shape[1] - 1)] * page + position % page
     return PagedAttentionMetadata(
         query_start_loc=starts,
@@ -287,6 +298,7 @@ def _local(
     """
     stored, page = dtype_name(kv_cache.dtype), kv_cache.shape[3]
     same = stored == dtype_name(q.dtype)
+    # the first name of the dtype; several name the same one
     element = "auto" if same else next(name for name, kept in KV_CACHE_DTYPES.items() if kept == stored)
     heads = (q.shape[1], k.shape[1], q.shape[2])
     impl = _implementation(rules, heads, q.dtype, element, page, more.get("sinks"))
@@ -303,6 +315,7 @@ class AttnImpl(PallasAttentionBackendImpl):
         """Take the engine's arguments. Raises `UnsupportedError`, with the layer's name, if no backend serves it."""
         name = layer_name()
         try:
+            # by the engine's own names, whichever way vLLM passes them
             passed = inspect.signature(PallasAttentionBackendImpl).bind(*args, **kwargs).arguments
         except TypeError as error:
             raise UnsupportedError(f"{name}: {error}: {_ELSEWHERE}") from error
@@ -314,6 +327,7 @@ class AttnImpl(PallasAttentionBackendImpl):
                 shares = passed.get("kv_sharing_target_layer_name") is not None
                 rules = _LayerParams(passed["scale"], passed["sliding_window"], soft_cap, shares)
                 heads = (passed["num_heads"], passed["num_kv_heads"], passed["head_size"])
+                # only whether there are any matters for the choice: the engine's own are not on a device yet
                 sinks = None if passed.get("sinks") is None else jnp.zeros(passed["num_heads"])
                 _implementation(rules, heads, torch.get_default_dtype(), passed["kv_cache_dtype"], None, sinks)
             except ValueError as error:
@@ -323,6 +337,7 @@ class AttnImpl(PallasAttentionBackendImpl):
         self.attention_backend = _with(soft_cap=soft_cap)
 
     def forward(self, layer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # chunks are an attribute of the layer, which an implementation is not given before the call
         self.attention_backend = _with(soft_cap=self.soft_cap, chunk_size=getattr(layer, "attention_chunk_size", None))
         try:
             return super().forward(layer, *args, **kwargs)
@@ -375,6 +390,7 @@ def create() -> AttnKernels:
         raise BackendLoadError(
             f"{attention_interface.__name__} has no {RPAAttentionBackend.__name__}, the default of JAX models"
         )
+    # the module's name for its default, which calls look up
     attention_interface.RPAAttentionBackend = _ByCache
     runner = getattr(sys.modules.get(_RUNNER), "TPUModelRunner", None)
     if runner is not None and not hasattr(runner._prepare_inputs, "__wrapped__"):
@@ -393,8 +409,10 @@ def _with_images(prepare: Any) -> Any:
     @functools.wraps(prepare)
     def prepare_inputs(runner: Any, scheduled: Any) -> Any:
         step = prepare(runner, scheduled)
+        # most models: their steps are left as they are
         if not runner.model_config.is_mm_prefix_lm:
             return step
+        # a batch for each group of layers, where some have windows; () refuses a step of another form below
         groups = getattr(step[_BATCH], "groups", None) if len(step) == _PARTS else ()
         batches = (step[_BATCH],) if groups is None else groups
         if not batches or not all(type(batch) is AttentionMetadata for batch in batches):
@@ -424,6 +442,7 @@ def _spans(runner: Any, scheduled: Any, step: Any) -> np.ndarray[Any, Any] | Non
         at = shard * step[_TOKENS]
         for name in names:
             request, new = runner.requests[name], scheduled.num_scheduled_tokens[name]
+            # tokens of audio are causal
             images = [image.mm_position for image in request.mm_features if image.modality != "audio"]
             ranges = [span for image in images for span in image.extract_embeds_range()]
             cut = mark_images(spans[at : at + new], request.num_computed_tokens, ranges)

@@ -103,6 +103,7 @@ class AttnBackend(vllm_backend.AttentionBackend):
     @classmethod
     def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
         """Return every reason to reject a layer of this configuration: of this integration, then of each backend."""
+        # by the names of this version of vLLM, so that what it has added is seen and refused
         asked = inspect.signature(super().validate_configuration).bind(*args, **kwargs).arguments
         invariant = asked.pop("use_batch_invariant", False)
         features = {feature for word, feature in _FEATURES.items() if asked.pop(word, False)}
@@ -123,6 +124,7 @@ class AttnBackend(vllm_backend.AttentionBackend):
             features=features,
         )
         selection = select(request, framework="torch")
+        # a backend serves it: why others do not is of no interest
         if selection.winner is None:
             why += [*selection.reasons, _able(request)]
         return [f"{name}: {reason}" for reason in why]
@@ -142,6 +144,7 @@ class AttnMetadata(vllm_backend.AttentionMetadata):
 
     def of(self, layer: Attention) -> Any:
         """Return the metadata of a layer's backend."""
+        # layers of one kind share a batch's metadata; a model with windows has two or three
         key = (layer.backend, layer.kv_cache_spec)
         if key not in self.built:
             logger.info_once("Using %s of attn for %s", layer.selection.name, layer.selection.request)
@@ -164,13 +167,16 @@ class AttnMetadataBuilder(vllm_backend.AttentionMetadataBuilder):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> AttnMetadata:
         common = common_attn_metadata
         for name in (f.name for f in fields(common) if f.name not in _KNOWN and not f.name.startswith("_")):
+            # Fields of later versions: those that are set may change what rows see.
             value = getattr(common, name)
+            # a tensor has no truth of its own
             if value is not None and (isinstance(value, torch.Tensor) or value):
                 self._refuse(name)
         if isinstance(common.causal, torch.Tensor):
             self._refuse("per-request causality")
         lens = common.seq_lens
         if lens.device.type != "cpu":
+            # bounds are the lengths, unless drafts of the step before are still being verified
             lens = getattr(common, "seq_lens_cpu_upper_bound", None) if self.exact else None
         batch = CommonAttentionMetadata(
             **{name: getattr(common, name) for name in _EQUAL},
@@ -198,6 +204,7 @@ class AttnMetadataBuilder(vllm_backend.AttentionMetadataBuilder):
             cut = mark_images(rows, lens[r] - len(rows), ranges)
             if cut:
                 self._refuse(f"a chunk of request {r} {cut}")
+        # a batch without images has no spans: its launches are those of plain causality
         return torch.from_numpy(spans).to(self.device, non_blocking=True) if (spans >= 0).any() else None
 
     def _refuse(self, feature: str) -> NoReturn:
@@ -250,10 +257,12 @@ class AttnImpl(vllm_backend.AttentionImpl):
         }
         self.features = [feature for feature, needed in required.items() if needed]
         for name, value in further.items():
+            # arguments of later versions, unless they ask for nothing
             if value not in (None, False) and value != _OFF.get(name):
                 raise UnsupportedError(f"{self.name}: {name}={value!r} not supported: {_ELSEWHERE}")
         if problem := _cache_problem(kv_cache_dtype):
             raise UnsupportedError(f"{self.name}: {problem}")
+        # now, so that a layer that no backend serves is refused before weights are loaded
         self._layer(_BLOCK_SIZE)
 
     def _layer(self, block_size: int) -> Attention:
@@ -274,6 +283,7 @@ class AttnImpl(vllm_backend.AttentionImpl):
 
     def _cache(self, layer: Attention, kv_cache: torch.Tensor) -> torch.Tensor:
         """View vLLM's cache [N, K, P, 2 D] as a cache of the layer's backend."""
+        # vLLM passes the same tensor in each step: its views are made once
         if self._seen is None or self._seen[0] is not kv_cache:
             blocks, heads, size, row = kv_cache.shape
             if row != 2 * self.head_size:
@@ -285,6 +295,7 @@ class AttnImpl(vllm_backend.AttentionImpl):
             pages = (
                 kv_cache.view(element) if kv_cache.itemsize == element.itemsize == 1 else kv_cache
             )  # codes may have a byte dtype
+            # tokens of a head are adjacent: then vLLM's CPU layout has all keys of a head in front of its values
             if pages.device.type == "cpu" and pages.stride(2) == row:
                 both = pages.view(blocks, heads, 2, size, self.head_size).permute(2, 0, 3, 1, 4)
             else:
@@ -331,6 +342,7 @@ class AttnImpl(vllm_backend.AttentionImpl):
         if self.sinks is not None:
             wrapped.impl.sinks = self.sinks.detach().float()  # the model's, which may have been loaded since
         clamps = getattr(layer, "mm_prefix_clamp_sliding_window", False)  # vLLM passes it to the call only
+        # part of the rules that kept launches depend on, so set before each call
         wrapped.impl.mask = wrapped.impl.mask._replace(span_window=clamps)
         try:
             metadata, scales = attn_metadata.of(wrapped), (output_scale, output_block_scale)

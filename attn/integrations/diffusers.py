@@ -46,6 +46,7 @@ def register(*, error_budget: float = 0.0) -> tuple[str, ...]:
     names = {_NAME: None, **{f"{_NAME}:{name}": name for name in known}}
     for name, backend in names.items():
         value = name.lower()  # `set_attention_backend` looks up lower case, the context manager the name as passed
+        # registered before: the member stays, and its function is replaced
         member = enum._value2member_map_.get(value) or _member(enum, value)
         enum._value2member_map_[name] = member
         add(member, constraints=[])(_function(backend, error_budget))
@@ -92,9 +93,11 @@ def _function(backend: str | None, error_budget: float) -> Any:
                 "attn: _parallel_config: diffusers' context parallelism is not supported: attn.torch.diffusion.parallel "
                 "shards sequences"
             )
+        # before anything is read from shapes below
         if not query.ndim == key.ndim == value.ndim == 4 or key.shape[:3] != value.shape[:3]:
             shapes = ", ".join(str(list(x.shape)) for x in (query, key, value))
             raise ShapeError(f"attn: query, key, value have shapes {shapes}: must be [B, S, H, D] and twice [B, M, K, D]")
+        # as torch's own function, for which this one stands
         query, key, value = autocast(query, key, value)
         if is_causal and attn_mask is not None:
             raise UnsupportedError("attn: is_causal=True and attn_mask: pass only one of them")
@@ -108,11 +111,13 @@ def _function(backend: str | None, error_budget: float) -> Any:
             mask = torch.ones(1, 1, rows, keys, dtype=torch.bool, device=query.device).tril()
             is_causal = False
         wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        # NumPy's and torch's scalars too: the scale is a part of the choice's key
         scale = None if scale is None else float(scale)
         impl = impl_for(properties_of(query, key, scale, is_causal, mask, wants_grad, backend, error_budget))
         meta = DiffusionAttentionMetadata(attn_mask=mask)
         if return_lse:
             out, lse = impl.forward_lse(query, key, value, meta)
+            # [B, S, H], as diffusers' own functions return it
             return out, lse.transpose(1, 2)
         return impl.forward(query, key, value, meta)
 
@@ -138,6 +143,7 @@ def _bool(mask: torch.Tensor) -> torch.Tensor:
 def _require(allowed: torch.Tensor, mask: torch.Tensor, message: str) -> None:
     """Raise `UnsupportedError` unless `allowed` is true for each element of `mask`."""
     if torch.compiler.is_compiling():
+        # a graph has no values to branch on; this one fails when it runs
         torch._assert_async(allowed.all(), f"attn: {message}")
     elif not bool(allowed.all()):
         raise UnsupportedError(f"attn: {message} (got {mask[~allowed][0].item()} of {mask.dtype})")

@@ -49,19 +49,25 @@ def _dense(
         raise UnsupportedError(f"{name}: bias is not supported (attn.jax.attention_fn supports it)")
     if causal and encoder:
         raise UnsupportedError(f"{name}: is_causal=True, but a layer of type {impl.attn_type} is not causal")
+    # a window needs positions: flax counts them from the first row, this library from the last
     if rows != keys and impl.window != (None, None):
         need = "sliding_window needs as many queries as keys"
         raise UnsupportedError(f"{name}: {need} (got {rows} and {keys}): query positions are ambiguous")
+    # the layer's backend has neither masks of arrays nor rows that are not the keys' own tokens
     if mask is not None or rows != keys:
         if causal and rows != keys:
             triangle = jnp.tril(jnp.ones((1, 1, rows, keys), bool))
             mask, causal = triangle if mask is None else mask & triangle, False
         rules = {name: getattr(impl, name) for name in ("window", "logits_soft_cap", "alibi_slopes", "sinks")}
         return attn.attention(query, key, value, causal=causal, scale=impl.signed_scale, mask=mask, layout="BSHD", **rules)
+    if batch * rows == 0:
+        return jnp.zeros_like(query)
     spec, lens, blocks = layer.kv_cache_spec, [rows] * batch, -(-rows // layer.kv_cache_spec.block_size)
     table = np.arange(batch * blocks).reshape(batch, blocks)
     described = CommonAttentionMetadata.from_lens(lens, lens, table, spec.block_size, causal=causal)
+    # shapes are flax's own and static: padding to a bucket would compile no fewer programs
     metadata = layer.backend.get_builder_cls()(spec, config={"bucket": False}).build(0, described)
+    # made for this call: its keys are those of the call, and nothing is read later
     cache = None if encoder else allocate(layer.backend, spec, max(1, batch * blocks))
     query, key, value = (x.reshape(batch * rows, -1, size) for x in (query, key, value))
     out, _ = layer(query, key, value, cache, metadata)

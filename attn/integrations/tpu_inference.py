@@ -41,6 +41,7 @@ _FIELDS = ("block_tables", "seq_lens", "query_start_loc", "request_distribution"
 def plugin() -> None:
     """Call `register` from vLLM where tpu-inference is installed; incompatibility is only logged, since the engine may be
     running with another backend."""
+    # vLLM calls this on every platform, and most have no such package: no word about it
     if importlib.util.find_spec("tpu_inference") is None:
         return
     try:
@@ -66,6 +67,7 @@ def register() -> str:
         raise BackendLoadError(f"this version of tpu-inference has an incompatible attention interface: {'; '.join(why)}")
     try:
         interface.register_attention_backend(NAME, attention=create, vllm_backend=PATH)
+    # the name is taken, or the engine refuses the class
     except ValueError as error:
         raise BackendLoadError(f"tpu-inference does not register {NAME}: {error}") from error
     return NAME

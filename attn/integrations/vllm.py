@@ -56,6 +56,7 @@ def register() -> str:
         from vllm.v1.attention import backend as interface
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+        # within the `try`: older versions have no such member
         custom: Any = AttentionBackendEnum.CUSTOM
     except (ImportError, AttributeError) as error:
         raise BackendLoadError(f"vLLM's attention interface cannot be imported: {error} (pip install vllm)") from error
@@ -64,6 +65,7 @@ def register() -> str:
         why.append("its backends do not write the cache separately from attention (forward_includes_kv_cache_update)")
     if why:
         raise BackendLoadError(f"this version of vLLM has an incompatible attention interface: {'; '.join(why)}")
+    # by another plug-in, which would lose its backend without a word
     if custom.is_overridden() and custom.get_path() != PATH:
         raise BackendLoadError(f"CUSTOM of vLLM's registry is already {custom.get_path()}")
     register_backend(custom, PATH)
@@ -75,6 +77,7 @@ def register() -> str:
 def _patch_cpu_platform(platform: Any, custom: Any) -> None:
     """Make vLLM's CPU platform use or reject CUSTOM when it is requested, as vLLM's other platforms do."""
     choose = platform.get_attn_backend_cls.__func__
+    # patched before: `register` may be called repeatedly
     if hasattr(choose, "of_attn"):
         return
 
@@ -98,9 +101,12 @@ def mark_images(spans: Any, first: int, ranges: Iterable[tuple[int, int]]) -> st
     """
     end = first + len(spans)
     for start, last in ranges:
+        # of the range, the positions that are new in this step
         rows = range(max(start, first), min(last + 1, end))
+        # a single token sees itself in any case; a range of earlier steps has no row here
         if start >= last or not rows:
             continue
+        # its first rows would attend without the rest of the image, which is not in the cache yet
         if last >= end:
             return f"that ends at token {end}, within image tokens {start} to {last} (pass --disable-chunked-mm-input)"
         spans[rows.start - first : rows.stop - first] = start, last
@@ -112,6 +118,7 @@ def layer_name() -> str:
     import torch
 
     frame = inspect.currentframe()
+    # outwards from here: the innermost module with a `prefix` is the layer
     while frame := frame and frame.f_back:
         if isinstance(frame.f_locals.get("self"), torch.nn.Module) and frame.f_locals.get("prefix"):
             return str(frame.f_locals["prefix"])

@@ -64,6 +64,13 @@ def test_an_encoders_layer(arrays):
         encoder(*arrays, is_causal=True)
 
 
+@pytest.mark.parametrize("size", [(0, 8), (2, 0)])
+def test_an_empty_batch(layer, arrays, size):
+    batch, rows = size
+    q, k, v = (x[:batch, :rows] for x in arrays)
+    assert attention_fn(layer)(q, k, v, is_causal=True).shape == q.shape
+
+
 def test_what_has_no_place_is_refused(layer, arrays):
     q, k, v = arrays
     attend = attention_fn(layer)

@@ -104,8 +104,10 @@ def register() -> tuple[str, ...]:
     for backend in (None, *paged_backends()):
         suffix = "" if backend is None else f":{backend}"
         for name in (NAME, PAGED, f"{PREFIX}{PAGED}"):
+            # names of backends are written in either case elsewhere in this library
             for spelled in {f"{name}{suffix}", f"{name}{suffix.lower()}"}:
                 AttentionInterface.register(spelled, _function(backend))
+                # under the same name, or transformers would make masks of its own for these layers
                 AttentionMaskInterface.register(spelled, mask)
     return (NAME, *(f"{NAME}:{backend}" for backend in paged_backends()))
 
@@ -125,6 +127,7 @@ def paged(model: Any, backend: str | None = None) -> Generator[Any, None, None]:
     """
     register()
     backend = None if backend is None else AttentionBackendEnum[backend].name  # it may be passed in another case
+    # before the configuration is changed
     refuse_unpaged(model, backend)
     hand_over_caches()
     before = model.config._attn_implementation
@@ -162,10 +165,13 @@ def _function(backend: str | None) -> Callable[..., Any]:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute attention. query: [B, H, S, D]; key: [B, K, T, D]; value: [B, K, T, Dv]. Returns ([B, S, H, Dv], None), or
         the attention weights [B, H, S, T] instead of None for `output_attentions`."""
+        # The argument before the module's attribute, as transformers' own functions have it.
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         if scaling is None:
             scaling = query.shape[-1] ** -0.5
         graph, facts = torch.compiler.is_compiling(), None
+        # Calls that need nothing but keys, a window, a cap and sinks find their launch by facts alone, without a `ModuleCall`:
+        # this is what a decoded token costs in each layer.
         if not (graph or dropout or position_bias is not None) and cache is None and _OTHERS.isdisjoint(kwargs):
             if sliding_window is not None or attention_mask is not None:
                 seen = keys_seen(query, key, value, attention_mask, causal, sliding_window)
@@ -176,15 +182,18 @@ def _function(backend: str | None) -> Callable[..., Any]:
                 options = backend, causal, scaling, softcap, window, selection_state()
                 facts = facts_of(query, keys, values, s_aux, options)
                 run = runs.get(facts)
+                # not met with these very shapes: the launch may be known by what decides it
                 if run is None and facts is not None:
                     run = run_for(facts, query, keys, values, s_aux)
                 if run is not None:
                     return run(query, keys, values, s_aux, None), None
         if graph:
+            # In a graph nothing is cached by identity: the request is a constant of the trace.
             scaling, (pattern, asked) = known(scaling), request(backend, causal, sliding_window)
         else:
             pattern, asked = requested(selection_state(), backend, causal, sliding_window)
         if autocast_enabled(query.device.type):
+            # as torch's own function, which this one stands for
             query, key, value = autocast(query, key, value)
         further: dict[str, Any] = {"sinks": s_aux, "bias": position_bias, "dropout": dropout, "asked": asked}
         call = ModuleCall(module, query, key, value, attention_mask, pattern, float(scaling), softcap, **further)
@@ -197,6 +206,7 @@ def _function(backend: str | None) -> Callable[..., Any]:
         if not _OTHERS.isdisjoint(kwargs):
             return _restricted(call, kwargs, graph)
         out = attend(call, graph)
+        # made by `attend` for this module; kept for all layers and steps with these facts
         launch = None if facts is None else launch_of(call)
         if facts is not None and launch is not None:
             launched(facts, s_aux, launch)
@@ -212,11 +222,13 @@ def _restricted(call: ModuleCall, kwargs: dict[str, Any], graph: bool) -> tuple[
     if kwargs.get("indices") is not None:
         call = selected(call, kwargs["indices"])
     if any(kwargs.get(name) is not None for name in BOUNDARIES):
+        # an output only where nothing else is asked for; otherwise the boundaries become a mask
         result = sequences(call, kwargs, not (wants_weights or call.dropout or call.bias is not None))
         if isinstance(result, torch.Tensor):
             return result, None
         call = result
     if wants_weights and (graph or call.bias is not None or call.dropout):
         raise call.refusal("output_attentions in a graph, or with position_bias or dropout", "use eager")
+    # before the call, which replaces its mask
     requested_weights = weights(call) if wants_weights else None
     return attend(call, graph), requested_weights

@@ -54,6 +54,7 @@ def dotted(version: tuple[int, int]) -> str:
 
 def paged_backends() -> list[str]:
     """Return the names of the torch backends with a paged cache of keys and values."""
+    # by path, without importing the backends
     known = [member for member in AttentionBackendEnum if str(member.value or "").startswith("attn.torch.")]
     return [member.name for member in known if ".mla." not in str(member.value)]
 
@@ -62,6 +63,7 @@ def paged_name() -> str:
     """Return a name that the installed transformers accepts for continuous batching without masks."""
     from transformers import AttentionInterface
 
+    # of its own implementations, only versions that ask for the prefix have one with it
     prefixed = f"{PREFIX}flash_attention_2" in AttentionInterface._global_mapping
     return f"{PREFIX}{PAGED}" if prefixed else PAGED
 
@@ -95,6 +97,7 @@ def refuse_unpaged(model: Any, backend: str | None) -> None:
             reason = f"{asked} has no torch layer with a paged cache of keys and values"
             raise UnsupportedError(f"{where}: {reason}; use {', '.join(paged_backends())}")
         try:
+            # A layer with the model's heads and features is refused here, with reasons, instead of in the first step.
             _layer_of_model(model, window, asked, size_for(asked))
         except UnsupportedError as error:
             raise UnsupportedError(f"{where}: {error}", error.reasons) from None
@@ -104,6 +107,7 @@ def _layer_of_model(model: Any, window: int | None, backend: str | None, block_s
     """Return a layer as the model's layers with a window (None: without one) will need it."""
     config = model.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
+    # configurations do not say so; parameters of that name do (gpt-oss)
     has_sinks = any(name.endswith("sinks") for name, _ in model.named_parameters())
     return Attention(
         heads,
@@ -126,6 +130,7 @@ def graphs_where_possible(model: Any, backend: str | None) -> Generator[None, No
     Starting it raises `UnsupportedError` if its configuration asks for graphs that cannot be captured, or if a manager kept
     from before has graphs of another implementation.
     """
+    # The bound method, or what another block put in its place: blocks may be nested.
     start, name, implementation = model.init_continuous_batching, type(model).__name__, model.config._attn_implementation
     before = vars(model).get("init_continuous_batching")
 
@@ -144,6 +149,7 @@ def graphs_where_possible(model: Any, backend: str | None) -> Generator[None, No
                 f"{name}: use_cuda_graph={config.use_cuda_graph} in continuous batching not supported: {why}; "
                 "leave use_cuda_graph at None, or set it to False"
             )
+        # transformers keeps a manager with its graphs, which a block for another backend would replay
         kept = getattr(model, "_cached_continuous_batching_manager", None)
         has_graphs = _asks_for_graphs(getattr(kept, "continuous_batching_config", None))
         if has_graphs and _implementations.get(kept) != implementation:
@@ -180,12 +186,14 @@ def hand_over_caches() -> None:
     from transformers.generation.continuous_batching import PagedAttentionCache
 
     update: Any = PagedAttentionCache.update
+    # done before
     if update.__module__ == __name__:
         return
 
     def handed_over(
         self: Any, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        # The call of `attend_paged` itself, which stores, and models of other implementations.
         if "cache" in kwargs or PAGED not in (self.config._attn_implementation or ""):
             return update(self, key_states, value_states, layer_idx, kwargs)  # type: ignore[no-any-return]
         kwargs["cache"] = self
@@ -203,8 +211,10 @@ def short_warm_up() -> Generator[None, None, None]:
     """
     package, name = "transformers.generation.continuous_batching", "create_warmup_future_states"
     caller: Any = importlib.import_module(f"{package}.continuous_api")  # the caller in 5.6, which has no other module
+    # where versions after 5.6 call it from
     caller = sys.modules.get(f"{package}.model_runner", caller)
     make = getattr(caller, name, None)
+    # a version without this function makes no such request here
     if make is None:
         yield
         return
@@ -225,6 +235,7 @@ def why_no_graphs(model: Any, backend: str | None, batching: Any) -> str:
         return f"transformers {dotted(installed())} replays graphs of shorter requests for longer ones"
     for window in _windows(model.config.get_text_config(decoder=True)):
         asked = requested(selection_state(), backend, True, window)[1].backend
+        # layers with a window keep a ring of their last keys, which is gathered
         in_pages = window is None and installed() >= JOINED
         layer = _layer_of_model(model, window, asked, batching.page_size if in_pages else _size_of_gathered(asked))
         if not _is_captured(layer):
@@ -259,6 +270,7 @@ def attend_paged(call: ModuleCall, cache: Any, kwargs: dict[str, Any]) -> torch.
     capturing = _capturing(call.query)
     pages = pages_of(cache, call.module.layer_idx, kwargs)
     step = step_of(cache, call.module.layer_idx, kwargs["cu_seq_lens_q"], capturing)
+    # a cache of this library has keys and values of one width
     views = pages.views if call.value.shape[-1] == call.query.shape[-1] else None
     size = _size_of_gathered(call.backend) if views is None else views[0].shape[1]
     layer = layer_of(call, AttentionType.DECODER, size)
@@ -269,8 +281,10 @@ def attend_paged(call: ModuleCall, cache: Any, kwargs: dict[str, Any]) -> torch.
             "continuous batching while a CUDA graph is captured",
             "use paged(model), or ContinuousBatchingConfig(use_cuda_graph=False)",
         )
+    # rows of requests; those behind them are padding
     rows, query = int(step.starts[-1]), call.query[0].transpose(0, 1)
     out = torch.zeros_like(query[..., : call.value.shape[-1]])
+    # a step without older keys has no list of pages to read: its own keys are attended as they are
     if views is not None and len(pages.read):
         kv_cache = _updated(call, pages, layer, views)
         result = layer(query[:rows], None, None, kv_cache, step.metadata(pages, layer, query.device))
@@ -300,11 +314,13 @@ def _attend_on_device(
         kv_cache = _updated(call, pages, layer, views)
     else:
         assert batch.taken is not None and batch.slots is not None
+        # the places of gathered keys, or none, for which the cache returns the new ones
         slots = batch.slots if len(pages.read) else pages.read
         key, value = pages.update(call.key, call.value, slots)
         if not len(pages.read):
             key, value = (x.index_select(0, batch.taken) for x in (key, value))
         value = widened(replaced(call, value=value))
+        # [2, S, K, D], whose tokens are pages of `block_size` in a row
         both = torch.stack((key, value))
         kv_cache = caches.in_layout(layer.backend, both.unflatten(1, (-1, layer.kv_cache_spec.block_size)))
     out = layer(call.query[0].transpose(0, 1), None, None, kv_cache, batch.metadata)

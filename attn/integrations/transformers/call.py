@@ -34,6 +34,7 @@ def visible(causal: bool, window: int | None) -> Visibility:
     """Return what rows of a layer see; window: the number of keys up to a row's own that it sees."""
     if window is None:
         return CAUSAL if causal else EVERYTHING
+    # transformers counts the row's own key: docs/semantics.md §4
     return Visibility(LayerMask(causal, (window - 1, 0 if causal else None)))
 
 
@@ -126,6 +127,7 @@ class ModuleCall:
     def wants_grad(self) -> bool:
         if not torch.is_grad_enabled():
             return False
+        # parameters, which require gradients in training even where the inputs do not
         sinks = self.sinks is not None and self.sinks.requires_grad
         return sinks or self.query.requires_grad or self.key.requires_grad or self.value.requires_grad
 
@@ -209,5 +211,6 @@ def dropout_name(call: ModuleCall) -> str:
     config = getattr(call.module, "config", None)
     options = {} if config is None else config.to_dict()
     names = [name for name, value in options.items() if "drop" in name and value == call.dropout]
+    # several may have this value: one that names attention first
     names.sort(key=lambda name: ("att" not in name, name))
     return names[0] if names else "the dropout of attention weights"

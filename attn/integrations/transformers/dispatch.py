@@ -74,13 +74,16 @@ def classify(call: ModuleCall, graph: bool = False, gaps: bool = False) -> Route
 
     graph: whether a graph is traced. gaps: whether some keys between valid ones are not valid.
     """
+    # what the diffusion registry's backends compute, without a name that only the other registry has
     simple = call.plain and call.backend is None
     if call.bias is not None or call.dropout:
         return Route.SDPA
     if graph and not simple:
         return Route.OPERATOR
+    # dense backends mask keys or are causal, not both: with padding, causal rows have positions of their own
     if simple and (not call.seen.layer.causal or (call.square and call.valid is None)):
         return Route.FORMULA if call.wide else Route.DENSE
+    # no paged backend has gradients, values wider than keys, or masks; and positions in a window count keys without gaps
     if call.wants_grad or call.wide or call.mask is not None or (gaps and call.seen.layer.window[0] is not None):
         return Route.FORMULA
     return Route.PACKED
@@ -92,6 +95,7 @@ def attend(call: ModuleCall, graph: bool = False) -> torch.Tensor:
         row = _as_row(call, graph)
         if row is not None:
             return row
+    # before the mask is read, which a graph cannot trace
     if graph or call.bias is not None or call.dropout:
         route = classify(call, graph)
         if route is Route.SDPA:
@@ -119,6 +123,7 @@ def facts_of(
 
     Layers of a step have the same ones.
     """
+    # gradients and casts depend on more than these facts
     if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
         return None
     return (
@@ -129,7 +134,9 @@ def facts_of(
 
 def deciding(facts: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return what decides the launch of a call with these facts: nothing that is another in each step."""
+    # strides, which only a prepared launch depends on, are left out
     (batch, heads, rows, size), k, v, _, _, _, *constants = facts
+    # as `launch_of` asks of a call: a launch is of arrays that belong together
     fits = batch == k[0] == v[0] and k[1:3] == v[1:3] and batch * rows * k[2] > 0
     return fits, heads, k[1], size, k[3], v[3], sizes_that_decide(rows, k[2]), *constants
 
@@ -140,6 +147,8 @@ def run_for(
     """Return what computes calls of these facts, and keep it in `runs` if it does so for any layer; None if none was launched
     that is decided alike."""
     decided = deciding(facts)
+    # Launches that hold a module's own layer are of these sinks. An object that has the address of one that is gone finds a
+    # layer with the same rules, and its sinks are passed with the call.
     launch = plain_launches.get(decided) or (None if sinks is None else plain_launches.get((decided, id(sinks))))
     if launch is None or (sinks is not None and launch.of_any is None):
         return None if launch is None else launch.run
@@ -163,12 +172,14 @@ def launch_of(call: ModuleCall) -> DenseLaunch | None:
     device = query.device
     if device != key.device or device != value.device or not (batch and rows and keys) or call.wants_grad:
         return None
+    # runs of keys are for single rows and whole prompts; a description of one layer alone would be fetched in each
     if valid is not None and (rows not in (1, keys) or valid.all_rows or not valid.shared):
         return None
     facts = (
         call.asked, heads, kv_heads, size, value_size, query.dtype, key.dtype, value.dtype, device, call.scale, seen.layer,
         call.soft_cap, call.sinks is None, valid is None, *sizes_that_decide(rows, keys),
     )  # fmt: skip
+    # weak: a model that is deleted takes its launches along
     launches = _launches.setdefault(call.module, {})
     return launches[facts] if facts in launches else kept(launches, facts, _decided(call))
 
@@ -184,7 +195,9 @@ def kept(launches: dict[Any, _L], facts: Any, launch: _L) -> _L:
 def _decided(call: ModuleCall) -> DenseLaunch | None:
     """Choose how to compute calls like this one; None if no launch can be repeated."""
     rows, width, padded = call.query.shape[2], call.value.shape[3], call.valid is not None
+    # columns that values lack of the keys' width
     pads, route = call.query.shape[3] - width, classify(call)
+    # decided in each call: the formula has no launch, and dense backends take padding as a mask
     if route is Route.FORMULA or (route is Route.DENSE and padded and rows > 1):
         return None
     plain = None if padded else _dense(call, route)
@@ -194,6 +207,7 @@ def _decided(call: ModuleCall) -> DenseLaunch | None:
         return DenseLaunch(lambda query, key, value, sinks, runs: plain(query, key, value), plain)
     causal = call.seen.layer.causal
     try:
+        # an encoder's rows are its keys; other rows without causality need a decoder's
         layer = layer_of(call, AttentionType.DECODER if causal or not call.square else AttentionType.ENCODER_ONLY)
     except UnsupportedError:
         if route is Route.DENSE:
@@ -202,6 +216,7 @@ def _decided(call: ModuleCall) -> DenseLaunch | None:
     impl: Any = layer.impl
     if not (impl.attends_valid_keys if padded else impl.attends_keys):
         return None
+    # a kernel of single rows, which takes the sinks with the call
     row = impl.row_launcher(call.query.device, call.query.dtype) if rows == 1 else None
 
     def launch(
@@ -212,11 +227,13 @@ def _decided(call: ModuleCall) -> DenseLaunch | None:
         if row is not None:
             out: torch.Tensor = row(query, key, value, sinks, runs)
         else:
+            # set before each call: layers with other sinks share the launch
             impl.sinks = None if sinks is None else as_float(sinks)
             q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
             out = impl.attend_keys(q, k, v, causal) if runs is None else impl.attend_keys(q, k, v, causal, valid=runs)
         return out[..., :width] if pads else out
 
+    # padding copies values, which a prepared launch would have to repeat
     return DenseLaunch(launch, None if pads else row)
 
 
@@ -240,6 +257,7 @@ def as_float(sinks: torch.Tensor) -> torch.Tensor:
     """Return a module's sinks in float32, converted again only when they have changed."""
     version = -1 if sinks.is_inference() else sinks._version
     cached = _floats.get(id(sinks))
+    # A tensor of inference mode has no version: it is converted each time.
     if cached is None or cached[0] is not sinks or cached[1] != version or version < 0:
         cached = kept(_floats, id(sinks), (sinks, version, sinks.detach().float()))
     return cached[2]
@@ -296,6 +314,7 @@ def by_sdpa(call: ModuleCall) -> torch.Tensor:
     out = F.scaled_dot_product_attention(
         call.query, call.key, call.value, attn_mask=added, dropout_p=call.dropout, scale=call.scale, enable_gqa=True
     )
+    # kernels of torch differ in a row that sees no key
     return torch.where(allowed.any(-1)[..., None], out, 0).transpose(1, 2)
 
 
@@ -316,6 +335,7 @@ def weights(call: ModuleCall) -> torch.Tensor:
     query, key, _ = rows_first(call)
     rules = DenseParams(causal=False, scale=call.scale, window=(None, None), cap=call.soft_cap)
     probabilities = dense(query, key, rules, OptionalArrays(None, call.sinks, call.mask))
+    # over all keys that the caller passed: unused slots of a static cache have weight 0
     return F.pad(probabilities, (0, keys - probabilities.shape[-1])).to(call.query.dtype)
 
 
@@ -353,6 +373,7 @@ def _chosen_has_row_operator(state: Any, device: str, facts: tuple[Any, ...]) ->
     """Ask the backend that is chosen for such layers. state: of the environment and the registries; facts: of `_as_row`."""
     backend, heads, kv_heads, size, dtype, scale, window, cap, has_sinks = facts
     if backend is None and window is None and cap is None and not has_sinks:
+        # a single row sees the keys that its mask leaves, whatever is behind it
         of_call: dict[str, Any] = {"causal": False, "mask": False, "grad": False, "key_mask": True, "rows": 1, "keys": 0}
         return bool(impl_for(CallProperties(None, 0.0, device, heads, kv_heads, size, dtype, scale, **of_call)).masks_rows)
     rules = {"sliding_window": window, "logits_soft_cap": cap, "sinks": [0.0] * heads if has_sinks else None}
@@ -397,6 +418,7 @@ def _operator(
     layer_name: str,
 ) -> torch.Tensor:
     call = ModuleCall(in_graph(layer_name), query, key, value, mask, visible(causal, window), scale, soft_cap)
+    # one object for equal requests, which launches are kept by
     call.sinks, call.asked = sinks, asked(selection_state(), backend, asked_by)
     return attend(call).contiguous()
 

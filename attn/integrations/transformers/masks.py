@@ -68,6 +68,7 @@ class Described:
             first = torch.where(present, at, end).amin(1)
             last = torch.where(present, at, -1).amax(1)
             solid = bool(((last - first + 1 == keys) | (keys == 0)).all())
+            # one wait for all three
             q_lens, k_lens, firsts = torch.stack([queries, keys, first]).tolist()
             self._lens = q_lens, k_lens, firsts if solid else None
         return self._lens
@@ -116,19 +117,23 @@ def mask(
         )
     mask_function = causal_mask_function if mask_function is None else mask_function  # torch 2.11 traces no truth of functions
     known_offset = not isinstance(q_offset, torch.Tensor)
+    # Known without a look at any element: the case of each token that is decoded.
     plain = attention_mask is None and mask_function is causal_mask_function and allow_is_causal_skip and known_offset
     if plain and q_length in (1, kv_length) and q_offset + q_length == kv_offset + kv_length:
         return None  # the rows are those of the last key, or of all keys
     make: Any = sdpa_mask
     arguments: Any = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
+    # a mask that is drawn has all its elements: skipping is decided here
     options = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, "use_vmap": use_vmap, "device": device}
     draw = functools.partial(make, *arguments, **options)
     if not known_offset or torch.compiler.is_compiling():
         return draw()  # type: ignore[no-any-return]
     pattern, end = translated(mask_function), q_offset + q_length - kv_offset  # keys up to the last row's
+    # unknown; or rows behind the keys; or unused slots behind keys that were dropped: no description says that
     if pattern is None or end > kv_length or (end < kv_length and kv_offset):
         return draw()  # type: ignore[no-any-return]
     causal = pattern.layer.causal
+    # rows that see later keys see all that there are
     end = end if causal else kv_length
     present, whole = _valid(attention_mask, batch_size, end, kv_length, kv_offset, device)
     left = pattern.layer.window[0]
@@ -140,6 +145,7 @@ def mask(
         result: Any = draw() if end < kv_length else described.present.new_empty(batch_size, 1, 0, end)
         described.draw = draw
     else:
+        # where transformers wants a tensor, models read one
         skip = allow_is_causal_skip if causal else allow_is_bidirectional_skip
         placed = not causal or q_length in (1, kv_length)  # else None would leave the rows' positions open
         hides = not described.whole or described.seen.layer.window[0] is not None or described.end < kv_length
@@ -187,6 +193,7 @@ def _composed(function: Any) -> Pattern | None:
         return Pattern(LayerMask(causal=False), blocks=blocks)
     for maker, combined in (("and_masks", _both), ("or_masks", _either)):
         parts = [_composed(part) for part in _captured(function, maker, "mask_functions") or ()]
+        # two parts, both known: more of them, or an unknown one, may hide what this formula does not
         known = [part for part in parts if part is not None]
         if len(parts) == len(known) == 2:
             return combined(*known)
@@ -201,6 +208,7 @@ def _both(one: Pattern, other: Pattern) -> Pattern | None:
     both = base.layer & part.layer
     if base.blocks is None:
         return Pattern(both, part.left_padding)
+    # (causal or block) and window: the window cuts blocks too
     return None if both.window[0] is None else Pattern(both._replace(span_window=True), blocks=base.blocks)
 
 
@@ -208,12 +216,14 @@ def _either(base: Pattern, block: Pattern) -> Pattern | None:
     """Return what one of them allows: causality, within a window or not, or a block."""
     if not base.layer.causal or base.reaches or block.layer.causal or block.blocks is None:
         return None
+    # (causal and window) or block: the window leaves blocks whole
     cuts = None if base.layer.window[0] is None else False
     return Pattern(base.layer._replace(span_window=cuts), blocks=block.blocks)
 
 
 def _captured(function: Any, maker: str, name: str) -> Any:
     """Return the variable `name` captured by a function that transformers' `maker` made, or None."""
+    # transformers makes mask functions as closures: the maker's name and its variables say what they are
     if getattr(function, "__qualname__", "").partition(".")[0] != maker or function.__closure__ is None:
         return None
     captured = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
@@ -245,10 +255,12 @@ def _reached(described: Described, pattern: Pattern, q_offset: int, kv_offset: i
     if pattern.layer.chunk_size is not None:
         chunk, left = pattern.layer.chunk_size, torch.as_tensor(pattern.left_padding, device=present.device)
         first_row = left.clamp(min=q_offset)
+        # the first key of the chunk that an entry's first row is in, counted from its first token
         start = left + (first_row - left) // chunk * chunk - kv_offset
         described.present = present & (torch.arange(present.shape[1], device=present.device) >= start[:, None])
         described.whole = bool(described.present.all())
         _, keys, firsts = described.lens()
+        # a single row sees the keys of its chunk, all of which are left
         if rows > 1:
             described.seen = Visibility(layer._replace(chunk_size=chunk))
         return firsts is not None and all(not k or f == s for k, f, s in zip(keys, firsts, start.tolist(), strict=True))
@@ -262,10 +274,12 @@ def _reached(described: Described, pattern: Pattern, q_offset: int, kv_offset: i
     spans = np.full((len(valid), rows, 2), -1, np.int32)
     for b, keep in enumerate(valid):
         ids = blocks[b][keep]
+        # the block of each run of tokens; -2 is no block, so that the first token begins one
         runs = ids[np.flatnonzero(np.diff(ids, prepend=-2))]
         runs = runs[runs >= 0]
         if len(np.unique(runs)) != len(runs):
             return False  # tokens of one block with others between them are not a span
+        # rows are the last keys' tokens, of which padding has none
         mine = keep[-rows:]
         ids = np.where(ids < 0, -1, ids)
         spans[b, mine] = spans_of([ids], [int(mine.sum())])
@@ -291,6 +305,7 @@ def read(call: ModuleCall, draw: bool = False) -> None:
     keys = call.key.shape[2]
     start, end, valid = 0, keys, None
     if call.mask is not None:
+        # a graph has only the tensor
         described = None if torch.compiler.is_compiling() else getattr(call.mask, "attn_described", None)
         if described is None:
             described = _recognised(call, draw)
@@ -341,12 +356,14 @@ def keys_seen(
         if layer.chunk_size is not None or batch.spans is not None:
             return None
         if rows > 1:
+            # other rows than the keys' own need positions
             if rows != end or not (causal and layer.causal):
                 return None
             return key[:, :, :end], value[:, :, :end], layer.window[0]
         causal, left = layer.causal, layer.window[0]
     if rows != 1:
         return None
+    # the row is the last one: a window leaves its last keys
     start = 0 if left is None else max(end - left - 1, 0)
     if start and not causal:
         return None
@@ -370,12 +387,14 @@ def _recognised(call: ModuleCall, draw: bool) -> Described | torch.Tensor:
         if tensor.dtype != torch.bool:
             is_padding = (tensor == 0) | (tensor == 1)
             require(call, is_padding, f"a mask [B, T] of {tensor.dtype} with values other than 0 and 1", "pass a bool mask")
+        # padding alone: what rows see beside it is the layer's
         return Described(call.seen, tensor.bool(), call.query.shape[2])
     if tensor.ndim == 4 and not tensor.shape[2]:
         raise call.refusal(
             "a copy of a mask of chunks or spans",
             'a copy (to another device, for example) has no description: use one device, or attn_implementation="sdpa"',
         )
+    # dense backends take masks as they are: whether it is a pattern need not be found out
     if draw or (call.plain and call.backend is None):
         return as_bool(call, tensor)
 
@@ -396,6 +415,7 @@ def once(mask: torch.Tensor, key: Any, make: Callable[[], _T]) -> _T:
         return make()
     kept: dict[Any, tuple[int, Any]] = vars(mask).setdefault("attn_kept", {})
     version, value = kept.get(key, (None, None))
+    # changed in place since
     if version != mask._version:
         kept[key] = mask._version, (value := make())
     return value  # type: ignore[return-value]
@@ -410,6 +430,7 @@ def as_bool(call: ModuleCall, mask: torch.Tensor) -> torch.Tensor:
         raise call.refusal(
             f"a mask {list(mask.shape)} of {mask.dtype}", "pass a bool mask, True = attend, or floats to be added"
         )
+    # -inf, or the lowest number, which transformers writes; half of it, because bfloat16's, in float32, is above float32's
     hidden = mask <= torch.finfo(mask.dtype).min / 2
     require(call, hidden | (mask == 0), "a mask with values other than 0 and -inf", "pass it as position_bias")
     return ~hidden
@@ -434,6 +455,7 @@ def recognised(call: ModuleCall, drawn: torch.Tensor) -> Described | None:
         return None
     drawn = drawn[:, 0].expand(len(call.query), -1, -1)
     rows, visible = drawn.shape[1], drawn.any(1)
+    # waits for the device, once a step: its layers share the result
     used_keys = visible.any(0).nonzero()
     end = max(int(used_keys[-1]) + 1 if len(used_keys) else 0, rows if causal else 1)
     if end > drawn.shape[2]:

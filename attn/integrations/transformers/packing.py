@@ -37,6 +37,7 @@ def layer_of(call: ModuleCall, attn_type: str, block_size: int | None = None) ->
     if attn_type != AttentionType.DECODER:
         mask = mask._replace(causal=True)  # the type says that rows see later keys
     heads, kv_heads, head_size = call.query.shape[1], call.key.shape[1], call.query.shape[3]
+    # Not the lengths: a layer serves any.
     key = (attn_type, block_size, mask, spans, call.scale, call.soft_cap, call.sinks is None, call.backend, heads, kv_heads,
            head_size, call.query.dtype, call.query.device)  # fmt: skip
     if key not in made:
@@ -59,6 +60,7 @@ def _first_size(call: ModuleCall, heads: tuple[int, int], options: dict[str, Any
         layer = Attention(*heads, **options, block_size=block_size or size_for(call.backend))
         allowed = layer.backend.get_supported_kernel_block_size()
         if block_size is None and not supports_size(layer.kv_cache_spec.block_size, allowed):
+            # the backend is known only when it was chosen, and may need other pages
             layer = Attention(*heads, **options, block_size=size_for(layer.selection.name))
     except UnsupportedError as error:
         raise UnsupportedError(f"{call.label}: {error}\n{_who_serves(call, heads, options)}", error.reasons) from None
@@ -87,6 +89,7 @@ def _who_serves(call: ModuleCall, heads: tuple[int, int], options: dict[str, Any
     }
     features = [feature for feature, value in needs.items() if value is not None]
     try:
+        # who would serve the layer if none were named
         trace = Attention(*heads, **{**options, "backend": None}).selection.trace
     except UnsupportedError:
         trace = ()
@@ -113,6 +116,7 @@ def pack(call: ModuleCall) -> torch.Tensor:
         return impl.attend_keys(query, key, value, call.seen.layer.causal, spans)[..., :width]
     query, key, value, real = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), None
     if valid is not None:
+        # which rows of the padded batch are there; None: all
         real = valid.present[:, -rows:].flatten() if sum(q_lens) < batch * rows else None
         query = query if real is None else query[real]
         key, value = (x[valid.present.flatten()] for x in (key, value))
@@ -121,6 +125,7 @@ def pack(call: ModuleCall) -> torch.Tensor:
         spans = spans if real is None else spans[real.cpu().numpy()]
     out = _over_pages(layer, call.seen.layer.causal, (query, key, value), q_lens, k_lens, spans)
     if real is not None:
+        # padding rows are 0
         full = out.new_zeros(batch * rows, *out.shape[1:])
         full[real] = out
         out = full
@@ -139,6 +144,7 @@ def attend_packed(call: ModuleCall, q_lens: list[int], k_lens: list[int]) -> tor
 
 
 def _layer_for(call: ModuleCall, q_lens: list[int], k_lens: list[int]) -> Attention:
+    # an encoder's layer takes as many rows as keys of each sequence
     decodes = call.seen.layer.causal or q_lens != k_lens
     return layer_of(call, AttentionType.DECODER if decodes else AttentionType.ENCODER_ONLY)
 
@@ -149,12 +155,14 @@ def _each(impl: RaggedAttentionImpl, call: ModuleCall, q_lens: list[int]) -> tor
     (query, key, value), spans = rows_first(call), call.seen.batch.spans
     _, k_lens, firsts = call.valid.lens()
     rows, length = query.shape[1], key.shape[1]
+    # no padding among rows: each element is written, so none has to be cleared
     whole = sum(q_lens) == len(q_lens) * rows
     out = torch.empty_like(query) if whole else torch.zeros_like(query)
     for b, present in enumerate(call.valid.present):
         one, keys, real = slice(b, b + 1), present, present[-rows:]
         if firsts is not None:  # the rows are the last keys' tokens
             start = max(0, firsts[b] - (length - rows))
+            # slices are views, where a mask of bools would copy
             keys, real = slice(firsts[b], firsts[b] + k_lens[b]), slice(start, start + q_lens[b])
         if whole:
             real = slice(None)
@@ -169,6 +177,7 @@ def _over_pages(
     """Attend packed query [T, H, D] and key, value [S, K, D] over pages of a new cache. Returns [T, H, D]."""
     (query, key, value), size = arrays, layer.kv_cache_spec.block_size
     paged = layer.impl.attn_type != AttentionType.ENCODER_ONLY
+    # an encoder's batch is not causal by its type, so the batch does not say it again
     batch, slots, blocks = _batch(tuple(q_lens), tuple(k_lens), size, causal or not paged)
     if spans is not None:
         batch = dataclasses.replace(batch, spans=spans)
@@ -213,7 +222,9 @@ def sequences(call: ModuleCall, kwargs: dict[str, Any], output_only: bool) -> to
     seen = _seen(call, starts)
     if output_only and not (torch.compiler.is_compiling() or call.wants_grad or call.wide):
         lens = [(q, k) for q, k in zip(*map(_lens, starts), strict=True) if q or k]
+        # a mask that hides nothing within the sequences says no more than their boundaries
         whole = allowed is None or bool((allowed | ~seen).all())
+        # sequences of rows without keys, or of keys without rows, are left to the mask
         if whole and all(q and k for q, k in lens):
             return attend_packed(call, *(list(x) for x in zip(*lens, strict=True)))[None]
     return replaced(call, seen=EVERYTHING, mask=seen if allowed is None else seen & allowed)

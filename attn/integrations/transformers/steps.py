@@ -86,6 +86,7 @@ def pages_of(cache: Any, index: int, kwargs: dict[str, Any]) -> LayerCache:
 
 def cache_view(backend: Any, key_pages: torch.Tensor, value_pages: torch.Tensor) -> torch.Tensor:
     """View transformers' pages of one layer, keys and values [N, P, K, D] in one storage, as a cache of a backend."""
+    # keys and values are parts of one storage: the distance between them is the stride of the first dimension
     apart = value_pages.storage_offset() - key_pages.storage_offset()
     both = key_pages.as_strided((2, *key_pages.shape), (apart, *key_pages.stride()), key_pages.storage_offset())
     return caches.in_layout(backend, both)
@@ -113,6 +114,7 @@ class BatchingStep:
     """One step. starts: where each request's rows begin, on the host."""
 
     def __init__(self, starts: torch.Tensor, layer_idx: int, capturing: bool = False) -> None:
+        # weak: transformers keeps the tensor for as long as the step lasts
         self.cu_seq_lens, self.last, self.capturing = weakref.ref(starts), layer_idx, capturing
         self._lens: dict[Any, tuple[list[int], list[int], Any]] = {}
         self._metadata: dict[Any, Any] = {}
@@ -140,6 +142,7 @@ class BatchingStep:
             q_lens, k_lens, key_starts = self.lens(pages)
             where, size = pages.read.cpu().numpy(), layer.kv_cache_spec.block_size
             ends = zip(key_starts[:-1], key_starts[1:], np.diff(self.starts), strict=True)
+            # the slot of each page's first key, in units of pages
             table: list[Any] = [where[start:end:size] // size for start, end, rows in ends if rows > 0 and end > start]
             batch = CommonAttentionMetadata.from_lens(q_lens, k_lens, table, size)
             self._metadata[key] = layer.backend.get_builder_cls()(layer.kv_cache_spec, device=device).build(0, batch)
@@ -156,6 +159,7 @@ class BatchingStep:
 def _made_on_device(pages: LayerCache, layer: Attention, rows: int, gathered: bool) -> OnDevice:
     size, device = layer.kv_cache_spec.block_size, pages.read.device
     row_starts, starts = pages.row_starts.to(torch.int32), pages.key_starts.to(torch.int32)
+    # requests without rows in this step have no keys to read, and padding requests may end before they begin
     lens = (starts.diff() * (row_starts.diff() > 0)).clamp_(min=0)
     requests, columns = len(lens), -(-pages.most_keys // size)
     # a step without older keys reads none: its keys are the new ones
@@ -164,6 +168,7 @@ def _made_on_device(pages: LayerCache, layer: Attention, rows: int, gathered: bo
         # each request begins on a page of its own
         used = (lens + size - 1) // size
         ends = used.cumsum(0)
+        # how many pages there are is known on the device only
         first, pages_at_most = ends - used, (len(where) + requests * (size - 1)) // size
         page = torch.arange(pages_at_most, device=device)
         request = torch.searchsorted(ends, page, right=True).clamp_(max=requests - 1)
@@ -174,6 +179,7 @@ def _made_on_device(pages: LayerCache, layer: Attention, rows: int, gathered: bo
         slots = where[taken] * is_key
         table = first[:, None] + torch.arange(columns, device=device)
     else:
+        # the index of each page's first key in the list of slots; behind a request's last page anything, within the list
         at = starts[:-1, None] + torch.arange(0, columns * size, size, device=device)
         table = where[at.clamp_(max=len(where) - 1)] // size
     batch = CommonAttentionMetadata(
@@ -188,6 +194,7 @@ def _made_on_device(pages: LayerCache, layer: Attention, rows: int, gathered: bo
         block_size=size,
     )
     builder: Any = layer.backend.get_builder_cls()(layer.kv_cache_spec, device=device)
+    # a graph's rows behind those of the step
     padding = torch.arange(rows, device=device) >= row_starts[-1]
     return OnDevice(builder.build_for_cudagraph_capture(batch), padding, taken, slots)
 
