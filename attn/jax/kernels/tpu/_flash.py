@@ -154,6 +154,7 @@ def clear_chunks(cfg: FlashConfig, at: GridStep, low: jax.Array, high: jax.Array
         end = jnp.minimum(end, at.position + right + 1)
     if left is not None:
         begin = jnp.maximum(begin, at.position + cfg.reach - 1 - left)
+    # whole chunks only: rounded up at the beginning, down at the end
     start = lax.div(begin + (cfg.chunk - 1), cfg.chunk)
     return start, jnp.maximum(start, lax.div(jnp.maximum(end, 0), cfg.chunk))
 
@@ -167,6 +168,7 @@ def each_chunk(cfg: FlashConfig, masks: Masks, at: GridStep, attend: AttendTiles
     """
     limit: Any = cfg.keys
     aligned, left = None, cfg.mask.window[0]
+    # With a window shorter than a group the diagonal has keys that its last rows do not see, and is masked like others.
     if cfg.mask.causal and (left is None or left >= cfg.reach - 1):
         aligned = (lax.rem(at.position, cfg.chunk) == 0) & (at.position >= 0) & (at.position + cfg.reach <= cfg.keys)
         limit = jnp.where(aligned, at.position, cfg.keys)
@@ -224,6 +226,7 @@ def sees(cfg: FlashConfig, masks: Masks, at: GridStep, unit: jax.Array, chunk: j
     low, high = seen_keys(cfg, at, at.position + unit * cfg.positions, cfg.positions)
     overlapping = (chunk * cfg.chunk < jnp.minimum(high, limit)) & (chunk * cfg.chunk + cfg.chunk > low)
     if cfg.segments:
+        # ranges of ids overlap wherever a common segment exists, and perhaps elsewhere, where all is masked
         least, greatest = _unit_span(cfg, masks, at, unit)
         key_least, key_greatest = _chunk_span(cfg, masks, at, chunk)
         overlapping &= (least <= key_greatest) & (greatest >= key_least)
@@ -267,6 +270,7 @@ def scores(
     else:
         s *= cfg.scale * LOG2_E
     unit, first, count = tile.unit, tile.first, tile.count
+    # a lane's position in its unit: heads follow one another, and Q is a power of two
     offset = lax.broadcasted_iota(jnp.int32, (1, cfg.rows), 1) & (cfg.positions - 1)
     position = at.position + unit * cfg.positions + offset
     if cfg.alibi:

@@ -66,6 +66,7 @@ def _attend(cfg: FlashConfig, refs: ForwardRefs, at: GridStep, tiles: list[Tile]
         if pending is not None:
             failed += _add_values(cfg, refs, at, *pending)
         p = jnp.exp2(s)
+        # eight partial sums, one a sublane: adding those would cross sublanes for each tile instead of once
         refs.total[tile.unit] += jnp.sum(p.reshape(-1, 8, cfg.rows), axis=0)
         pending = tile, p.astype(refs.query.dtype)
         if next_scores is not None:
@@ -97,6 +98,7 @@ def _finish(cfg: FlashConfig, refs: ForwardRefs, at: GridStep, unit: Any) -> jax
 def _outside(cfg: FlashConfig, at: GridStep, unit: Any, lse: jax.Array) -> jax.Array:
     lane = lax.broadcasted_iota(jnp.int32, lse.shape, 1) & (cfg.positions - 1)
     row = (at.group * cfg.units + unit) * cfg.positions + lane
+    # NaN and -inf compare false; padding rows may have any sum, and are cut off
     in_range = (jnp.abs(lse) <= _LARGEST) | (row < cfg.first_row) | (row >= cfg.first_row + cfg.num_rows)
     return jnp.where(in_range, 0.0, 1.0)
 

@@ -106,6 +106,8 @@ def layout_of(static: Static, q: jax.Array, v: jax.Array, extras: Extras, *, bac
     batch, rows, num_heads, head_size = q.shape
     num_keys, num_kv_heads, value_size = v.shape[1:]
     group = num_heads // num_kv_heads
+    # Query heads of a unit, which divide their group: up to four, or all of a group of five or seven, which has no other
+    # divisor.
     heads = max(n for n in range(1, min(group, 4) + 1) if group % n == 0)
     if heads == 1 and group <= 8:
         heads = group
@@ -116,6 +118,7 @@ def layout_of(static: Static, q: jax.Array, v: jax.Array, extras: Extras, *, bac
     chunk = sizes.chunk
     while sizes.units * sizes.positions % chunk:
         chunk //= 2  # groups are aligned to chunks
+    # Padding rows before the first move positions to multiples of a chunk, where a causal group's diagonal is one block.
     first_row = (num_keys - rows) % chunk if static.mask.causal and rows > sizes.positions else 0
     needed = -(-(rows + first_row) // sizes.positions)
     max_units = min(sizes.units, needed)
@@ -152,6 +155,7 @@ def block_sizes_for(chip: str, extents: Extents) -> BlockSizes:
     while chunk > 128 and not fits(units, chunk, chunk):
         chunk //= 2
     keys = chunk
+    # twice as many as there are may be needed: a group's diagonal is complete, so keys are padded to it
     while keys < 2 * num_keys and fits(units, chunk, 2 * keys):
         keys *= 2
     return BlockSizes(positions, units, chunk, keys)
@@ -176,12 +180,14 @@ def masks_of(layout: Layout, extras: Extras) -> dict[str, jax.Array]:
     cfg, batch = layout.cfg, layout.batch
     lens = jnp.full(batch, layout.num_keys, jnp.int32) if extras.kv_lens is None else extras.kv_lens.astype(jnp.int32)
     start = jnp.arange(layout.launches, dtype=jnp.int32)[:, None] * cfg.keys
+    # Relative to each launch's own keys, so that a kernel counts keys from 0. Rows align with the last key by length.
     position = lens - layout.rows - cfg.first_row - start
     arrays = {"bounds": jnp.stack([position, jnp.clip(lens - start, 0, cfg.keys)], axis=2).reshape(layout.launches, -1)}
     if cfg.alibi or extras.sinks is not None:
         rules = jnp.stack([layout.by_rule(extras.sinks), layout.by_rule(extras.alibi_slopes)], axis=1)
         arrays["rules"] = rules * LOG2_E
     if extras.q_segment_ids is not None and extras.kv_segment_ids is not None:
+        # Padding takes the neighbour's segment, so that it does not widen the range of segments of its unit or chunk.
         of_rows = layout.padded_rows(extras.q_segment_ids.astype(jnp.int32), mode="edge")
         of_rows = of_rows.reshape(batch, layout.units, 1, cfg.positions)
         of_keys = layout.padded_keys(extras.kv_segment_ids.astype(jnp.int32), mode="edge")

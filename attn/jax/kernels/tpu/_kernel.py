@@ -36,6 +36,7 @@ def _attend(cfg: RaggedConfig, refs: RaggedRefs) -> None:
 
 def _longs(cfg: RaggedConfig, refs: RaggedRefs) -> _pages.ItemOps:
     def rows(i: jax.Array) -> Any:
+        # a slice of HBM must begin at a whole tile, so long requests' rows begin at multiples of `align` tokens (`_plan`)
         row = refs.items[_plan.ROW * cfg.num_items + i]
         return pl.ds(pl.multiple_of(row * cfg.group, cfg.align * cfg.group), cfg.rows)
 
@@ -59,6 +60,7 @@ def _longs(cfg: RaggedConfig, refs: RaggedRefs) -> _pages.ItemOps:
 
         def whole(first: jax.Array, size: int, split: Callable[[jax.Array], None]) -> None:
             """Process keys that every row sees in one step; call split(first) for others."""
+            # One step of many keys costs less than several, but compares none of them.
             clear = is_clear(first, size)
 
             @pl.when(clear)
@@ -95,11 +97,13 @@ def _longs(cfg: RaggedConfig, refs: RaggedRefs) -> _pages.ItemOps:
                 if joined is not None:
                     clear &= jnp.logical_not(joined)
                     is_short = left <= cfg.key_tile + cfg.last
+                    # a step's size is static, so there is code for both lengths of the second half
                     for last, here in ((cfg.last, joined & is_short), (cfg.key_tile, joined & jnp.logical_not(is_short))):
                         if last:
                             both = step(at, cfg.key_tile + last, clear=cfg.key_tile)
                             pl.when(here)(functools.partial(_long.attend, cfg, refs, item, both, 1))
                 pl.when(clear)(lambda: _long.attend(cfg, refs, item, step(at, cfg.key_tile), 0))
+                # most items have no row with more ranges than the first, and are spared the other comparisons
                 if item.more is not None and cfg.ranges > 1:
                     pl.when(masked & (item.more > 0))(lambda: _long.attend(cfg, refs, item, step(at, cfg.key_tile), cfg.ranges))
                     masked &= item.more == 0
@@ -119,6 +123,7 @@ def _longs(cfg: RaggedConfig, refs: RaggedRefs) -> _pages.ItemOps:
             count = lax.div(jnp.clip(item.high - begin, 0, cfg.kv_block) + (cfg.chunk - 1), cfg.chunk)
             lax.fori_loop(0, count, lambda n, _: chunk(pl.multiple_of(n * cfg.chunk, cfg.chunk)), None)
 
+        # A block is tried as one step where that is not longer than an unrolled stretch of code may be.
         if cfg.chunk == cfg.kv_block:
             chunk(jnp.int32(0))
         elif cfg.num_kv_heads * cfg.rows * cfg.kv_block <= cfg.stretch:  # with more heads, longer steps gain nothing

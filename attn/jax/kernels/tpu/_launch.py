@@ -83,12 +83,14 @@ def paged(
     scalars = {"items": plan.items, "tiles": plan.tiles, "counts": plan.counts, "table": plan.table}
     if plan.runs is not None:
         scalars["runs"] = plan.runs
+    # Checked here, because the compiler's own message would name an allocation, not the batch.
     needed, chip = 4 * sum(x.size for x in scalars.values()), chip_of(device.chip)
     if needed > chip.smem:
         raise ValueError(
             f"block_table of {cfg.num_requests} requests x {cfg.columns} blocks and its plan take {needed} bytes of SMEM: "
             f"{device.chip} has {chip.smem}; use fewer requests a batch or a larger block_size"
         )
+    # The cache is the last operand and the last result, which are one memory: where it is not donated, XLA copies it before.
     operands = {**scalars, **arrays, "cache_in": cache}
     out_shapes = {**buffers.results, "cache": jax.ShapeDtypeStruct(cache.shape, cache.dtype)}
     names = [*operands, *out_shapes, *buffers.scratch]
@@ -105,6 +107,7 @@ def paged(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
+            # one step: the kernel walks its lists itself, since their lengths are values
             grid=(1,),
             in_specs=[*map(spec, arrays), spec("cache_in")],
             out_specs=[*map(spec, out_shapes)],

@@ -65,6 +65,7 @@ class Line:
     def segment(self, index: SegmentIndex) -> Segment:
         """The segment at an index; past the end, one without keys."""
         cfg, (owner, number) = self.cfg, index
+        # Past the line's end scalars are read of an item that exists, and `high` of 0 leaves it without keys.
         live, i = owner < self.count, jnp.minimum(owner, cfg.num_items - 1)
         item, origin = self.loads.item(i), self.loads.first_page(i) * cfg.page
         begin = origin + number * cfg.segment
@@ -72,6 +73,8 @@ class Line:
         pages = jnp.clip(lax.div(jnp.maximum(high - begin, 0) + (cfg.page - 1), cfg.page), 0, cfg.segment // cfg.page)
         for low, stop in item.gaps:
             pages = jnp.where((begin >= low) & (begin + cfg.segment <= stop), 0, pages)
+        # A request's sums are free again once it has ended, which is before `segments` later requests begin; its queries arrive
+        # with its first block, so they also need room for the blocks that are being loaded.
         query, state = lax.rem(owner, cfg.query_slots), lax.rem(owner, cfg.segments)
         keys = Keys(query, state, begin, item.low, high, item.position, item.gaps)
         table = self.loads.field(_plan.TABLE, i) + lax.div(begin, cfg.page)
@@ -80,9 +83,11 @@ class Line:
     def after(self, segment: Segment, number: int) -> SegmentIndex:
         """The index `number` segments after one, all of its owner. Segments in a gap are skipped."""
         cfg, keys, next_number = self.cfg, segment.keys, segment.number + number
+        # Past the line's end the owner stays, and its segments hold nothing.
         ends = segment.live & (next_number >= segment.owner_segments)
         origin = keys.begin - segment.number * cfg.segment
         for low, stop in keys.gaps:
+            # segments that lie in the gap as a whole: the plan counts blocks without them (`_plan._items`)
             first = lax.div(jnp.maximum(low - origin, 0) + (cfg.segment - 1), cfg.segment)
             beyond = lax.div(jnp.maximum(stop - origin, 0), cfg.segment)
             next_number = jnp.where((next_number >= first) & (next_number < beyond), beyond, next_number)
@@ -114,6 +119,7 @@ class Line:
 
     def queries(self, segment: Segment, slot: jax.Array) -> Any:
         refs, row = self.refs, self.row(jnp.minimum(segment.owner, self.cfg.num_items - 1))
+        # on the semaphore of the block: both are waited for before the block is processed
         return _pages.copy(refs.query1.at[row], refs.q1.at[segment.keys.query], refs.kv_sem.at[slot])
 
     def outputs(self, owner: jax.Array) -> list[Any]:
@@ -124,6 +130,7 @@ class Line:
     def clear(self) -> None:
         """Zero what segments may hold that is no page: numbers that are not finite would make requests fail."""
         cfg, kv = self.cfg, self.refs.kv
+        # Scores of unseen keys are replaced, so only values matter, but a rebiased key that is NaN has its request repeated.
         first = 0 if cfg.rebiased else cfg.planes - 1
         per_slot = (cfg.planes - first) * cfg.num_kv_heads
 
@@ -154,6 +161,7 @@ class Line:
                     pl.when(n < segment.pages)(self.loads.page(segment.table + n, t * per_segment + n, slot).start)
             return next_index
 
+        # The same choice as in `process`, by the same scalars: as many copies are waited for as were started.
         return lax.cond(self.is_whole(first), whole, shared)  # type: ignore[no-any-return]
 
     def wait(self, pages: jax.Array, slot: jax.Array) -> None:
@@ -183,6 +191,7 @@ class Line:
 
         @pl.when(next_index[0] > first.owner)
         def _() -> None:
+            # one question for all of the block's requests first, whose answer is almost always no
             @pl.when(_single.failed(cfg, refs))
             def _() -> None:
                 lax.fori_loop(first.owner, next_index[0], lambda owner, _: self.recompute(owner, slot), None)
@@ -193,6 +202,7 @@ class Line:
 
     def finish(self, owner: jax.Array) -> None:
         cfg, refs, at = self.cfg, self.refs, lax.rem(owner, self.cfg.segments)
+        # the buffer of results that this request takes, that of one `segments` before, must have been copied
         pl.when(owner >= cfg.segments)(lambda: _pages.wait(self.outputs(owner - cfg.segments)))
         _single.finish(cfg, refs, at)
         _pages.start(self.outputs(owner))
@@ -231,6 +241,7 @@ def attend(line: Line, next_load: tuple[jax.Array, ...]) -> tuple[jax.Array, ...
         def of_items() -> tuple[jax.Array, ...]:
             return owner, number, *(loads.start_next(i, b, slot)[:2] if cfg.large else (i, b))
 
+        # behind the line's last block the first blocks of long items are loaded, so that those need not wait
         return *lax.cond(block < line.blocks, of_line, of_items), loads.after(slot)
 
     def process(block: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -244,5 +255,6 @@ def attend(line: Line, next_load: tuple[jax.Array, ...]) -> tuple[jax.Array, ...
     def drain(owner: jax.Array, _: None) -> None:
         _pages.wait(line.outputs(owner))
 
+    # `finish` has waited for the others
     lax.fori_loop(jnp.maximum(line.count - cfg.segments, 0), line.count, drain, None)
     return slot, *next_load

@@ -84,6 +84,7 @@ def _sums(cfg: RaggedConfig, buffer: jax.Array, k: Any) -> jax.Array:
 
 
 def reset(refs: RaggedRefs) -> None:
+    # The first step reads zeros, so that nothing has to be cleared for an item but m.
     refs.flags[CURRENT] = ZEROS
     refs.flags[WRITTEN] = jnp.int32(0)
     refs.m[...] = jnp.zeros(refs.m.shape, jnp.float32)
@@ -94,6 +95,7 @@ def is_clear(cfg: RaggedConfig, item: Item, first: jax.Array, stop: jax.Array) -
     if cfg.ranges:
         return (first >= item.clear[0]) & (stop <= item.clear[1])
     (left, right), chunk = cfg.mask.window, cfg.mask.chunk_size
+    # The first row sees the fewest later keys, and the last one the fewest earlier ones.
     clear = (stop <= item.high) & (first >= item.low)
     if cfg.mask.causal:
         before = stop <= item.position + 1
@@ -119,6 +121,7 @@ def attend(cfg: RaggedConfig, refs: RaggedRefs, item: Item, step: StepKeys, mask
     refs.flags[CURRENT], refs.flags[READ] = after, before
     refs.flags[WRITTEN] = jnp.int32(_writes(cfg, masked))
     refs.recompute[...] = jnp.zeros(refs.recompute.shape, jnp.int32)
+    # Heads in one unrolled block, as many as a stretch has scores for: products of one run beside the exponentials of others.
     at_once = 1
     while cfg.num_kv_heads % (2 * at_once) == 0 and 2 * at_once * cfg.rows * step.size <= cfg.stretch:
         at_once *= 2
@@ -183,6 +186,7 @@ def _streamed(
             s = _scores(cfg, refs, item, step.first + offset, keys, k, first_row, masked * is_masked)
             if len(pending) * cfg.key_tile >= _PENDING_KEYS:
                 pending.pop(0)()
+            # m is of steps before this one: no exponential waits for a maximum
             p = jnp.exp2(s - refs.m[k, :1, at])
             target = after * cfg.num_kv_heads + k
             source = _sums(cfg, before, k) if offset == 0 else target
@@ -191,9 +195,11 @@ def _streamed(
             in_range = (total >= 2.0**-_MAX_LOG2_SUM) & (total <= 2.0**_MAX_LOG2_SUM)
             if masked and not step.clear:
                 in_range |= (total == 0) & _sees_none(cfg, refs, item, step.first + offset, s, first_row, masked)
+            # sums only grow within a step: the last one tells whether any left its range
             last = offset + key_tile == step.size
             if last:
                 refs.recompute[:, at] |= jnp.where(in_range, 0, 1)
+            # source order is what the scheduler keeps, so this product is placed where the next tiles' exponentials are
             pending.append(functools.partial(add_values, k, at, keys_at, p.astype(refs.q.dtype), source, last))
     if cfg.rebiased:  # values set `recompute` as well
         pending.append(lambda: _reduce_recompute(refs))
@@ -228,6 +234,7 @@ def _exact(
             at = slice(first_row, first_row + cfg.row_tile)
             s = _scores(cfg, refs, item, step.first + offset, keys, k, first_row, max(cfg.ranges, 1))
             m, total = refs.m[k, :, at], refs.l[source, :, at]
+            # As the new reference this makes the rescaled sum 1 at most, also where m was far from the maximum.
             running_lse = jnp.where(total == 0, -jnp.inf, m + jnp.log2(total))
             new_m = jnp.maximum(running_lse, jnp.max(s, axis=0, keepdims=True))
             new_m = jnp.where(new_m == -jnp.inf, 0.0, new_m)
@@ -245,6 +252,7 @@ def _exact(
                     (jnp.inf, values == jnp.inf),
                     (-jnp.inf, values == -jnp.inf),
                 ):
+                    # which rows see such a value, by a product, since no [keys, rows, lanes] fits in registers
                     hits = dot(jnp.where(is_number, 1.0, 0.0).astype(dtype), seen, 0, 0)
                     refs.acc[target, :, at] += jnp.where(hits > 0, number, 0.0)
 
@@ -368,6 +376,7 @@ def _write(cfg: RaggedConfig, refs: RaggedRefs, slot: jax.Array, k: Any, at: sli
     weight = total
     if cfg.sinks:
         weight = total + jnp.exp2(refs.rules[SINK, k, :, at] - m)
+    # 0 for a row without keys, sink or not (docs/semantics.md §5)
     normaliser = jnp.where(total == 0.0, 0.0, refs.rules[V_FACTOR, k, :, at] / jnp.where(total == 0.0, 1.0, weight))
     refs.o[slot, k, at, :] = jnp.transpose((refs.acc[sums, :, at] * normaliser[:1]).astype(refs.o.dtype))
     if cfg.lse:

@@ -116,6 +116,7 @@ def _repeat(cfg: MLAConfig, refs: MLARefs, loads: _pages.Loads, groups: list[tup
     """Process the failed items again, and those whose rows this overwrites: a long request's last item writes a whole tile,
     which may contain rows of the next requests.
     """
+    # any slot: the pipeline has ended, so nothing else loads
     slot = jnp.int32(0)
 
     def whole(i: jax.Array, rows: RowRefs, ops: _pages.ItemOps) -> None:
@@ -167,6 +168,7 @@ def _item_ops(cfg: MLAConfig, refs: MLARefs, rows: RowRefs) -> _pages.ItemOps:
         def step(start: jax.Array | int, size: int) -> None:
             """Keys that every row sees at once, and others by halves."""
             stop = begin + start + size
+            # a decode's only row sees all keys below `high`; the first row of others sees the fewest
             clear = stop <= item.high
             if cfg.mask.causal and rows is refs.long:
                 clear &= stop <= item.position + 1

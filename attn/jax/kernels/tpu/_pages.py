@@ -44,6 +44,7 @@ class Item(NamedTuple):
 
     def where_seen(self, first: Callable[[], jax.Array], size: int, do: Callable[[], None]) -> None:
         """Call do(), at run time unless the `size` keys from first() on are all in one gap."""
+        # known when the kernel is traced: a launch without ranges has no branch here
         if not self.gaps:
             return do()
         start, visible = first(), jnp.bool_(True)
@@ -96,6 +97,7 @@ def writing(cfg: PagedConfig, refs: PagedRefs, attend: Callable[[], None]) -> No
         def finish(do: jax.Array) -> None:
             lax.fori_loop(0, jnp.where(do, count, 0), lambda n, _: run(n).wait(), None)
 
+        # Before the tiles, so that these long copies run beside the tiles' short ones.
         lax.fori_loop(0, count, lambda n, _: run(n).start(), None)
         finish(seen)
     if cfg.write:
@@ -112,6 +114,8 @@ def new_page(cfg: PagedConfig, refs: PagedRefs, first: jax.Array) -> Ref:
 
 def _write_tiles(cfg: PagedConfig, refs: PagedRefs) -> None:
     """Write every listed tile of new rows into the cache, keeping the rows of a tile that are not new."""
+    # Three stages share a ring of buffers: tile t is read, tile t - lag merged and its write started, tile t - ring waited for.
+    # So a read has half a ring of steps to arrive, and a write the other half before its buffer is read into again.
     lag = cfg.ring // 2
     count = refs.counts[1]
 
@@ -154,6 +158,7 @@ def _write_tiles(cfg: PagedConfig, refs: PagedRefs) -> None:
         def _read() -> None:
             @pl.when(has_rows(t))
             def _() -> None:
+                # a tile of new rows alone needs nothing of what the cache holds
                 new, old = reads(t)
                 new.start()
                 pl.when(partial(t))(old.start)
@@ -163,6 +168,7 @@ def _write_tiles(cfg: PagedConfig, refs: PagedRefs) -> None:
             @pl.when(has_rows(u))
             def _() -> None:
                 slot = lax.rem(u, cfg.ring)
+                # a copy's description only: what was started for these buffers is waited for by their semaphore
                 new, old = reads(u)
                 new.wait()
 
@@ -191,6 +197,7 @@ class Loads:
         return self.refs.items[column * self.cfg.num_items + i]  # type: ignore[no-any-return]
 
     def item(self, i: jax.Array) -> Item:
+        # while one item is computed, the next one's queries arrive in the other half
         slot = lax.rem(i, 2)
         position, low, high, context = (self.field(at, i) for at in (_plan.POSITION, _plan.LOW, _plan.HIGH, _plan.CONTEXT))
         if not self.cfg.ranges:
@@ -231,6 +238,7 @@ class Loads:
     def pages(self, i: jax.Array, b: jax.Array, slot: jax.Array) -> tuple[jax.Array, Callable[[jax.Array | int], Any]]:
         """(the number of pages of block b of item i with a visible key, the copy of the nth of them into `slot`)."""
         cfg, per_block = self.cfg, self.cfg.kv_block // self.cfg.page
+        # An item's blocks begin in the page of its first visible key, not at a multiple of a block.
         begin = self.first_page(i) + b * per_block
         stop = lax.div(self.field(_plan.HIGH, i) + (cfg.page - 1), cfg.page)
         base = self.first_entry(i, b)
@@ -254,6 +262,7 @@ class Loads:
                 is_used = page < number
                 if self.cfg.num_runs:
                     entry = self.refs.table[base + page]
+                    # a page that this launch fills is read from the new rows, since its copy into the cache may still run
                     pl.when(is_used & (entry < 0))(self.new(entry, page, slot).start)
                     is_used &= entry >= 0
                 pl.when(is_used)(nth(page).start)  # its id is read unconditionally, which is faster than a branch
@@ -275,6 +284,7 @@ class Loads:
     def wait_for(self, number: jax.Array, nth: Callable[[jax.Array | int], Any], slot: jax.Array) -> None:
         """Wait for as many pages in `slot`, wherever in it they are; nth: the copies of so many pages."""
         per_block = self.cfg.kv_block // self.cfg.page
+        # A semaphore counts bytes, so that one wait for a block's bytes stands for all of its pages.
         pl.when(number == per_block)(self.whole(slot).wait)
 
         @pl.when(number < per_block)
@@ -317,11 +327,13 @@ def attend(
         else:
             lax.cond(loads.field(_plan.SINGLE, i) == 1, lambda: do(ops), lambda: do(long))
 
+    # Nothing has started the first item's queries; those of every other item are started an item ahead.
     @pl.when(count > first)
     def _() -> None:
         with_ops(first, lambda ops: start(ops.queries(first)))
 
     if before is None:
+        # all slots but one are loaded ahead: the last one is freed when the first block is done
         slot, load = zero, lax.fori_loop(0, cfg.slots - 1, lambda _, load: loads.start_next(*load), (first, zero, zero))
     else:
         slot, *load = before((first, zero, zero))
@@ -343,6 +355,8 @@ def attend(
 
         def block(b: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             slot, *load = state
+            # into the slot of the block before, whose products have been computed: code is in order, and a block ends with its
+            # sums
             next_load = loads.start_next(*load)
             loads.wait(i, b, slot)
             scalars.where_seen(
@@ -357,6 +371,7 @@ def attend(
         with_ops(i, begin_item)
         state_after = lax.fori_loop(0, blocks, block, state)
 
+        # results of successive items may share a tile of HBM (see the module's docstring), and they share a semaphore
         @pl.when(i > first)
         def _() -> None:
             with_ops(i - 1, lambda ops: wait(ops.outputs(i - 1)))
@@ -375,6 +390,7 @@ def clean(
     cfg: PagedConfig, refs: PagedRefs, slot: jax.Array, first: jax.Array, stop: jax.Array, tiles: jax.Array | int
 ) -> None:
     """Zero the values in rows of the block outside [first, stop), in its first `tiles` tiles."""
+    # Only values: scores of unseen keys are replaced by -inf, but a weight of 0 times a value that is NaN would be NaN.
     plane = cfg.planes - 1
 
     def tile(t: jax.Array, _: None) -> None:

@@ -72,6 +72,7 @@ def reset(cfg: RaggedConfig, refs: RaggedRefs, state: Any) -> None:
 
 def failed(cfg: RaggedConfig, refs: RaggedRefs, state: Any = slice(None)) -> jax.Array:
     """Whether a request must be repeated with `exact`: a sum is not finite, or a NaN of the cache was lost."""
+    # 0 x is NaN for NaN and infinities, so one sum of products tells of any number that is not finite.
     sums = [x[state][..., at : at + LANES] for x in (refs.l1, refs.acc1) for at in range(0, x.shape[-1], LANES)]
     zero = functools.reduce(jnp.add, [jnp.sum((x * 0.0).reshape(-1, 8, LANES), axis=0) for x in sums])
     lost = jnp.max(refs.recompute1[state].reshape(-1, 8, LANES), axis=0)
@@ -103,6 +104,7 @@ def attend(cfg: RaggedConfig, refs: RaggedRefs, slot: jax.Array, tiles: Tiles, m
         queries, rows = refs.q1[keys.query, n], joined(0, n, first, keys)
         if not exact:
             return dot(queries, rows, 1, 1)
+        # Rows of one head take the product with that head's lanes alone: the others', which are multiplied by 0, may be NaN.
         row = lax.broadcasted_iota(jnp.int32, shape, 0)
         s = jnp.zeros(shape, jnp.float32)
         for i in range(cfg.join):
@@ -124,6 +126,7 @@ def attend(cfg: RaggedConfig, refs: RaggedRefs, slot: jax.Array, tiles: Tiles, m
         at = keys.state, n
         m = refs.m1[at]
         new_m = jnp.maximum(m, jnp.max(s, axis=1, keepdims=True))
+        # without a mask a row has seen keys, and its maximum is a number
         safe = jnp.where(new_m == -jnp.inf, 0.0, new_m) if masked else new_m
         p = jnp.exp2(s - widen(safe, size))
         rescale = jnp.exp2(m - safe)
@@ -148,6 +151,7 @@ def attend(cfg: RaggedConfig, refs: RaggedRefs, slot: jax.Array, tiles: Tiles, m
 
     lag = 0 if exact else _PENDING_REGISTERS * 1024 // (shape[0] * shape[1])
     at_once = 1 if exact else max(1, min(cfg.joined, _SCORE_REGISTERS * 1024 // (shape[0] * size * len(tiles))))
+    # stages of equal size, so that they are one loop
     while cfg.joined % at_once:
         at_once -= 1
     stages = cfg.joined // at_once
@@ -164,6 +168,7 @@ def finish(cfg: RaggedConfig, refs: RaggedRefs, state: Any) -> None:
             weight = total + jnp.exp2(refs.rules1[SINK, n] - jnp.where(m == -jnp.inf, 0.0, m))
         normaliser = jnp.where(total == 0.0, 0.0, refs.rules1[V_FACTOR, n] / jnp.where(total == 0.0, 1.0, weight))
         row = lax.broadcasted_iota(jnp.int32, (cfg.single_rows, cfg.lanes), 0)
+        # the diagonal blocks: row i's own head is in its columns
         out = refs.acc1[state, n, :, : cfg.lanes]
         for i in range(1, cfg.join):
             out = jnp.where(row >= i * cfg.group, refs.acc1[state, n, :, i * cfg.lanes : (i + 1) * cfg.lanes], out)

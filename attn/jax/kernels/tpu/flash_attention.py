@@ -101,12 +101,15 @@ def _attention(static: Static, q: jax.Array, k: jax.Array, v: jax.Array, extras:
     if 0 in (*q.shape, *v.shape):
         shape = (q.shape[0], q.shape[2], q.shape[1])
         return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype), jnp.full(shape, -jnp.inf, jnp.float32)
+    # A weight of 0 times NaN is NaN in a product, so values enter it finite, and what they lack is added to the rows that see
+    # it. The check costs a pass over the values; the repair runs only if one is not finite.
     out, lse = _forward(static, q, k, _finite(v), extras)
     return lax.cond(jnp.isfinite(v).all(), lambda: out, lambda: _with_nonfinite(static, out, v, extras)), lse
 
 
 def _attention_fwd(static: Static, q: Any, k: Any, v: Any, extras: Any) -> tuple[Any, Any]:
     slopes = extras.alibi_slopes
+    # with `symbolic_zeros` the rule is told which arguments are differentiated
     if slopes is not None and slopes.perturbed:
         raise TypeError("alibi_slopes have no gradient: pass jax.lax.stop_gradient(alibi_slopes)")
     q, k, v = q.value, k.value, v.value
@@ -118,6 +121,7 @@ def _attention_fwd(static: Static, q: Any, k: Any, v: Any, extras: Any) -> tuple
 def _attention_bwd(static: Static, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     qkv, extras, results = residuals
     dense = tuple(
+        # a result that does not enter the loss has a symbolic zero, which a kernel cannot read
         jnp.zeros(like.shape, like.dtype) if isinstance(x, jax.custom_derivatives.SymbolicZero) else x
         for x, like in zip(cotangents, results, strict=True)
     )
@@ -142,14 +146,17 @@ def _gradients(
     if 0 in (*q.shape, *v.shape):
         zeros: Any = jax.tree.map(jnp.zeros_like, (q, k, v, extras.sinks))
         return zeros  # type: ignore[no-any-return]
+    # dO . out, which is each row's sum of p dP (arXiv 2205.14135): nothing of the size of the scores is needed for it
     wide = d_out.astype(jnp.float32)
     delta = jnp.sum(wide * out.astype(jnp.float32), axis=3).swapaxes(1, 2)  # [B, H, S]
     d_sinks = None
     if extras.sinks is not None:
         fraction = jax.nn.sigmoid(lse - extras.sinks[:, None])
         d_sinks = -jnp.sum(delta * (1 - fraction), axis=(0, 2)).astype(extras.sinks.dtype)
+        # f enters the kernel through dO and delta, so that it computes without a sink
         d_out = (wide * fraction.swapaxes(1, 2)[..., None]).astype(d_out.dtype)
         delta *= fraction
+    # a row without keys: its log-sum-exp is a constant, whatever cotangent it has
     d_lse = jnp.where(lse == -jnp.inf, 0.0, d_lse)
     return *_backward(static, qkv, extras, lse, d_out, delta - d_lse), d_sinks
 
@@ -166,6 +173,7 @@ def _no_second_derivative(static: Static, primals: Any, tangents: Any) -> Any:
 
 def _each_launch(layout: Layout, step: Any, stacked: Any) -> Any:
     """Call step(its slice of `stacked`) for each launch, and stack the results."""
+    # no loop around a single launch
     if layout.launches == 1:
         return jax.tree.map(lambda x: x[None], step(jax.tree.map(lambda x: x[0], stacked)))
     return lax.map(step, stacked)
@@ -181,8 +189,10 @@ def _forward(static: Static, q: jax.Array, k: jax.Array, v: jax.Array, extras: E
     layout = layout_of(static, q, v, extras, backward=False)
     per_launch, shared = _split(masks_of(layout, extras))
     single = layout.launches == 1
+    # A sink is applied once (docs/semantics.md §7): by the kernel if it sees all keys, else after the merge.
     layout = dataclasses.replace(layout, cfg=dataclasses.replace(layout.cfg, sinks=single and extras.sinks is not None))
     query = layout.columns(q)
+    # parts are merged before they are rounded
     out_dtype = q.dtype if single else jnp.float32
 
     def step(operands: Any) -> Any:
@@ -190,12 +200,14 @@ def _forward(static: Static, q: jax.Array, k: jax.Array, v: jax.Array, extras: E
         arrays = {**masks, **shared, "query": query, "keys": keys, "values": values}
         return _launch_forward(layout, arrays, out_dtype)
 
+    # [launches, B, K, keys, D] and [launches, B, K, Dv, keys]: as the two products take them (`_flash_forward`)
     keys, values = layout.of_keys(k), layout.of_keys(v).swapaxes(3, 4)
     outs, lses = _each_launch(layout, step, (keys, values, per_launch))
     if single:
         out, lse = outs[0], lses[0]
     else:
         m = jnp.max(lses, axis=0)
+        # a row that no launch has a key for
         m = jnp.where(m == -jnp.inf, 0.0, m)
         weights = jnp.exp(lses - m)
         total = jnp.sum(weights, axis=0)
@@ -236,6 +248,7 @@ def _backward(static: Static, qkv: Arrays, extras: Extras, lse: jax.Array, d_out
     cfg = layout.cfg
     per_launch, shared = _split(masks_of(layout, extras))
     q, k, v, d_out = (_finite(x) for x in (q, k, v, d_out))
+    # exp2(s - inf) is 0: rows without keys, and padding rows, add nothing to any gradient
     exponent = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
     shared |= {
         "query": layout.columns(q),
@@ -243,10 +256,12 @@ def _backward(static: Static, qkv: Arrays, extras: Extras, lse: jax.Array, d_out
         "lse": layout.columns(exponent.swapaxes(1, 2)[..., None], constant_values=jnp.inf),
         "delta": layout.columns(delta.swapaxes(1, 2)[..., None]),
     }
+    # launches add up to one gradient, in float32
     dq_dtype = q.dtype if layout.launches == 1 else jnp.float32
 
     def step(operands: Any) -> Any:
         keys, values, masks = operands
+        # keys in both orders, as two products take them: by rows for the scores, by columns for dq
         arrays = {**masks, **shared, "keys": keys, "key_columns": keys.swapaxes(2, 3), "values": values}
         out_shapes = {
             "dq": jax.ShapeDtypeStruct(arrays["query"].shape, dq_dtype),
@@ -266,6 +281,7 @@ def _backward(static: Static, qkv: Arrays, extras: Extras, lse: jax.Array, d_out
     gradients = _each_launch(layout, step, (layout.of_keys(k), layout.of_keys(v), per_launch))
     dq = gradients["dq"][0] if layout.launches == 1 else jnp.sum(gradients["dq"], axis=0).astype(q.dtype)
     dk, dv = (layout.from_keys(gradients[name].swapaxes(3, 4)) for name in ("dk", "dv"))
+    # dq is scaled in the kernel, where it is finished; dk only here, after the last group
     return layout.of_columns(dq), (dk * static.scale).astype(k.dtype), dv.astype(v.dtype)
 
 
@@ -295,6 +311,8 @@ def _call(
             scratch_shapes=list(scratch.values()),
         ),
         out_shape=list(out_shapes.values()),
+        # Sequences may run on several cores. Heads and groups are in order: gradients of keys add up over them
+        # (`_flash_backward`).
         compiler_params=_launch.compiler_params(cfg.device.chip, "parallel", "arbitrary", "arbitrary"),
         interpret=cfg.device.interpret,
         name=name,
@@ -311,6 +329,7 @@ def _spec(layout: Layout, name: str, shape: tuple[int, ...]) -> pl.BlockSpec:
         return pl.BlockSpec((1, cfg.units, 1, cfg.rows), lambda b, h, g, *_: (b, g, 0, 0))
     if name == "key_segments":
         return pl.BlockSpec((1, *shape[1:]), lambda b, h, g, *_: (b, 0, 0))
+    # `split` heads' units share a kv head: its keys stay in VMEM while the index is the same
     if len(shape) == 4:  # of keys
         return pl.BlockSpec((1, 1, *shape[2:]), lambda b, h, g, *_: (b, h // split, 0, 0))
     return pl.BlockSpec((1, 1, cfg.units, *shape[3:]), lambda b, h, g, *_: (b, h, g, 0, 0))
@@ -323,10 +342,12 @@ def _with_nonfinite(static: Static, out: jax.Array, v: jax.Array, extras: Extras
     """Add to out the effect of NaN and infinite values, zeros so far, on the rows that see them."""
     batch, rows, num_heads, size = out.shape
     num_keys, num_kv_heads = v.shape[1:3]
+    # rows at a time: a mask of all rows and keys may be larger than any other array
     step = min(rows, 256)
     nonfinite = jnp.stack([v == jnp.inf, v == -jnp.inf, jnp.isnan(v)]).astype(jnp.bfloat16)
 
     def hits(first: jax.Array) -> jax.Array:
+        # the last step repeats its last row, and the surplus is cut off
         row = jnp.minimum(first + jnp.arange(step), rows - 1)
         seen = _seen(static, row, rows, num_keys, batch, extras).astype(jnp.bfloat16)
         return jnp.einsum("brm,nbmkd->nbrkd", seen, nonfinite, preferred_element_type=jnp.float32) > 0

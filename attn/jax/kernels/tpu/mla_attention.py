@@ -51,11 +51,13 @@ def blocks_for(chip: str, shape: PagedShape) -> MLABlocks:
     2,048 keys at a time, and 4,096 codes that are multiplied as they are, since the products of a block wait for its
     exponentials and longer blocks wait less often; 512 rows per item, between two loads of keys, keep the matrix unit busy.
     """
+    # raises for an unknown chip, whose properties are not needed otherwise
     chip_of(chip)
     codes = shape.cache_itemsize == 1 and chip in MULTIPLIES_FP8 and shape.max_query_len == 1
     heads, page, kv_block = shape.group, shape.page, max(4096 if codes else 2048, shape.page)
     while kv_block > max(page, LANES) and kv_block >= 2 * shape.columns * page:
         kv_block //= 2  # no request has that many keys
+    # the least that begins at whole tiles of query rows
     large = shape.align if shape.max_query_len > 1 else 0
     while large and 2 * large * heads <= 512 and large < shape.max_query_len:
         large *= 2
@@ -98,9 +100,11 @@ def mla_attention(
     if 0 in (tokens, *batch.block_table.shape, num_blocks):
         empty = jnp.full((heads, tokens), -jnp.inf, jnp.float32) if lse else None
         return jnp.zeros((tokens, heads, rank), dtype), empty, kv_cache
+    # one plane of one head: the layout of `ragged_paged_attention`, whose plan and copies serve both
     device, pages = _launch.device(chip, interpret), kv_cache.reshape(num_blocks, 1, 1, page, lanes)
     query, mask, write = _padded(query, lanes), LayerMask(rules.causal), new is not None
     shape = _plan.shape_of(query, pages, batch, rules.max_query_len, mask, lse=lse, write=write)
+    # Codes enter products as they are where the matrix unit takes them beside bfloat16; elsewhere they are widened first.
     multiplied = dtype == jnp.bfloat16 and device.chip in MULTIPLIES_FP8 and kv_cache.dtype.itemsize == 1
     rebiased = multiplied and device.chip in REBIASES_E4M3 and kv_cache.dtype == jnp.float8_e4m3fn
     operand_dtype = jnp.dtype(jnp.float8_e4m3b11fnuz) if rebiased else kv_cache.dtype if multiplied else dtype
@@ -108,10 +112,12 @@ def mla_attention(
         **vars(shape),
         **(rules.blocks or blocks_for(device.chip, shape))._asdict(),
         values=_round_up(rank, LANES),
+        # narrow pages are joined into whole tiles on the way, which only a second buffer can hold
         staged=kv_cache.dtype != operand_dtype or shape.narrow,
         rebiased=rebiased,
     )
     plan = _plan.make(cfg, batch)
+    # one array is keys and values, so one scale is in both factors
     gain = jnp.asarray(k_scale, jnp.float32) * (E4M3_GAIN if rebiased else 1.0)
     arrays = {
         "factors": jnp.stack([gain * (rules.scale * LOG2_E), gain]),
@@ -120,8 +126,10 @@ def mla_attention(
     if cfg.large:
         arrays["long.query"] = query[plan.rows.token_of_row].reshape(-1, lanes)
         order = jnp.arange(cfg.large * heads, dtype=jnp.int32) // heads
+        # the same for every item, so it is an array and not computed in the kernel
         arrays["long.order"] = jnp.broadcast_to(order[:, None], (order.shape[0], LANES))
     if new is not None:
+        # zeros pad a row, since the kernel multiplies all of its lanes
         arrays["fresh"] = _plan.fresh_tiles(cfg, plan, _padded(new, lanes)[:, None, None])
     buffers = _buffers(cfg, arrays, kv_cache.dtype, operand_dtype)
     made = _launch.paged(lambda refs: run(cfg, _refs(cfg, refs)), cfg, device, plan, arrays, pages, buffers, "mla_attention")
@@ -161,6 +169,7 @@ def _buffers(cfg: MLAConfig, arrays: dict[str, jax.Array], stored: Any, operand_
     scratch |= _launch.write_buffers(cfg, stored)
     for group, count in _row_groups(cfg).items():
         query_shape = arrays[f"{group}.query"].shape
+        # singles have a row for each head, padded to whole tiles; items of others have those of `large` tokens
         rows = query_shape[-2] if group == "single" else count * cfg.group
         made[f"{group}.out"] = jax.ShapeDtypeStruct((*query_shape[:-1], cfg.values), dtype)
         scratch |= {
@@ -178,6 +187,7 @@ def _buffers(cfg: MLAConfig, arrays: dict[str, jax.Array], stored: Any, operand_
 
 def _refs(cfg: MLAConfig, named: dict[str, Any]) -> MLARefs:
     """The refs of a launch, with those of a row group in one `RowRefs`."""
+    # names of a group's refs have a dot (`_row_groups`)
     plain = {name: ref for name, ref in named.items() if "." not in name}
     groups = {
         group: RowRefs(key_tile, **{name.split(".")[1]: ref for name, ref in named.items() if name.startswith(f"{group}.")})

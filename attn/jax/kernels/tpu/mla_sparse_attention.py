@@ -106,6 +106,7 @@ def mla_sparse_attention(
     size = min(STAGE_KEYS, _round_up(-(-topk // STAGES), _PAIR))
     cfg = SparseConfig(size, words, _round_up(width, LANES), _round_up(kv_lora_rank, LANES), scale * LOG2_E)
     slots, valid = xla_mla.slots_of(indices, requests, kv_cache.shape[1])
+    # a weight of 0 would not keep a NaN of another page out of the sums
     slots = jnp.where(valid, slots, jnp.max(jnp.where(valid, slots, 0), axis=1, keepdims=True))
     last = jnp.max(jnp.where(valid, jnp.arange(1, topk + 1, dtype=jnp.int32), 0), axis=1)
     steps = -(-topk // (STAGES * size))

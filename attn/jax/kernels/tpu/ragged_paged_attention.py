@@ -93,11 +93,13 @@ def ragged_paged_attention(
     (docs/semantics.md §17), by block sizes that do not depend on the batch. `chip`: v5e, v6e, ... and `interpret`, False or
     `pltpu.InterpretParams`: by default the TPU that is compiled for (`_chips.target`), or else the interpreter.
     """
+    # Pallas has no empty operands; without tokens, requests, pages or columns of a table there is nothing to attend.
     if 0 in (query.shape[0], *block_table.shape, kv_cache.shape[0]):
         lse = jnp.full(query.shape[1::-1], -jnp.inf, jnp.float32) if return_lse else None
         return jnp.zeros_like(query), lse, kv_cache
     device = _launch.device(chip, interpret)
     batch = _plan.Batch(query_start_loc, seq_lens, block_table, slot_mapping, batch_mask)
+    # From here on everything static is in `cfg`, by which a program is made; the plan has the values.
     shape = _plan.shape_of(query, kv_cache, batch, max_query_len, mask, lse=return_lse, write=key is not None)
     cfg = RaggedConfig(
         **vars(shape),
@@ -127,6 +129,7 @@ def ragged_paged_attention(
             long = long.reshape(-1, heads, width)
         return plan.rows.by_token(single, long, fill)
 
+    # a head of 64 shares its row with the values, which are in the right half of the weighted sum
     first = LANES // 2 if cfg.planes == 1 else 0
     out = by_token("out", cfg.lanes, 0)[..., first : first + query.shape[2]]
     return out, by_token("lse", 1, -jnp.inf)[..., 0].T if return_lse else None, made["cache"]
@@ -136,16 +139,21 @@ def _arrays(
     cfg: RaggedConfig, plan: _plan.Plan, batch: _plan.Batch, query: jax.Array, rules: jax.Array
 ) -> dict[str, jax.Array]:
     """The operands of a launch, by the names of `RaggedRefs`, without the new tokens."""
+    # zeros meet what pads a head in the cache, or the values that share its row
     padded = jnp.pad(query, ((0, 0), (0, 0), (0, cfg.lanes - query.shape[2])))
+    # The first row of every request: what singles have, and nobody reads of the others. Of a request without rows it is any
+    # row.
     arrays = {"query1": _single_queries(cfg, padded[batch.start]), "rules1": _single_rows(cfg, rules)}
     if cfg.large:
         token, request = plan.rows.token_of_row, plan.rows.request_of_row
         arrays["query"] = _by_kv_head(cfg, padded[token])
+        # a row of an item is a query head of a token: heads vary fastest, in every array of rows
         arrays["rules"] = jnp.tile(rules[:, :, None], (1, 1, 1, cfg.large))
         if plan.ranges is not None:
             arrays["ranges"] = jnp.repeat(plan.ranges, cfg.group, axis=2)
         if cfg.tree:
             width = batch.mask.tree.shape[1]
+            # rows of requests that are no trees get some node's edges, which their items do not compare
             node = jnp.clip(token - batch.query_start_loc[request], 0, width - 1)
             edges = batch.mask.tree[request, node].astype(query.dtype)
             arrays["tree"] = jnp.repeat(jnp.pad(edges, ((0, 0), (0, LANES - width))), cfg.group, axis=0)
@@ -155,6 +163,7 @@ def _arrays(
 def _rules(cfg: RaggedConfig, scale: float, k_scale: Any, v_scale: Any, sinks: Any, alibi_slopes: Any) -> jax.Array:
     """[4, K, G] float32: see `_refs.K_FACTOR`."""
     shape = (cfg.num_kv_heads, cfg.group)
+    # Before a cap scores are in its units; without one they are in units of log2 at once (docs/semantics.md §2).
     factor = scale / cfg.logits_soft_cap if cfg.logits_soft_cap else scale * LOG2_E
     gain = E4M3_GAIN if cfg.rebiased else 1.0
     by_kv_head = [gain * factor * jnp.asarray(k_scale, jnp.float32), gain * jnp.asarray(v_scale, jnp.float32)]
@@ -173,6 +182,7 @@ def _single_rows(cfg: RaggedConfig, rules: jax.Array) -> jax.Array:
 def _single_queries(cfg: RaggedConfig, query: jax.Array) -> jax.Array:
     """[R, H, lanes] -> [R, K / J, S, J * lanes], each head's row in the columns of its kv head."""
     query = query.reshape(-1, cfg.joined, cfg.join, cfg.group, 1, cfg.lanes)
+    # block-diagonal: one product with the joined keys of J heads gives each row its own head's scores
     same_head = jnp.eye(cfg.join, dtype=jnp.bool_)[None, None, :, None, :, None]
     rows = jnp.where(same_head, query, 0).reshape(-1, cfg.joined, cfg.join * cfg.group, cfg.join * cfg.lanes)
     return jnp.pad(rows, ((0, 0), (0, 0), (0, cfg.single_rows - rows.shape[2]), (0, 0)))
@@ -187,6 +197,7 @@ def _by_kv_head(cfg: RaggedConfig, query: jax.Array) -> jax.Array:
 def _buffers(cfg: RaggedConfig, arrays: dict[str, jax.Array], stored: Any) -> _launch.Buffers:
     """The buffers of a launch over a cache of dtype `stored`, by the names of `RaggedRefs`."""
     dtype, heads, lanes, rows = arrays["query1"].dtype, cfg.num_kv_heads, cfg.lanes, cfg.rows
+    # `single` buffers are one for each segment of a block, as that many requests may share one
     single = (cfg.joined, cfg.single_rows)
     made = {"out1": jax.ShapeDtypeStruct((cfg.num_requests, *single, lanes), dtype)}
     scratch = _launch.page_buffers(cfg, stored) | {
@@ -207,6 +218,7 @@ def _buffers(cfg: RaggedConfig, arrays: dict[str, jax.Array], stored: Any) -> _l
             "q": pltpu.VMEM((2, heads, rows, lanes), dtype),
             "o": pltpu.VMEM((2, heads, rows, lanes), dtype),
             "m": pltpu.VMEM((heads, 8, rows), jnp.float32),
+            # two buffers of sums for all heads, and one of zeros that they share (`_long.ZEROS`)
             "l": pltpu.VMEM((2 * heads + 1, 8, rows), jnp.float32),
             "acc": pltpu.VMEM((2 * heads + 1, lanes, rows), jnp.float32),
             "flags": pltpu.SMEM((4,), jnp.int32),
