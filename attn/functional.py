@@ -130,7 +130,7 @@ def attention(
         xp = arrays.ops_of(framework)
         # Before the formula is compiled: a list would be a tree of Python floats to jax, and a NumPy array an argument
         # on another device than q to torch.
-        extras = OptionalArrays(*(x if x is None else xp.asarray(x, like=q) for x in extras))
+        extras = OptionalArrays(*(x if x is None else xp.asarray(_numbers(x, q), like=q) for x in extras))
         rules, extras = _seen(rules, extras, reach and xp.asarray(_mask(reach, q, k), like=q))
         result = xp.compiled(_dense)(xp, rules, q, k, v, extras)
     out: Any
@@ -190,6 +190,14 @@ def _mask(seen: Visibility, q: Array, k: Array) -> Any:
     # position [n, 1], keys [m], requests [B, 1, 1] -> [B, n, m], or fewer dimensions if no array of the batch takes part.
     allowed = seen.allowed(position, np.arange(m), request, ...)
     return np.broadcast_to(allowed, (batch, n, m))[:, None].copy()  # torch warns of arrays that cannot be written
+
+
+def _numbers(x: Any, q: Array) -> Any:
+    """Return a list as float64 for a query of float64, where a framework would make float32 of it; all else unchanged."""
+    import numpy as np
+
+    is_list = isinstance(x, list | tuple) and dtype_name(q.dtype) == "float64"
+    return np.asarray(x, np.float64) if is_list and np.asarray(x).dtype.kind in "iuf" else x
 
 
 def _seen(rules: DenseParams, extras: OptionalArrays, seen: Any) -> tuple[DenseParams, OptionalArrays]:
@@ -331,8 +339,10 @@ def by_group(xp: Any, q: Array, k: Array, extras: OptionalArrays) -> tuple[Array
     for name, array in (("alibi_slopes", extras.slopes), ("sinks", extras.sinks)):
         if array is not None and tuple(array.shape) != (num_heads,):
             raise ShapeError(f"{name} has shape {list(array.shape)}: must be [{num_heads}], one per query head")
-    slopes, sinks = (x if x is None else xp.wide(x).reshape(grouped) for x in (extras.slopes, extras.sinks))
-    return xp.wide(q.reshape(batch, n, *grouped, head_size)), OptionalArrays(slopes, sinks, mask)
+    query = xp.wide(q.reshape(batch, n, *grouped, head_size))
+    # In the query's dtype: NumPy's own arrays are float64, and would make scores of float32 products wider than the values.
+    slopes, sinks = (x if x is None else xp.cast(x, like=query).reshape(grouped) for x in (extras.slopes, extras.sinks))
+    return query, OptionalArrays(slopes, sinks, mask)
 
 
 def attend_rows(

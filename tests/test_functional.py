@@ -470,3 +470,25 @@ def test_a_mask_of_numbers_is_refused_beside_spans_too(framework):
     x = framework((1, 3, 2, 4))
     with pytest.raises(DTypeError, match="mask has dtype .*float32: must be bool"):
         attn.attention(x, x, x, mask=framework((3, 3)), chunk_size=2)
+
+
+@pytest.mark.parametrize("per_head", [list, np.asarray, torch.tensor], ids=["list", "NumPy", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_per_head_numbers_take_the_dtype_of_the_computation(per_head, dtype):
+    """`reference.alibi_slopes` and NumPy's own arrays are float64; lists have all digits of Python's numbers."""
+    x = torch.from_numpy(np.random.default_rng(0).standard_normal((1, 3, 4, 8))).to(dtype)
+    slopes, sinks = reference.alibi_slopes(4) / 3, np.arange(4) / 7
+    options = {"alibi_slopes": per_head(slopes.tolist()), "sinks": per_head(sinks.tolist())}
+    out, lse = attn.attention(x, x, x, return_lse=True, **options)
+    assert (out.dtype, lse.dtype) == (dtype, torch.float64 if dtype == torch.float64 else torch.float32)
+    if per_head is torch.tensor:
+        return  # float32, so fewer digits are right
+    wide = x[0].double().numpy()
+    want = reference.attention(wide, wide, wide, alibi_slopes=slopes, sinks=sinks)[1]
+    np.testing.assert_allclose(lse[0], want, rtol=0, atol=1e-13 if dtype == torch.float64 else 2e-6)
+
+
+def test_per_head_numbers_of_float64_under_jax():
+    x = jnp.ones((1, 3, 4, 8), jnp.float32)
+    out, lse = attn.attention(x, x, x, return_lse=True, alibi_slopes=reference.alibi_slopes(4), sinks=np.zeros(4))
+    assert (out.dtype, lse.dtype) == (jnp.float32, jnp.float32)

@@ -230,3 +230,8 @@ def test_a_picture_has_a_positive_number_of_rows(count):
     if count is not None:
         with pytest.raises(ValueError, match=f"m={count!r} must be a positive int"):
             pictures.mask(3, count)
+
+
+def test_weights_of_no_head_are_an_error() -> None:
+    with pytest.raises(ValueError, match=r"heads=\[\]: must name at least one of 2 heads"):
+        pictures.weights(np.ones((3, 2, 4)), np.ones((3, 2, 4)), heads=[])

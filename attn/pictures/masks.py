@@ -196,6 +196,8 @@ def weights(
     seen = weights_of(np.zeros_like(query), np.zeros_like(key), scale=1.0, **masking) > 0
     seen = np.pad(seen, ((0, 0), (0, 0), (0, weights.shape[-1] - seen.shape[-1])), constant_values=True)  # the sink
     shown = range(len(weights)) if heads is None else heads
+    if not len(shown):
+        raise ValueError(f"heads={heads!r}: must name at least one of {len(weights)} heads")
     columns = min(len(shown), 4)
     rows = -(-len(shown) // columns)
 

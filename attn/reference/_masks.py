@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import SupportsIndex
 
 import numpy as np
+import numpy.typing as npt
 
-from attn.reference._check import F64, I64, Bool, require, whole
+from attn.reference._check import F64, I64, Bool, bools, check_shape, ints, require, whole
 
 Window = tuple[int | None, int | None]
 _BACKWARD = ("decoder", "encoder_decoder")
@@ -115,9 +116,9 @@ def visible_mask(
     *,
     causal: bool = True,
     window: Sequence[SupportsIndex | None] = (None, None),
-    tree: Bool | None = None,
-    spans: I64 | None = None,
-    prefix: int = 0,
+    tree: npt.ArrayLike | None = None,
+    spans: npt.ArrayLike | None = None,
+    prefix: SupportsIndex = 0,
     chunk_size: int | None = None,
     span_window: bool = False,
 ) -> Bool:
@@ -132,8 +133,10 @@ def visible_mask(
     seen = np.ones((n, m), np.bool_)
     if tree is not None:
         require(m >= n, f"{m} keys are fewer than the {n} tokens of a tree")
+        nodes = np.asarray(tree)
+        check_shape("tree", nodes, (n, n))
         # Context before the new tokens stays visible to every node.
-        seen[:, m - n :] &= tree
+        seen[:, m - n :] &= bools("tree", nodes, (n, n))
     elif causal:
         seen &= j <= p
     if left is not None:
@@ -141,7 +144,9 @@ def visible_mask(
     if right is not None:
         seen &= j <= p + right
     if spans is not None:
-        in_span = (j >= spans[:, :1]) & (j <= spans[:, 1:])
+        of_rows = ints("spans", spans, 2)
+        check_shape("spans", of_rows, (n, 2))
+        in_span = (j >= of_rows[:, :1]) & (j <= of_rows[:, 1:])
         if span_window and left is not None:
             in_span &= j >= p - left
         # A right bound of 0 is causality, which spans lift (docs/semantics.md §18).
@@ -149,7 +154,7 @@ def visible_mask(
             in_span &= j <= p + right
         seen |= in_span
     # After the window, which does not cut a prefix; the chunk below does.
-    seen |= j < prefix
+    seen |= j < whole("prefix", prefix)
     if chunk_size is not None:
         seen &= j >= p // whole("chunk_size", chunk_size, least=1) * chunk_size
     return seen

@@ -113,3 +113,26 @@ def test_invalid_arguments_raise_value_error(message):
     with pytest.raises(ValueError) as caught:
         BAD[message]()
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"spans": [[0, 1]]}, r"spans has shape=\(1, 2\) \(expected \(3, 2\)\)"),  # would be that of every row
+        ({"spans": [[0.0, 1.0]] * 3}, "spans has dtype=float64"),
+        ({"tree": [[True, True, True]]}, r"tree has shape=\(1, 3\)"),
+        ({"tree": [[1, 0, 0], [1, 1, 0], [1, 0, 1]]}, "tree has dtype=int64"),
+        ({"prefix": 2.5}, r"prefix=2.5 \(an integer\)"),
+        ({"prefix": -1}, "prefix=-1"),
+    ],
+)
+def test_what_rows_see_is_checked(given, words):
+    with pytest.raises(ValueError, match=words):
+        reference.visible_mask(3, 5, **given)
+
+
+def test_spans_and_trees_may_be_lists():
+    spans = [[-1, -1], [0, 2], [0, 2]]
+    assert (reference.visible_mask(3, 3, spans=spans) == reference.visible_mask(3, 3, spans=np.array(spans))).all()
+    tree = [[True, False], [True, True]]
+    assert reference.visible_mask(2, 3, tree=tree).tolist() == [[True, True, False], [True, True, True]]
