@@ -63,7 +63,7 @@ def is_eager(tensor: Any) -> bool:
     return type(tensor) is torch.Tensor and not torch.compiler.is_compiling()
 
 
-#: The arguments that Triton specialises a kernel on besides its constants: see `kind_of`.
+#: The arguments that Triton specialises a kernel on besides its constants: see `signature_of`.
 Signature = tuple[torch.device, tuple[torch.dtype | None, ...], tuple[int, ...] | None]
 
 
@@ -217,7 +217,8 @@ class Prepared:
             output = query.new_empty(*shape)
             q, k, v, s = query.data_ptr(), key.data_ptr(), value.data_ptr(), 0 if sinks is None else sinks.data_ptr()
             places = output.data_ptr(), q, k, v, s
-            here = index is None or (torch._C._cuda_getDevice() == index and not torch._C._cuda_getCurrentRawStream(index))
+            on = index is None or (torch._C._cuda_getDevice() == index and not torch._C._cuda_getCurrentRawStream(index))
+            here = on and not is_profiled()  # one may have been attached since
             try:
                 # A pop of a list is atomic, so one thread at a time has the buffer; another finds none and takes the general
                 # way.

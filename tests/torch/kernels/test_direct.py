@@ -446,6 +446,29 @@ def test_a_kernel_belongs_to_the_device_of_its_first_launch(monkeypatch: pytest.
     assert streams == [1]
 
 
+def test_a_profiler_that_is_attached_later_sees_launches_that_were_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton")
+    from attn.torch.kernels import direct
+
+    made = list[str]()
+
+    def general(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        made.append("general")
+        return query
+
+    def bind(*arguments: Any) -> Any:
+        return lambda stream, values: made.append("prepared") is None
+
+    kernel = direct.Prepared(None)
+    kernel._kept[None] = direct.Compiled(None, SimpleNamespace(buffer=list, bind=bind), ())  # type: ignore[arg-type]
+    x = torch.zeros(4)
+    call = kernel.again(general, x.device, (4,), (1, 1), (), (), None)
+    call(x, x, x)
+    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", lambda metadata: None)
+    call(x, x, x)
+    assert made == ["prepared", "general"]
+
+
 @needs_compiler
 def test_a_direct_launch_passes_what_tritons_own_passes(tmp_path: Path) -> None:
     assert_equal(SCRIPT, tmp_path)
