@@ -80,6 +80,9 @@ class FlashAttentionImpl(PagedAttentionImpl, backend=FlashAttentionBackend):
         #: By dtype, block size, device and features of the batch: the provider that was chosen, and its module.
         self._chosen = dict[Any, tuple[providers.Provider, Any]]()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_chosen": {}}  # modules are neither copied nor pickled; a copy chooses again
+
     @staticmethod
     def get_supported_kernel_block_size() -> list[int | MultipleOf]:
         """Return the smallest block size of the installed providers; of all providers if none is installed."""

@@ -1,5 +1,7 @@
 """FLASH_ATTN on stand-ins of its providers: the suite on each, the choice among them, and a version too old."""
 
+import copy
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -494,6 +496,22 @@ def test_layers_of_a_shape_derive_the_arguments_of_a_batch_once(
     assert not torch.equal(other, got[0]) and len(derived) == 1
     shared.key_starts = shared.key_starts.clone()
     assert torch.equal(call(*calls[0], shared), other) and len(derived) == 2
+
+
+@torch.no_grad()
+def test_a_layer_that_has_computed_a_call_copies_and_pickles(only: Callable[[str], None]) -> None:
+    """A module of a provider does neither."""
+    only("FlashAttention 2")
+    spec = KVCacheSpec(block_size=256, num_kv_heads=2, head_size=64, dtype="bfloat16")
+    meta = FlashAttentionBackend.get_builder_cls()(spec).build(
+        0, CommonAttentionMetadata.from_lens([1, 3], [300, 9], [[0, 1], [2]], 256)
+    )
+    layer = SimpleNamespace(_k_scale=torch.ones(()), _v_scale=torch.ones(()))
+    impl, cache = FlashAttentionImpl(4, 64, 0.125, 2), torch.randn(2, 3, 256, 2, 64, dtype=torch.bfloat16)
+    query = torch.randn(4, 4, 64, dtype=torch.bfloat16)
+    want = impl.forward(layer, query, None, None, cache, meta)
+    for other in (copy.deepcopy(impl), pickle.loads(pickle.dumps(impl))):
+        assert torch.equal(other.forward(layer, query, None, None, cache, meta), want)
 
 
 @torch.no_grad()
