@@ -6,8 +6,8 @@ implementation overrides `_attend_one` for the cases that it computes faster. Th
 metadata with host copies avoids a wait for the device.
 
 Each operator sees one request only, so results do not depend on the rest of the batch if its inputs' alignment does not
-either: a layer that requests `batch_invariant` copies a request's rows to memory of their own (`_rows_of`). Libraries may choose
-instructions by the alignment of their operands.
+either: a layer that requests `batch_invariant` copies a request's rows to memory of their own (`_rows_of`). Libraries may
+choose instructions by the alignment of their operands.
 """
 
 import math
