@@ -94,6 +94,7 @@ class BaseSequenceParallel:
     def _attend(self, query: Any, key: Any, value: Any, attn_metadata: DiffusionAttentionMetadata | None) -> Any:
         """Compute this member's rows. Raises `UnsupportedError` for `kv_lens` and for masks that are not of keys."""
         meta = attn_metadata or DiffusionAttentionMetadata()
+        meta.has_joint(self.strategy)  # a part of a stream would be dropped below
         # Lengths count keys of the whole sequence, of which a member has one shard, and a full mask has rows and keys
         # of several members.
         if meta.kv_lens is not None or (meta.attn_mask is not None and meta.attn_mask.ndim != 2):

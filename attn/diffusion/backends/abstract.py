@@ -55,6 +55,17 @@ class DiffusionAttentionMetadata:
     joint_attn_mask: Array | None = None
     joint_strategy: str = "front"
 
+    def has_joint(self, name: str) -> bool:
+        """Whether there is a joint stream. Raises ValueError, citing `name`, for a part of one and an unknown strategy."""
+        if self.joint_query is self.joint_key is self.joint_value is self.joint_attn_mask is None:
+            return False
+        if self.joint_key is None or self.joint_value is None:
+            raise ValueError(f"{name}: a joint stream needs joint_key and joint_value, with or without joint_query")
+        if self.joint_strategy not in JOINT_STRATEGIES:
+            known = ", ".join(JOINT_STRATEGIES)
+            raise ValueError(f"{name}: joint_strategy={self.joint_strategy!r} is unknown; known: {known}")
+        return True
+
 
 class DiffusionAttentionBackend(LayerBackend):
     """A family of dense attention kernels.

@@ -11,7 +11,6 @@ from attn.arguments import as_int, check_flag, check_heads, check_scale, fold_si
 from attn.arrays import to_framework
 from attn.capabilities import Feature
 from attn.diffusion.backends.abstract import (
-    JOINT_STRATEGIES,
     Array,
     DiffusionAttentionImpl,
     DiffusionAttentionMetadata,
@@ -87,7 +86,7 @@ class DenseAttentionImpl(DiffusionAttentionImpl):
         self._check(query, key, value)
         # Of the first stream alone; the joint stream's own mask is joined below.
         present, lens = self._present(meta, key)
-        if meta.joint_key is not None or meta.joint_query is not None:
+        if meta.has_joint(self._name):
             query, key, value, present = self._joined(meta, query, key, value, present)
             # The keys that are present no longer come first of all, so lengths do not describe them.
             lens = None
@@ -170,11 +169,6 @@ class DenseAttentionImpl(DiffusionAttentionImpl):
         self, meta: DiffusionAttentionMetadata, query: Array, key: Array, value: Array, present: Array | None
     ) -> tuple[Array, Array, Array, Array | None]:
         """Concatenate both streams in the order of the strategy."""
-        if meta.joint_key is None or meta.joint_value is None:
-            raise ValueError(f"{self._name}: a joint stream needs joint_key and joint_value, with or without joint_query")
-        if meta.joint_strategy not in JOINT_STRATEGIES:
-            known = ", ".join(JOINT_STRATEGIES)
-            raise ValueError(f"{self._name}: joint_strategy={meta.joint_strategy!r} is unknown; known: {known}")
         # Empty rows of the right dtype and device, so that one concatenation serves both cases.
         joint_query = query[:, :0] if meta.joint_query is None else meta.joint_query
         joint = (joint_query, meta.joint_key, meta.joint_value)

@@ -126,6 +126,8 @@ def test_arrays_that_do_not_fit(change: dict[str, Any], error: type[Exception], 
         ({"attn_mask": np.ones((2, 8), np.float32)}, DTypeError, "must be bool, True = attend"),
         ({"attn_mask": np.ones((2, 3, 8, 8), bool)}, ShapeError, r"must broadcast to \[2, 2, 8, 8\]"),
         ({"joint_key": torch.zeros(2, 3, 2, 64)}, ValueError, "needs joint_key and joint_value"),
+        ({"joint_value": torch.zeros(2, 3, 2, 64)}, ValueError, "needs joint_key and joint_value"),
+        ({"joint_attn_mask": np.ones((2, 3), bool)}, ValueError, "needs joint_key and joint_value"),
         (
             {"joint_key": torch.zeros(2, 3, 2, 64), "joint_value": torch.zeros(2, 3, 2, 64), "joint_strategy": "middle"},
             ValueError,
