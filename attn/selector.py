@@ -308,9 +308,11 @@ def _cached_get_attn_backend(
 
 def _measuring(dtype: Any) -> object:
     """State of the file that `attn.selection.preferences` reads, if ATTN_PREFERENCES is set: a few microseconds per call."""
+    if not preferences.on():  # set to 0: the framework need not be found
+        return False
     platform = platform_for(_framework(dtype))
     # `deterministic` is a setting of the framework that may change between calls, and turns measured times off.
-    return preferences.on() and (platform.deterministic(), preferences.state(platform.device()))
+    return platform.deterministic(), preferences.state(platform.device())
 
 
 def forget() -> None:

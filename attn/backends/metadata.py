@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 PAD_SLOT_ID = -1  #: marks a token that is not written to the cache
 #: Most new tokens of a request that counts as a decode where prompts have a backend of their own: speculated tokens too, as in
-#: this package's decode kernels.
-# 16 rows are one tile of a matrix instruction; the decode kernels pack a request's rows beside its heads.
+#: this package's decode kernels, since a few rows read as many bytes as one.
 FEW_ROWS = 16
 INT32_MAX = 2**31 - 1
 

@@ -154,6 +154,7 @@ class PagedImpl(AttentionImpl[T]):
         )
         if chunk_size and attn_type != AttentionType.DECODER:
             raise ValueError(f"chunk_size={chunk_size}: must be None for {attn_type} attention")
+        # Last, since a request is made of the attributes above; still before any weight is loaded.
         refuse(self.backend, self.request())
 
     @property
@@ -164,6 +165,8 @@ class PagedImpl(AttentionImpl[T]):
     def request(self) -> Request:
         """Return this layer's request, except the dtype (known from the arrays of a call)."""
         shared, chunk_size = self.kv_sharing_target_layer_name, self.mask.chunk_size
+        # Features follow from the normalised attributes: a cap of 0 is off and a window of (None, None) is none, and
+        # neither needs a backend that has them.
         scores = (self.logits_soft_cap, self.alibi_slopes, self.sinks)
         return request_of(self, layer_features(self.window, *scores, shared, chunk_size))
 
@@ -172,6 +175,7 @@ class PagedImpl(AttentionImpl[T]):
         if values is None:
             return None
         check_per_head(name, values)
+        # float32 whatever the layer's dtype: kernels add them to scores, which are float32.
         array = self._float32(values)
         if tuple(array.shape) != (self.num_heads,):
             raise ShapeError(f"{name} has shape {list(array.shape)}: must be [{self.num_heads}], one per query head")

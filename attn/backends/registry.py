@@ -18,6 +18,7 @@ from attn.logger import init_logger
 
 logger = init_logger(__name__)
 
+# vLLM's name of the metaclass, which callers may import.
 _AttentionBackendEnumMeta = BackendEnumMeta
 
 
@@ -84,6 +85,7 @@ BLOCKSPARSE_PATHS = {
 BLOCKSPARSE = "BLOCKSPARSE"
 
 
+# No name to register under: the branch takes its class from the table above, as vLLM's does by a fixed import.
 def blocksparse_candidate(framework: str = "torch") -> Candidate:
     """Return the backend of the selector's block-sparse branch, loaded if possible."""
     return load_candidate(BLOCKSPARSE, BLOCKSPARSE_PATHS[framework])

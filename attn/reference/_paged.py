@@ -135,6 +135,7 @@ class _Seen(NamedTuple):
         prefix: npt.ArrayLike | None,
     ) -> "_Seen":
         """Check the arguments of `paged_attention`, for `count` requests."""
+        # One bool is broadcast to [R].
         is_causal = bools("causal", causal, (count,))
         reach = None if spans is None else ints("spans", spans, 2)
         prefixes = np.zeros(count, np.int64) if prefix is None else ints("prefix", prefix, 1)

@@ -230,7 +230,8 @@ def _dtype(fields: Fields, top: Fields) -> str | None:
             if section.has(name):
                 value = section.values[name]
                 dtype = str(value).removeprefix("torch.")
-                if DTYPES.get(dtype) is None or DTYPES[dtype].kind != "float":
+                # Floats of 8 bits name how weights are stored; no activations have them.
+                if DTYPES.get(dtype) is None or DTYPES[dtype].kind != "float" or DTYPES[dtype].itemsize == 1:
                     raise section.wrong(name, "float32, float16 or bfloat16")
                 return dtype
     return None
@@ -277,6 +278,7 @@ _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 
 def _layer_types(reader: _Reader, count: int | None) -> list[str]:
     types = reader.value("layer_types")
+    # The list may name layers that are not attention; a word that is not known could be either.
     known = isinstance(types, list) and all(isinstance(word, str) and word in _WORDS for word in types)
     if not known or count not in (None, len(types)):
         raise reader.wrong("layer_types", f"a list of {'' if count is None else f'{count} of '}{', '.join(_WORDS)}")
@@ -388,6 +390,7 @@ def _bamba(reader: _Reader, count: int) -> list[str]:
 
 def _nemotron_h(reader: _Reader, count: int) -> list[str]:
     pattern, words = reader.value("hybrid_override_pattern"), {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+    # A letter that is not known could be a kind of attention.
     if not isinstance(pattern, str) or not set(pattern) <= set(words):
         raise reader.wrong("hybrid_override_pattern", f"a string of {' '.join(words)}")
     return [words[letter] for letter in pattern]
@@ -430,6 +433,7 @@ def _mpt(reader: _Reader, layer: LayerKind) -> LayerKind:
 
 
 def _gpt2(reader: _Reader, layer: LayerKind) -> LayerKind:
+    # Layers with scales of their own would be as many kinds as layers.
     if reader.boolean("scale_attn_by_inverse_layer_idx"):
         raise reader.wrong("scale_attn_by_inverse_layer_idx", "false: every layer would have a scale of its own")
     return layer if reader.value("scale_attn_weights") is not False else replace(layer, scale=1.0)

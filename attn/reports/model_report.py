@@ -162,6 +162,7 @@ class ModelReport:
         return [*rows, [str(sum(row.layer.count for row in self.rows)), "total", "", "", "", *self._numbers(total)]]
 
     def _numbers(self, row: KindReport) -> list[str]:
+        # An empty cell is a time that is not known, or of nothing.
         times = (self.decode_ms(row.decode_bytes), self.prompt_ms(row.prompt_flops))
         return [_bytes(row.token_bytes), _bytes(row.cache_bytes), *("" if ms is None else f"{ms:.3g}" for ms in times)]
 
@@ -316,6 +317,7 @@ _SETTING = ("device", "dtype", "kv_cache_dtype", "block_size", "context", "reque
 
 def _prefill(layer: LayerKind, selection: Selection | None, assume: Collection[str] | None) -> Selection | None:
     """Choose the backend for prompts of a latent layer; None without candidates, and for a sparse one."""
+    # A sparse layer's prompts are computed from the chosen rows of the latent cache: no heads are expanded.
     if selection is None or layer.latent is None or layer.topk:
         return None
     key = layer.latent.qk_nope_head_dim + layer.latent.qk_rope_head_dim
@@ -385,6 +387,7 @@ def _verdicts(selection: Selection) -> list[str]:
 
 def _common(rows: Collection[KindReport]) -> tuple[str, ...]:
     """Return the notes that all choices have."""
+    # Shown once below the table instead of below each kind.
     notes = [row.selection.notes for row in rows if row.selection]
     return tuple(note for note in notes[0] if all(note in other for other in notes)) if notes else ()
 

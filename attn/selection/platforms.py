@@ -66,6 +66,7 @@ class Platform(ABC):
         select = resolve_obj_by_qualname("attn.selector.select")
         request = make_request(head_size, dtype, kv_cache_dtype, block_size, use_mla=use_mla)
         selection = select(request, platform=self, backend=selected_backend)
+        # Raises with the table of reasons; the path is vLLM's return value.
         selection.require()
         assert selection.winner is not None
         return selection.winner.path

@@ -429,6 +429,7 @@ def test_an_unknown_type_is_read_by_the_usual_fields():
         ({**LLAMA, "num_key_value_heads": 5}, "num_key_value_heads = 5: must be a divisor of num_attention_heads = 32"),
         ({**LLAMA, "hidden_size": 4100}, "hidden_size = 4100: must be a multiple of num_attention_heads = 32"),
         ({**LLAMA, "torch_dtype": "int8"}, 'torch_dtype = "int8": must be float32'),
+        ({**LLAMA, "torch_dtype": "float8_e4m3fn"}, 'torch_dtype = "float8_e4m3fn": must be float32'),
         ({**LLAMA, "layer_types": ["full_attention"]}, "layer_types = .*: must be a list of 32 of full_attention"),
         ({**LLAMA, "layer_types": ["hyper"] * 32}, "layer_types = .*: must be a list of 32 of full_attention"),
         ({**LLAMA, "layer_types": ["sliding_attention"] * 32}, "sliding_window is missing: must be an integer"),
