@@ -24,6 +24,7 @@ from attn.visibility import LayerMask, Visibility, Window
 
 _LENGTHS = ("query_seq_lengths", "key_value_seq_lengths")
 _TRITON = "TRITON_ATTN_JAX"
+_OURS = ("PALLAS", _TRITON)  #: backends that are kernels of this package
 _OF_JAX = {"CUDNN": "cudnn", "XLA_ATTN": "xla"}  #: backends that are implementations of `jax.nn.dot_product_attention`
 
 
@@ -79,9 +80,9 @@ def dot_product_attention(
     if implementation is None and backend is None and 0 in query.shape[-2:]:
         implementation = "xla"  # no backend is asked for no heads
     how = implementation or _chosen(call, backend)
-    if how == _TRITON and (why := call.why_not_triton()):
+    if how in _OURS and (why := call.why_not(how)):
         if backend is not None:
-            raise UnsupportedError(f"{_TRITON}: {why}", [why])
+            raise UnsupportedError(f"{how}: {why}", [why])
         # The selection knows a layer's features; whether a call has lengths under causality, or a traced scale, shows here
         # only.
         how = _other(call)
@@ -136,12 +137,14 @@ class _DenseCall(NamedTuple):
         aligned = self.query.shape[1] == self.key.shape[1] or self.visible == LayerMask(causal=False)
         return self.bias is not None or self.mask is not None or not aligned
 
-    def why_not_triton(self) -> str:
-        """Why the Triton kernels do not compute the call; "" if they do."""
-        if self.key_lens is not None and self.visible != LayerMask(causal=False):
-            return "key_value_seq_lengths with causality or a window is not supported"
+    def why_not(self, how: str) -> str:
+        """Why a kernel of this package does not compute the call; "" if it does."""
         if isinstance(self.scale, jax.core.Tracer):
             return "scale is traced (must be a number: it is part of the program)"
+        if how == "PALLAS":
+            return ""
+        if self.key_lens is not None and self.visible != LayerMask(causal=False):
+            return "key_value_seq_lengths with causality or a window is not supported"
         if not all(isinstance(n, int) for x in self[:3] for n in x.shape):
             return "shapes are symbolic (must be known: kernels are compiled for them)"
         return ""
@@ -201,7 +204,7 @@ def _triton(call: _DenseCall) -> tuple[jax.Array, jax.Array]:
     from attn.jax.kernels.gpu.dense_attention import dense_attention, differentiable
 
     (causal, (left, right), *_), size = call.visible, call.query.shape[-1]
-    # a traced scale has been refused (`why_not_triton`): this one is part of the program
+    # a traced scale has been refused (`why_not`): this one is part of the program
     scale = size**-0.5 if call.scale is None else float(call.scale)
     layer = LayerParams(scale, left=left, right=0 if causal else right)
 

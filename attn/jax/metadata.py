@@ -98,6 +98,11 @@ class PagedAttentionMetadata(AttentionMetadata):
         slots = self.slot_mapping
         if self.block_size is None:
             raise MetadataError("block_size", None, None, "the block size of the caches")
+        # A traced number may be that of any layer.
+        last, most = least_layers if isinstance(layer, jax.core.Tracer) else int(layer) + 1, INT32_MAX // self.block_size
+        if last * num_blocks > most:
+            bound = f"below {most // num_blocks}, with {num_blocks} blocks of {self.block_size} a layer: slots are int32"
+            raise MetadataError("layer", None, layer, bound)
         return dataclasses.replace(
             self,
             block_table=self.block_table + skip,

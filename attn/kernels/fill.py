@@ -37,7 +37,7 @@ def _whole_or_cut(  # type: ignore[no-untyped-def]
         tiles = tl.where((rows > 0) & (rows <= most), (keys + keys_per_tile - 1) // keys_per_tile, 0)
         live = tl.sum((tiles > 0).to(tl.int32), 0)
         # the condition of `plan.item_of`, where requests stay whole
-        even = (live >= whole_from) & (4 * tl.max(tiles, 0) * live <= 5 * tl.sum(tiles, 0))
+        even = (live >= whole_from) & (4 * tl.max(tiles, 0).to(tl.int64) * live <= 5 * tl.sum(tiles.to(tl.int64), 0))
         # A launch whose list is zeros finds no rows and ends at once. The host cannot choose instead: it does not know the
         # lengths.
         tl.store(whole, 0)

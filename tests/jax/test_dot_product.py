@@ -10,6 +10,7 @@ from flax import linen, nnx
 
 import attn.jax
 from attn.errors import DTypeError, ShapeError, UnsupportedError
+from attn.jax import dot_product
 from attn.tools.fuzz import entries as fuzz_entries
 from attn.tools.fuzz import on_jax
 from tests.levels import sampled
@@ -142,6 +143,22 @@ def test_a_choice_is_obeyed_or_refused():
         attn.jax.dot_product_attention(q, k, v, backend="XLA_ATTN", implementation="xla")
     with pytest.raises(ShapeError, match=r"\[2, 8\], \[2, 8"):
         attn.jax.dot_product_attention(q[:, :, 0, 0], k, v)
+
+
+def test_a_traced_scale_is_not_for_a_kernel(monkeypatch):
+    """PALLAS is the first backend on TPUs; its programs have the scale in them, and jax.nn takes one of any kind."""
+    q, k, v = arrays()
+    want = attn.jax.dot_product_attention(q, k, v, scale=0.3)
+    real = dot_product._chosen
+
+    def choose(call, backend, *features):
+        return "PALLAS" if backend is None and not features else real(call, backend, *features)
+
+    monkeypatch.setattr(dot_product, "_chosen", choose)
+    got = jax.jit(lambda scale: attn.jax.dot_product_attention(q, k, v, scale=scale))(0.3)
+    np.testing.assert_allclose(got, want, atol=2e-5)
+    with pytest.raises(UnsupportedError, match="PALLAS: scale is traced"):
+        jax.jit(lambda scale: attn.jax.dot_product_attention(q, k, v, scale=scale, backend="PALLAS"))(0.3)
 
 
 def test_nnx_and_linen_layers():

@@ -149,6 +149,17 @@ ONE = CommonAttentionMetadata.from_lens([1], [1], [[3]], P)
 LATENT = pytest.mark.parametrize("latent", [False, True], ids=["paged", "latent"])
 
 
+def test_slots_of_all_layers_are_within_int32() -> None:
+    """A layer's slots are behind those of the layers before it: past 2**31 tokens would be written elsewhere, or nowhere."""
+    batch = Attention(2, 16, block_size=P).build(ONE)
+    blocks = 2**30 // P - 1
+    batch.of_layer(1, blocks)
+    with pytest.raises(
+        MetadataError, match=f"layer = 2: must be below 2, with {blocks} blocks of {P} a layer: slots are int32"
+    ):
+        batch.of_layer(2, blocks)
+
+
 @LATENT
 @pytest.mark.parametrize(
     "number", [3, 99, -1, 1.0, True, "0", None, [0], np.float32(1), jnp.int32(3), jnp.int32(-1), jnp.float32(0)]

@@ -1,16 +1,19 @@
 """Code of paged and MLA layers alike: checks of static arguments, and `forward` in terms of `apply`."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from attn.backends.checks import check_block_size, check_cache_element, check_num_blocks
+from attn.backends.metadata import PAD_SLOT_ID
 from attn.capabilities import Feature
 from attn.errors import ShapeError, UnsupportedError
 from attn.jax import kv_cache as caches
-from attn.jax.metadata import PagedAttentionMetadata, check_num_layers
+from attn.jax.metadata import PagedAttentionMetadata, check_ids, check_num_layers
 
 
 def check_shape(impl: Any, name: str, array: Any, *shape: int) -> None:
@@ -41,6 +44,24 @@ def check_cache(impl: Any, query: jax.Array, kv_cache: Any, attn_metadata: Paged
     check_num_blocks(name, num_blocks, attn_metadata.num_blocks)
     check_num_layers(name, num_blocks, attn_metadata)
     check_cache_element(impl, query, kv_cache, caches.element_type(impl.kv_cache_dtype, query.dtype))
+
+
+def checked(impl: Any, kv_cache: jax.Array, attn_metadata: PagedAttentionMetadata) -> tuple[PagedAttentionMetadata, jax.Array]:
+    """Check a batch's values inside the step (`check_ids`); return (the batch, whether it passed, 0-d bool).
+
+    A batch that fails is returned without keys and slots: it reads and writes nothing, so that the kernel does not crash before
+    the caller sees the error.
+    """
+    num_blocks, block_size = logical_shape(impl, kv_cache)[:2]
+    # A checkify error is read after the step: until then the kernel must not follow a bad id.
+    fine = check_ids(attn_metadata, block_size, num_blocks, debug=True)
+    safe = dataclasses.replace(
+        attn_metadata,
+        block_table=jnp.where(fine, attn_metadata.block_table, 0),
+        slot_mapping=jnp.where(fine, attn_metadata.slot_mapping, PAD_SLOT_ID),
+        seq_lens=jnp.where(fine, attn_metadata.seq_lens, 0),
+    )
+    return safe, fine
 
 
 def logical_shape(impl: Any, kv_cache: Any) -> tuple[int, ...]:

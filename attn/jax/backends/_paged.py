@@ -8,7 +8,6 @@ ATTN_DEBUG=device the values of a batch are checked too, inside the step, if `ja
 otherwise these checks do nothing.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -27,7 +26,7 @@ from attn.errors import ShapeError, UnsupportedError
 from attn.jax import kv_cache as caches
 from attn.jax.arrays import within_int32
 from attn.jax.backends import _calls
-from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder, check_ids
+from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
 
 #: Features of every paged backend for jax.
 FEATURES = frozenset(
@@ -155,21 +154,8 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         return caches.write_pair(key, value, kv_cache, slot_mapping, k_scale, v_scale)
 
     def _check_and_attend(self, call: PagedCall) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-        """Check the batch's values, then call `_write_and_attend`.
-
-        A batch that fails the check reads and writes nothing, so that the kernel does not crash before the caller sees the
-        error; its output is NaN.
-        """
-        meta = call.meta
-        num_blocks, block_size = _calls.logical_shape(self, call.kv_cache)[:2]
-        # A checkify error is read after the step: until then the kernel must not follow a bad id, so the batch is emptied.
-        fine = check_ids(meta, block_size, num_blocks, debug=True)
-        safe = dataclasses.replace(
-            meta,
-            block_table=jnp.where(fine, meta.block_table, 0),
-            slot_mapping=jnp.where(fine, meta.slot_mapping, PAD_SLOT_ID),
-            seq_lens=jnp.where(fine, meta.seq_lens, 0),
-        )
+        """Check the batch's values, then call `_write_and_attend`. The output of a batch that fails the check is NaN."""
+        safe, fine = _calls.checked(self, call.kv_cache, call.meta)
         out, lse, kv_cache = self._write_and_attend(call._replace(meta=safe))
         return jnp.where(fine, out, jnp.nan), lse, kv_cache
 

@@ -6,7 +6,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from attn.kernels.launch import STARTED
+from attn.kernels import fill
+from attn.kernels.launch import FUSED, STARTED, UNBOUNDED, block_of
 from attn.kernels.mla_launch import mla_shares
 from attn.kernels.plan import FIELDS
 from attn.torch.kernels.plan import shares
@@ -88,3 +89,26 @@ def test_equal_lengths_take_shares_where_whole_waves_would_wait() -> None:
         assert mla_shares(requests, row_tiles, tiles, 132, uneven=False) is None
     for requests, row_tiles, tiles in ((200, 2, 117), (70, 2, 512), (1, 300, 128)):
         assert mla_shares(requests, row_tiles, tiles, 132, uneven=False) is not None
+
+
+@pytest.mark.parametrize(("longest", "whole"), [(1, True), (2**20, False)])
+def test_decodes_stay_whole_only_where_they_are_of_about_equal_length(longest: int, whole: bool) -> None:
+    """A million keys times thousands of requests exceed 32 bits."""
+    count = 10_000
+    starts = torch.arange(count + 1, dtype=torch.int32, device=DEVICE)
+    lens = torch.ones(count, dtype=torch.int32, device=DEVICE)
+    lens[-1] = longest
+    lists = [torch.zeros_like(starts) for _ in range(2)]
+    arguments = {name: value for name, value in fill.constants(1, 16).items() if name not in ("num_warps", *FUSED)}
+    arguments |= {
+        "output": torch.zeros(count, 1, 16, device=DEVICE),
+        "lse": None,
+        "counters": None,
+        "tokens": count,
+        "lse_h": 0,
+    }
+    arguments |= {"whole": lists[0], "cut": lists[1], "query_start_loc": starts, "seq_lens": lens, "num_reqs": count}
+    arguments |= {"left": UNBOUNDED, "most": 1, "keys_per_tile": 16, "whole_from": 26, "BLOCK_R": block_of(count)}
+    fill.fill[(1,)](**arguments)
+    for made, chosen in zip(lists, (whole, not whole), strict=True):
+        torch.testing.assert_close(made, starts * chosen)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from attn import envs
 from attn.arguments import fold_sign
 from attn.backends.abstract import AttentionLayer
 from attn.backends.checks import check_array, check_built, check_like, check_masks, check_pair, dtype_error, require
@@ -179,6 +180,9 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
             return jnp.zeros((*q.shape[:2], self.v_head_dim), q.dtype), kv_cache
         check_built(self.backend, attn_metadata, PagedAttentionMetadata)
         kv_c_normed, k_pe = self._check_call(q, kv_c_normed, k_pe, kv_cache, attn_metadata, indices)
+        fine = None
+        if envs.debug("device"):
+            attn_metadata, fine = _calls.checked(self, kv_cache, attn_metadata)
         q = fold_sign(q, self.signed_scale)
         # 1.0 for caches without a scale, whatever the layer's: kernels multiply by it
         if not caches.is_quantised(kv_cache.dtype) or kv_cache.dtype == jnp.uint8:  # packed rows have their own scales
@@ -214,6 +218,8 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
         else:
             latents, lse, kv_cache = self._write_and_decode(call)
             out = expand(latents, w_uv)
+        if fine is not None:
+            out = jnp.where(fine, out, jnp.nan)
         return ((out, lse) if self.need_to_return_lse_for_decode else out), kv_cache
 
     @property

@@ -1,6 +1,7 @@
 """`attn.jax.MLAAttention` where models use it: as a module, scanned over layers, sharded over heads, through vLLM's
 `forward`, and in a small DeepSeek-V3-shaped model (about 20 s)."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import checkify
 
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.errors import ShapeError, UnsupportedError
@@ -213,3 +215,22 @@ def test_a_model_decodes_token_for_token() -> None:
         want = np.argmax(np.asarray(dense(params, whole)), axis=-1)[len(prompt) - 1 : len(text) - 1]
         assert len(want) >= steps and len(set(want.tolist())) > 8
         assert text[len(prompt) :] == want.tolist()
+
+
+def test_values_are_checked_inside_the_step(make_mla: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under ATTN_DEBUG=device, where the step is functionalised; a batch that fails touches no memory."""
+    batch = make_mla((1, 3), (20, 9))
+    q, kv_c, k_pe, cache, metadata = batch.arguments()
+    want, _ = batch.layer(q, kv_c, k_pe, cache, metadata)
+    monkeypatch.setenv("ATTN_DEBUG", "device")
+    run = jax.jit(checkify.checkify(lambda cache, metadata: batch.layer(q, kv_c, k_pe, cache, metadata)))
+    error, ((out, _), _) = run(cache, metadata)
+    error.throw()
+    np.testing.assert_allclose(out, want[0], atol=1e-6)
+    for field, at, value in (("block_table", (0, 1), batch.num_blocks), ("slot_mapping", (2,), -2)):
+        bad = dataclasses.replace(metadata, **{field: getattr(metadata, field).at[at].set(value)})
+        error, ((out, _), after) = run(cache, bad)
+        with pytest.raises(checkify.JaxRuntimeError, match=f"{field}: "):
+            error.throw()
+        assert jnp.isnan(out).all()
+        np.testing.assert_array_equal(after, cache)
