@@ -10,6 +10,7 @@ devices that `attn env` prints, and no names of hosts or users.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -108,7 +109,8 @@ class Collection:
         frameworks = list(dict.fromkeys(framework for registry, _, framework in backends if registry == "attention"))
         for i, framework in enumerate(frameworks):
             # An equal share of what remains: a framework that needs less leaves the rest to the next.
-            self._bench(framework, (self.left - bench_until) / (len(frameworks) - i), names)
+            own = [name for registry, name, of in backends if names and (registry, of) == ("attention", framework)]
+            self._bench(framework, (self.left - bench_until) / (len(frameworks) - i), own)
         self._conformance(backends, _LEVELS[1])
         counts = f"{len(self.rows)} runs, {len(self.failures)} with failures, {len(self.left_out)} left out"
         print(f"{counts}, {time.monotonic() - self.began:.0f} s: {self.file}")
@@ -138,7 +140,8 @@ class Collection:
             file = Path(folder) / "bench.json"
             words = [word for name in names for word in ("--backend", name)]
             outcome = self._child(seconds, _timed, ("bench", "--framework", framework, "--json", str(file), *words))
-            if file.exists():  # written after each case
+            # Written after each case, and cut short if the process was ended while it wrote: no JSON then.
+            with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
                 self.bench[framework] = json.loads(file.read_text(encoding="utf-8"))
         if outcome.get("error"):
             self.left_out[title] = outcome["error"]

@@ -87,6 +87,35 @@ def test_backends_of_one_name_have_rows_of_their_own(tmp_path: Path, monkeypatch
     assert len(listed) == 2 and set(listed) == {"FLASHINFER", "FLASHINFER (mla_prefill)"}
 
 
+def test_each_framework_times_its_own_backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, asked = Collection(tmp_path / "evidence.json", 400), []
+    backends = [["attention", "TORCH_SDPA", "torch"], ["attention", "XLA_ATTN", "jax"], ["diffusion", "FLUX", "torch"]]
+
+    def child(self: Collection, seconds: float, function: Any, words: Sequence[str]) -> dict[str, Any]:
+        if function is collect._listed:
+            return {"environment": {}, "backends": backends, "left_out": {}}
+        asked.append(tuple(words))
+        return {"error": "not run"}
+
+    monkeypatch.setattr(Collection, "_child", child)
+    for names in (["TORCH_SDPA", "XLA_ATTN", "FLUX"], []):
+        found.collect(names)
+    timed = [(words[2], words[5:]) for words in asked if words[0] == "bench"]
+    assert timed == [("torch", ("--backend", "TORCH_SDPA")), ("jax", ("--backend", "XLA_ATTN")), ("torch", ()), ("jax", ())]
+
+
+def test_a_file_that_was_cut_short_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Collection(tmp_path / "evidence.json", 400)
+
+    def ended(self: Collection, seconds: float, function: Any, words: Sequence[str]) -> dict[str, Any]:
+        Path(words[words.index("--json") + 1]).write_text('{"rows": [{"ms": 1')
+        return {"error": "not done within 5 s"}
+
+    monkeypatch.setattr(Collection, "_child", ended)
+    found._bench("torch", 5, ())
+    assert found.bench == {} and found.left_out == {"times (torch)": "not done within 5 s"}
+
+
 def hang(words: Sequence[str]) -> dict[str, Any]:
     os.fork()
     print("{}", flush=True)

@@ -12,11 +12,12 @@ from itertools import groupby
 from typing import Any
 
 from attn import dtypes
+from attn.arguments import positive_int
 from attn.capabilities import Feature, Request
 from attn.reports.machines import pairs
 from attn.selector import make_request
 
-_PART = re.compile(r"(\d*)q(\d+)(k?)(?:s(\d+)(k?))?")
+_PART = re.compile(r"([1-9]\d*|)q(\d+)(k?)(?:s(\d+)(k?))?")
 #: Relative RMS error against float32 above which a row is wrong: twice the rounding error of one product's operands.
 LIMITS = {"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-4}
 #: Head sizes of a latent layer before absorption, as in DeepSeek-V2 and V3: a key's latent part, its rotary part (cached
@@ -45,8 +46,10 @@ class BenchCase:
     mla: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ValueError for malformed heads, a window below 1, a dtype without a limit, and a latent layer with
+        """Raise ValueError for malformed heads, a size or window below 1, a dtype without a limit, and a latent layer with
         several kv heads or without a latent part."""
+        for name in ("head_size", "block_size"):
+            positive_int(name, getattr(self, name))
         if not re.fullmatch(r"[1-9]\d*(/[1-9]\d*)?", self.heads):
             raise ValueError(f"heads={self.heads!r} must be <query heads>/<kv heads>, such as 32/8")
         if self.mla and self.heads.partition("/")[2] not in ("", "1"):

@@ -55,7 +55,7 @@ def _case(entry: dict[str, Any], path: Path, block_size: int | None) -> BenchCas
         raise ValueError(f"keys of dtype {stored} with queries of another dtype (supports {', '.join(_CODES)})")
     batch = grammar(_lens(inputs, const.get("page_size", 1), root))
     layer = (f"{const['num_qo_heads']}/{const['num_kv_heads']}", const["head_dim"])
-    page = block_size or const.get("page_size", _BLOCK_SIZE)
+    page = const.get("page_size", _BLOCK_SIZE) if block_size is None else block_size
     return BenchCase(batch, *layer, page, dtypes["q"], "auto" if stored == dtypes["q"] else _CODES[stored])
 
 

@@ -23,7 +23,7 @@ def test_lengths_have_a_shortest_batch(case: BenchCase) -> None:
     assert grammar([(1, 37), (1, 37), (5, 5), (1, 2048)]) == "2q1s37_q5_q1s2k"
 
 
-@pytest.mark.parametrize("batch", ["", "q", "s4", "q1s4m", "2q1__q1", "q-1", "0q1x", "q8s4", "q0"])
+@pytest.mark.parametrize("batch", ["", "q", "s4", "q1s4m", "2q1__q1", "q-1", "0q1x", "q8s4", "q0", "0q5", "q1_0q1s4"])
 def test_what_has_no_reading_is_refused(batch: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"batch={batch!r}")):
         parse(batch)
@@ -73,6 +73,8 @@ def test_an_invalid_shape_is_reported() -> None:
     for changes, said in (
         ({"heads": "8/"}, "heads='8/'"),
         ({"window": 0}, "window=0"),
+        ({"block_size": 0}, "block_size=0"),
+        ({"head_size": -64}, "head_size=-64"),
         ({"dtype": "int8"}, "dtype='int8'"),
         ({"mla": True}, "heads='32/8' with mla"),
         ({"mla": True, "heads": "4", "head_size": 64}, "head_size=64 with mla"),

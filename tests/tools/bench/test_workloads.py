@@ -51,6 +51,8 @@ def test_a_file_of_workloads_is_read_as_cases(tmp_path: Path) -> None:
     file = dataset(tmp_path, {"uuid": "x", "axes": {"batch_size": 2}, "inputs": inputs})
     assert workloads.load(file) == [BenchCase("q1s37_q1s16", "8/2", 64, 16)], "twice the same workload is one case"
     assert workloads.load(file, block_size=64)[0].block_size == 64
+    with pytest.raises(ValueError, match="block_size=0 must be a positive int"):
+        workloads.load(file, block_size=0)
 
 
 def test_prompts_ragged_keys_and_eight_bit_caches(tmp_path: Path) -> None:
