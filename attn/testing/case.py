@@ -10,7 +10,7 @@ import math
 import shlex
 from collections.abc import Collection
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from attn.arguments import Window, layer_features, window_pair
 from attn.capabilities import ENCODER_TYPES, AttentionType, Feature, Request
@@ -25,6 +25,8 @@ class Recipe:
 
     #: Options that follow the backend's name in the command that repeats a case.
     option = ""
+    #: Field -> its values, for fields that are words.
+    words: ClassVar[dict[str, tuple[bool | str, ...]]] = {}
 
     def __str__(self) -> str:
         return str(self.name)  # type: ignore[attr-defined]
@@ -51,7 +53,7 @@ class Recipe:
     def from_json(cls, text: str) -> Self:
         """Return the case of a `json()` text.
 
-        Raises ValueError if `text` is not a JSON object, lacks a required field or has an unknown one.
+        Raises ValueError if `text` is not a JSON object, lacks a required field or has an unknown one, or an unknown word.
         """
         try:
             stated = json.loads(text)
@@ -64,7 +66,12 @@ class Recipe:
             if missing := [name for name, required in known.items() if required and name not in stated]:
                 raise TypeError(f"missing fields: {', '.join(missing)} (pass what a failure printed after --repro)")
             # JSON has no tuples, and a case with a list could not be hashed, as the cache of `draw` needs.
-            return cls(**{name: _tuples(value) for name, value in stated.items()})
+            case = cls(**{name: _tuples(value) for name, value in stated.items()})
+            # An unknown word would be drawn as the ordinary case is, and pass.
+            for name, words in cls.words.items():
+                if (word := getattr(case, name)) not in words:
+                    raise TypeError(f"{name}={word!r} must be one of {', '.join(map(str, words))}")
+            return case
         except (json.JSONDecodeError, TypeError) as error:
             raise ValueError(f"{text!r} is not a case: {error}") from error
 
@@ -116,6 +123,18 @@ class Case(Recipe):
     check: the property (`attn.testing.properties`); "oracle" compares with the float64 reference.
     features: further requested features: the subject of a refusal, or `batch_invariant` for backends that declare it.
     """
+
+    words = {
+        "alibi": (False, True, "randn"),
+        "sinks": ("", "randn", "log_length", "infinite"),
+        "causal": (True, False, "mixed"),
+        "inputs": ("randn", "needle", "loud", "far", "constant", "magnitudes", "wide", "hollow", "infinite", "nonfinite"),
+        "poison": ("mixed", "huge", "zero"),
+        "new": ("written", "cached", "shared"),
+        "through": ("impl", "layer"),
+        "arrays": ("numpy", "device", "bare"),
+        "layout": ("heads", "flat", "fused", "heads_first"),
+    }
 
     name: str
     query_lens: tuple[int, ...]
@@ -252,12 +271,13 @@ class Case(Recipe):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """As `Recipe.from_json`; query_lens and seq_lens must be lists of equally many ints."""
+        """As `Recipe.from_json`; query_lens and seq_lens must be lists of equally many natural numbers."""
         case = super().from_json(text)
         lens = (case.query_lens, case.seq_lens)
         # `type`, not isinstance: JSON's true is an int to Python, and would be a request of one token.
-        if not all(isinstance(x, tuple) and all(type(n) is int for n in x) for x in lens) or len(lens[0]) != len(lens[1]):
-            raise ValueError(f"query_lens={lens[0]} and seq_lens={lens[1]} must be lists of equally many ints")
+        natural = all(isinstance(x, tuple) and all(type(n) is int and n >= 0 for n in x) for x in lens)
+        if not natural or len(lens[0]) != len(lens[1]):
+            raise ValueError(f"query_lens={lens[0]} and seq_lens={lens[1]} must be lists of equally many natural numbers")
         return case
 
 

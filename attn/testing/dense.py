@@ -48,6 +48,7 @@ class DenseCase(Recipe):
     """
 
     option = " --registry diffusion"
+    words = {"inputs": ("randn", "needle"), "layout": ("heads", "heads_first", "fused")}
 
     name: str
     rows: int = 33

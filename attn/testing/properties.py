@@ -35,7 +35,10 @@ def check(function: Check) -> Check:
 
 def run_check(case: Case, run: Runner, score: Score | None = None) -> list[Violation]:
     """Return all violations of the case's property. Raises what the runner raises."""
-    return list(CHECKS[case.check.partition("=")[0]](case, run, score or Score()))
+    name = case.check.partition("=")[0]
+    if name not in CHECKS:
+        raise ValueError(f"check={name!r} must be one of {', '.join(CHECKS)}")
+    return list(CHECKS[name](case, run, score or Score()))
 
 
 # building blocks

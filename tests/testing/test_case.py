@@ -1,5 +1,6 @@
 """Cases as data: JSON and back, the request they make, the command that repeats them (under a second)."""
 
+import re
 import shlex
 
 import pytest
@@ -7,6 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attn.testing import Case
+from attn.testing.dense import DenseCase
+from attn.testing.properties import run_check
+from attn.testing.simulated import SimulatedKernel
 from tests.testing.mutants import SUBJECT, positive_cases
 
 LENS = st.lists(st.integers(0, 40), max_size=5).map(tuple)
@@ -38,7 +42,7 @@ def test_a_case_with_an_unknown_field_is_refused() -> None:
         Case.from_json('{"name": ')
     with pytest.raises(ValueError, match="seq_lens"):
         Case.from_json('{"name": "x", "query_lens": [1]}')
-    with pytest.raises(ValueError, match="query_lens=1 and seq_lens=.* must be lists of equally many ints"):
+    with pytest.raises(ValueError, match="query_lens=1 and seq_lens=.* must be lists of equally many natural numbers"):
         Case.from_json('{"name": "x", "query_lens": 1, "seq_lens": [1]}')
     with pytest.raises(ValueError, match="object"):
         Case.from_json("[1]")
@@ -75,3 +79,30 @@ def test_an_encoder_reads_no_cache_and_looks_both_ways() -> None:
 def test_names_are_unique() -> None:
     names = [case.name for case in positive_cases()]
     assert len(set(names)) == len(names), SUBJECT.name
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ('"inputs":"needles"', "inputs='needles' must be one of randn, needle, "),
+        ('"layout":"odd"', "layout='odd' must be one of heads, flat, fused, heads_first"),
+        ('"poison":"none"', "poison='none' must be one of mixed, huge, zero"),
+        ('"sinks":"yes"', "sinks='yes' must be one of , randn, log_length, infinite"),
+        ('"causal":"maybe"', "causal='maybe' must be one of True, False, mixed"),
+        ('"seq_lens":[-1]', "must be lists of equally many natural numbers"),
+    ],
+)
+def test_a_word_that_names_nothing_is_refused(field: str, said: str) -> None:
+    """Drawn as ordinary numbers, such a case would pass."""
+    with pytest.raises(ValueError, match=re.escape(said)):
+        Case.from_json(f'{{"name":"x","query_lens":[1],"seq_lens":[5],{field}}}')
+
+
+def test_a_dense_case_has_words_too() -> None:
+    with pytest.raises(ValueError, match="layout='flat' must be one of heads, heads_first, fused"):
+        DenseCase.from_json('{"name":"x","layout":"flat"}')
+
+
+def test_an_unknown_property_is_refused() -> None:
+    with pytest.raises(ValueError, match="check='nope' must be one of oracle, "):
+        run_check(Case("x", (1,), (5,), check="nope"), SimulatedKernel())

@@ -28,6 +28,7 @@ class CallCase(Recipe):
     """
 
     option = " --registry entries"
+    words = {"extra": ("", "bool", "float", "mask", "bias", "query_seq_lengths", "key_value_seq_lengths")}
 
     name: str
     query: Shape
@@ -164,6 +165,7 @@ class LayerCase(Recipe):
     """
 
     option = " --registry entries"
+    words = {"layer_type": ("attention", "mla"), "weights": ("", "alibi", "sinks", "tensor", "scale", "scales")}
 
     name: str
     layer_type: str = "attention"
