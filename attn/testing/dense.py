@@ -25,7 +25,7 @@ from attn.imports import resolve_obj_by_qualname
 from attn.testing import bits
 from attn.testing.case import Recipe
 from attn.testing.conformance import Family, Report, run_family
-from attn.testing.rules import BUDGETS
+from attn.testing.rules import BUDGETS, require
 from attn.testing.suite import LEVELS
 
 Array = npt.NDArray[Any]
@@ -276,7 +276,7 @@ def check_dense(backend: Any, case: DenseCase) -> None:
     driver = f"attn.{backend.get_impl_cls().framework}.diffusion.testing"
     if case.vast:
         for sampled in resolve_obj_by_qualname(f"{driver}.vast")(backend, case):
-            assert sampled.finite, f"{case}: non-finite numbers in the output"
+            require(sampled.finite, f"{case}: non-finite numbers in the output")
             # [R, 1, D] and [M, 1, D]: the oracle takes heads in the second axis.
             arrays = (sampled.query[:, None], sampled.key[:, None], sampled.value[:, None])
             _judge(backend, case, sampled.out[:, None], reference.attention(*arrays, scale=case.scale)[0])
@@ -288,13 +288,13 @@ def check_dense(backend: Any, case: DenseCase) -> None:
             run(backend, call)
         except UnsupportedError as refusal:
             # The call may have further reasons.
-            assert set(case.refused) <= set(refusal.reasons), f"{case}: rejected with other reasons: {refusal}"
+            require(set(case.refused) <= set(refusal.reasons), f"{case}: rejected with other reasons: {refusal}")
             return
         raise AssertionError(f"{case}: computed instead of rejected: {'; '.join(case.refused)}")
     got, want = run(backend, call).astype(np.float64), expected_dense(call)
-    assert got.shape == want.shape, f"{case}: shape {got.shape}, not {want.shape}"
+    require(got.shape == want.shape, f"{case}: shape {got.shape}, not {want.shape}")
     # The oracle's result is finite in every case; a count says more than a relative error of NaN.
-    assert np.isfinite(got).all(), f"{case}: {np.sum(~np.isfinite(got))} numbers are not finite"
+    require(np.isfinite(got).all(), f"{case}: {np.sum(~np.isfinite(got))} numbers are not finite")
     _judge(backend, case, got, want)
 
 
@@ -306,9 +306,10 @@ def _judge(backend: Any, case: DenseCase, got: Array, want: Array) -> None:
     budget = BUDGETS[case.dtype].hard
     # A declared error is that of the whole output; single rows of an approximation scatter about it.
     worst, most = np.unravel_index(error.argmax(), error.shape), budget + 3 * backend.error
-    assert error[worst] <= most, f"{case}: relative row error {error[worst]:.3g} > {most:.3g} at [.., row, head] {worst}"
+    require(error[worst] <= most, f"{case}: relative row error {error[worst]:.3g} > {most:.3g} at [.., row, head] {worst}")
     whole, most = np.sqrt(((got - want) ** 2).sum() / max((want**2).sum(), 1e-30)), budget + backend.error
-    assert not backend.error or whole <= most, f"{case}: relative error {whole:.3g} > {most:.3g}, declared {backend.error}"
+    text = f"{case}: relative error {whole:.3g} > {most:.3g}, declared {backend.error}"
+    require(not backend.error or whole <= most, text)
 
 
 @dataclass

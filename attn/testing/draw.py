@@ -479,7 +479,7 @@ def _filled_caches(case: Case, table: Array, num_blocks: int, data: list[tuple[A
         begin = 0 if left is None else max(m - n - left, 0)  # keys that are outside every row's window and chunk
         # The first row's chunk begins earliest, and a chunk limits spans and prefixes too.
         begin = min(max(begin, first // case.chunk_size * case.chunk_size if case.chunk_size else 0), end)
-        # Nobody reads the keys of a request without rows: they stay poison.
+        # No row reads the keys of such a request: they stay poison.
         if n == 0 or end == begin:
             continue
         j = np.arange(begin, end)

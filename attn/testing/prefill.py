@@ -23,7 +23,7 @@ from attn.testing.case import Case
 from attn.testing.conformance import Family, Report, run_family
 from attn.testing.draw import Result
 from attn.testing.expected import Expected
-from attn.testing.rules import BUDGETS, compare
+from attn.testing.rules import BUDGETS, compare, require
 
 State = tuple[Array, Array]  #: out [T, H, Dv], lse [H, T]
 #: Head sizes (D, Dv) to test, DeepSeek's first.
@@ -137,7 +137,7 @@ def results(
     query, new = rows(call.query), pair(*call.parts[0][:2])
     # Without the LSE first: a backend may take another path for it, which must give the same output.
     alone = impl.run_prefill_new_tokens(query, *new, meta, False)
-    assert alone.dtype == query.dtype
+    require(alone.dtype == query.dtype, f"{call.case}: an output of {alone.dtype}, of queries of {query.dtype}")
     states = [impl.run_prefill_new_tokens(query, *new, meta, True)]
     for i, (keys, values, _) in enumerate(call.parts[1:]):
         states.append(impl.run_prefill_context_chunk(i, query, *pair(keys, values), meta))
@@ -177,7 +177,7 @@ def check_prefill(backend: Any, case: PrefillCase) -> None:
     merged = reference.merge_states(list(outs), list(logs))
     # The context's parts, then the new tokens: `_expected` masks the last part.
     violations += _broken(case, "everything, merged", merged, _expected(call, [*range(1, len(call.parts)), 0], True))
-    assert not violations, f"{case}: {'; '.join(violations)}"
+    require(not violations, f"{case}: {'; '.join(violations)}")
 
 
 def _broken(case: PrefillCase, state_name: str, state: State, want: State) -> list[str]:

@@ -167,7 +167,7 @@ class Worker:
         context = multiprocessing.get_context("spawn")
         self._pipe, child_pipe = context.Pipe()
         log = self._log.name if self._log else None
-        # A daemon ends with this process, even if nobody closes the worker.
+        # A daemon ends with this process, closed or not.
         process = context.Process(target=_serve, args=(self._function, child_pipe, log), daemon=True)
         with _starting, _set(self._variables):
             process.start()

@@ -212,6 +212,12 @@ def _at(
         yield Violation(rule, f"{text} ({int(wrong.sum())} places)", case, index[0], index[1], got[index], want[index])
 
 
+def require(ok: Any, text: str) -> None:
+    """Raise AssertionError unless `ok`: an `assert` that `python -O` does not remove."""
+    if not ok:
+        raise AssertionError(text)
+
+
 def check_cache(call: Call, result: Result) -> Iterator[Violation]:
     """Check rule W: the contents of the cache after the call."""
     case = call.case

@@ -250,6 +250,33 @@ def test_a_case_that_ends_its_process_is_not_minimised_in_this_one() -> None:
     assert done.returncode == 0 and "2 FAILED" in done.stdout and "died (exit code 3)" in done.stdout, done.stdout + done.stderr
 
 
+def test_what_is_wrong_is_noticed_without_assertions() -> None:
+    """Under python -O, which removes the statement `assert`: some images of servers set PYTHONOPTIMIZE."""
+    code = (
+        "from attn.testing import run_conformance\n"
+        "from attn.testing.dense import DenseCase, check_dense\n"
+        "from attn.testing.prefill import PrefillCase, check_prefill\n"
+        "from attn.tools.fuzz.campaign import run_fuzz\n"
+        "from attn.torch.backends.mla.prefill.sdpa import TorchSDPAPrefillBackend\n"
+        "from attn.torch.diffusion.backends.sdpa import SDPABackend, SDPAImpl\n"
+        "class HalfImpl(SDPAImpl):\n"
+        "    def forward(self, *args): return super().forward(*args) / 2\n"
+        "class Half(SDPABackend):\n"
+        "    get_impl_cls = staticmethod(lambda: HalfImpl)\n"
+        "class HalfPrefill(TorchSDPAPrefillBackend):\n"
+        "    def run_prefill_new_tokens(self, *args):\n"
+        "        out = super().run_prefill_new_tokens(*args)\n"
+        "        return (out[0] / 2, out[1]) if isinstance(out, tuple) else out / 2\n"
+        "for check, backend, case in ((check_dense, Half, DenseCase('x')), (check_prefill, HalfPrefill, PrefillCase('y'))):\n"
+        "    try: check(backend, case)\n"
+        "    except AssertionError as error: print('noticed', str(error)[:20])\n"
+        "try: run_fuzz(['SCHEDULER'], 1.0, 0, registry='entries')\n"
+        "except ValueError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.count("noticed") == 2 and "python -O removes the checks" in done.stdout, done.stdout + done.stderr
+
+
 def test_backends_are_classes_of_the_interface() -> None:
     assert issubclass(MineBackend, AttentionBackend)
     assert np.isfinite(CASES[0].num_heads)

@@ -139,7 +139,7 @@ def campaign(
     spent = [0.0]
     one_shape = isinstance(subject, Subject) and compiles(subject)  # each of the other calls is compiled separately
     count = _COMPILED if one_shape else 3
-    # Shared by the examiners: a program's cases follow from its number, whoever runs it.
+    # Shared by the examiners: a program's cases follow from its number.
     numbers = iter(range(sys.maxsize if most is None else most))
 
     def work(examine: Examine) -> None:

@@ -259,7 +259,9 @@ def names() -> list[str]:
 
 
 def subject_of(name: str) -> EntrySubject:
-    """Return the entry point of that name. Raises ValueError for an unknown one."""
+    """Return the entry point of that name. Raises ValueError for an unknown one, and under `python -O`."""
+    if not __debug__:
+        raise ValueError("python -O removes the checks of entries, which are assertions: run them without -O")
     if name not in SUBJECTS:
         raise ValueError(f"unknown entry {name!r}; known: {', '.join(SUBJECTS)}")
     return SUBJECTS[name]
