@@ -35,6 +35,7 @@ from attn.arguments import positive_number
 from attn.capabilities import AttentionType, Feature, Request, check_known
 from attn.errors import BackendLoadError
 from attn.imports import resolve_obj_by_qualname
+from attn.pictures.picture import check_writable
 from attn.progress import Quiet, display
 from attn.tables import Column, block, cells, folded
 from attn.testing.processes import Ended, Lost, Worker, one_line
@@ -453,6 +454,8 @@ def run(args: argparse.Namespace) -> int:
     """Compile the selected cases. Return 1 if one failed, else 0."""
     if args.jobs < 1:
         raise ValueError(f"--jobs {args.jobs} must be at least 1")
+    if args.out:
+        check_writable(args.out)
     limits = Limits(positive_number("--seconds", args.seconds), positive_number("--memory", args.memory))
     if not args.list:
         compiler_path(args.target)  # fail before any slow import
@@ -470,7 +473,7 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         shown = [asdict(case) for case in chosen]
         lines = [case.label + (f"  (refused: {case.refused})" if case.refused else "") for case in chosen]
-        print(json.dumps({"target": args.target, "cases": shown}, indent=2) if args.json else folded("\n".join(lines)))
+        _show(args, {"target": args.target, "cases": shown}, "\n".join(lines))
         return 0
     begin = time.monotonic()
     with _progress(sum(not case.refused for case in chosen) * len(_steps(args.target, args.compile_only))) as report:
@@ -483,10 +486,15 @@ def run(args: argparse.Namespace) -> int:
         "rows": [asdict(row) for row in rows],
         "ok": ok,
     }
+    _show(args, data, table(args.target, rows))
+    return int(not ok)
+
+
+def _show(args: argparse.Namespace, data: dict[str, Any], text: str) -> None:
+    """Print data as JSON or as text, and write the JSON to `--out`."""
     if args.out:
         args.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(data, indent=2) if args.json else folded(table(args.target, rows)))
-    return int(not ok)
+    print(json.dumps(data, indent=2) if args.json else folded(text))
 
 
 @contextlib.contextmanager

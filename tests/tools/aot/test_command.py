@@ -175,6 +175,18 @@ def test_list_compiles_nothing(command):
     assert json.loads(out)["cases"][0]["refused"] == "width=9 (supports 8)"
 
 
+def test_a_list_is_written_too(command, tmp_path):
+    path = tmp_path / "list.json"
+    code, out, _ = command(f"--target toy --list --kernel other --out {path}")
+    assert (code, out) == (0, "other/good\n") and [case["name"] for case in json.loads(path.read_text())["cases"]] == ["good"]
+
+
+def test_a_file_that_cannot_be_written_is_said_before_hours_of_compiling(command, monkeypatch):
+    monkeypatch.setattr(aot, "compile_cases", None)
+    code, out, err = command("--target toy --out /nowhere/a.json")
+    assert (code, out) == (2, "") and "/nowhere/a.json: No such file or directory" in err
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
