@@ -134,6 +134,8 @@ def test_inputs_that_are_not_finite_are_no_failure_of_a_backend(folder, capsys):
     assert "20 rows are expected to be non-finite" in capsys.readouterr().out
     assert main(["replay", str(path), "--backend", "TORCH_SDPA", "--shrink", str(folder / "small")]) == 2
     assert "nothing to shrink" in capsys.readouterr().err
+    assert main(["replay", str(path), "--shrink", "/nowhere/small"]) == 2
+    assert capsys.readouterr() == ("", "attn: /nowhere/small: No such file or directory\n"), "before any backend runs"
 
 
 class Broken(TorchSDPABackend):

@@ -10,6 +10,7 @@ from typing import Any
 from attn import recording
 from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import supports_size
+from attn.pictures.picture import check_writable
 from attn.selection import plugins
 from attn.tables import block, folded
 from attn.testing.case import Case
@@ -43,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the command. Return 1 if a backend fails, a requested one cannot run the call, or none can, else 0."""
     # The recorded call is a `Call` like those of the suite: drivers and rules do not know where its arrays are from.
     call, about = read(Path(args.file))
+    if args.shrink:
+        check_writable(args.shrink)
     rows = replay(call, args.backend or None)
     failed = next((row.backend for row in rows if row.status == "FAILED"), None)
     # Said beside the result: a NaN in an output is usually why a call was recorded, and may be right.

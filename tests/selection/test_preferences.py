@@ -352,6 +352,17 @@ def test_tune_measures_keeps_and_is_followed(
     assert layer.selection.name == "TORCH_SDPA"
 
 
+def test_tune_says_before_it_measures_that_it_cannot_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setattr("attn.tools.bench.tuning.open_bench", lambda framework: pytest.fail("measured"))
+    (tmp_path / "a file").write_text("")
+    for file in (tmp_path / "a file" / "times.json", tmp_path):
+        assert main(["tune", "q4", "--framework", "torch", "--file", str(file)]) == 2
+        assert str(tmp_path) in capsys.readouterr().err
+
+
 def test_tune_does_not_overwrite_other_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     mine = tmp_path / "thesis.json"

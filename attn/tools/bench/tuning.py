@@ -18,6 +18,7 @@ from attn.backend_enum import PAIR, ranked
 from attn.backends.metadata import FEW_ROWS
 from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import Request
+from attn.pictures.picture import check_writable
 from attn.selection import preferences
 from attn.selection.platforms import default_framework, platform_for
 from attn.selection.verdicts import Selection, choose
@@ -52,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     # Before hours of measuring; in the cache directory an unreadable file is replaced.
     if file.exists() and file.parent != envs.cache_dir() and isinstance(problem := preferences.read(file, device), str):
         raise ValueError(f"{problem}: move it away, or pass another --file")
+    file.parent.mkdir(parents=True, exist_ok=True)  # before hours of measuring, as the check is
+    check_writable(file)
     if not args.batches and not args.workloads:
         args.batches = list(CPU_BATCHES if on_cpu else BATCHES)
     cases, without = cases_of(args, on_cpu), args.without.split(",") if args.without else []
