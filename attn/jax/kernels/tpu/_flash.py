@@ -117,7 +117,7 @@ class Tile:
     diagonal: bool = False  # the unit's last: its last Q keys have the rows' own positions, and all before are seen
 
     def split(self, size: int) -> Iterator["Tile"]:
-        """Split into tiles of at most `most` keys, a multiple of 128 and of Q."""
+        """Split into tiles of at most `size` keys, a multiple of 128 and of Q."""
         for begin in range(0, self.count, size):
             count = min(size, self.count - begin)
             last = begin + count == self.count

@@ -56,7 +56,7 @@ def page_buffers(cfg: PagedConfig, stored: Any) -> dict[str, Any]:
 
 
 def write_buffers(cfg: PagedConfig, stored: Any) -> dict[str, Any]:
-    """The scratch of `_pages.write`, if the launch writes."""
+    """The scratch of `_pages.writing`, if the launch writes."""
     if not cfg.write:
         return {}
     stage = pltpu.VMEM((cfg.ring, cfg.planes, cfg.num_kv_heads, cfg.tile, cfg.lanes), stored)
@@ -83,7 +83,7 @@ def paged(
     scalars = {"items": plan.items, "tiles": plan.tiles, "counts": plan.counts, "table": plan.table}
     if plan.runs is not None:
         scalars["runs"] = plan.runs
-    # Checked here, because the compiler's own message would name an allocation, not the batch.
+    # prefetched scalars stay in SMEM for the whole launch
     needed, chip = 4 * sum(x.size for x in scalars.values()), chip_of(device.chip)
     if needed > chip.smem:
         raise ValueError(
