@@ -236,7 +236,7 @@ def _lse_noise(call: Call, lse: Array) -> Array | None:
         # [H, n, L], and the scores [H, n, m].
         absorbed = np.einsum("nhd,lhd->hnl", q_nope, up_k)
         scores = call.scale * (absorbed @ kv_c.T + np.einsum("nhr,mr->hnm", q_pe, k_pe))
-        # Where a probability is meant: exp(score - lse) of keys that the row sees and whose score is finite.
+        # p is exp(score - lse), of keys that the row sees and whose score is finite.
         known = np.isfinite(lse[:, rows])[..., None] & _visible(call, rows, len(j)) & np.isfinite(scores)
         p = np.where(known, np.exp(np.minimum(np.where(known, scores - lse[:, rows, None], 0), 0)), 0)
         # Absorbed: element l of q' is off by u |q'_l|, which shifts all of a row's scores together, each by its key's element

@@ -251,7 +251,7 @@ def _unsigned_division() -> Iterator[None]:
         original = vars(core.ShapedArray)[name]
 
         def divide(x: Any, y: Any) -> Any:
-            # A power of two: `bit_count` of a negative int counts its magnitude's bits, but kernels divide by nothing negative.
+            # By a power of two: a shift or a mask.
             if scalar(x) and isinstance(y, int) and y.bit_count() == 1:
                 return lax.shift_right_arithmetic(x, y.bit_length() - 1) if name == "_floordiv" else lax.bitwise_and(x, y - 1)
             if scalar(x) and (isinstance(y, int) or scalar(y)):

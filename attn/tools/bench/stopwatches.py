@@ -143,7 +143,7 @@ class BaseWorkload:
                     squares = self._wrong(rows, stored, m - n + first)
                     wrong, total = wrong + squares[0], total + squares[1]
             begin += n
-        # A NaN in any row makes it NaN, which is above no limit and not within it (`rows.judged`).
+        # A NaN in any row makes the error NaN, which `rows.judged` counts as wrong.
         return float((wrong / total) ** 0.5)
 
 

@@ -1,5 +1,6 @@
 """The peers of attn bench: the arguments of each, on the CPU and on stand-ins with the vendors' signatures. Five seconds."""
 
+import signal
 import time
 from collections.abc import Callable
 
@@ -95,3 +96,16 @@ def test_a_deadline_ends_what_takes_longer_and_nothing_else() -> None:
     with deadline(0.05):
         pass
     time.sleep(0.06)
+
+
+def test_a_deadline_leaves_the_timer_of_its_caller() -> None:
+    """Such as the time limit of a test."""
+    before, outer = signal.signal(signal.SIGALRM, lambda *_: None), signal.setitimer(signal.ITIMER_REAL, 1000.0, 7.0)
+    try:
+        with deadline(500.0):
+            pass
+        left, interval = signal.getitimer(signal.ITIMER_REAL)
+        assert 900 < left <= 1000 and interval == 7
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *outer)
+        signal.signal(signal.SIGALRM, before)
