@@ -171,13 +171,15 @@ class Worker:
         process = context.Process(target=_serve, args=(self._function, child_pipe, log), daemon=True)
         with _starting, _set(self._variables):
             process.start()
-        self._process = process  # once it runs: `kill`, from another thread, and the next call need one that does
+            self._process = process  # once it runs: `kill` and the next call need one that does
         # While this copy is open, the death of the process would not end a wait.
         child_pipe.close()
 
     def kill(self) -> None:
         """Kill the process and those that it started; a call in another thread raises `Ended`."""
-        if (process := self._process) is not None:
+        with _starting:  # not while another thread starts it, which would then run its task
+            process = self._process
+        if process is not None:
             if hasattr(os, "killpg"):
                 # There is no such group before `_serve` has called setsid, nor after the process is gone; `process.kill` below
                 # serves the first.

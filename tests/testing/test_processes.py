@@ -1,14 +1,18 @@
 """Cases in several processes: in order, each once, and a process that dies fails one case only. About 12 s."""
 
+import contextlib
 import json
 import os
 import pickle
+import threading
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from attn.testing import run_conformance
-from attn.testing.processes import Worker, spread
+from attn.testing import processes, run_conformance
+from attn.testing.processes import Ended, Worker, spread
 from attn.tools.conform import main
 
 
@@ -36,6 +40,31 @@ def test_a_process_that_cannot_start_is_no_process() -> None:
             with pytest.raises((AttributeError, pickle.PicklingError)):
                 worker(1, 5.0)
         worker.kill()
+
+
+def test_a_process_that_is_about_to_start_is_killed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    starting, ended = threading.Event(), list[BaseException]()
+
+    @contextlib.contextmanager
+    def slow(variables: Any) -> Iterator[None]:
+        starting.set()
+        time.sleep(0.5)
+        yield
+
+    def call() -> None:
+        try:
+            worker(1_000_000, 60.0)
+        except Ended as error:
+            ended.append(error)
+
+    monkeypatch.setattr(processes, "_set", slow)
+    with Worker(time.sleep) as worker:
+        thread = threading.Thread(target=call)
+        thread.start()
+        starting.wait()
+        worker.kill()
+        thread.join(30)
+        assert not thread.is_alive() and len(ended) == 1
 
 
 def test_a_run_in_processes_is_the_same_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
