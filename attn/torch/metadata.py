@@ -31,6 +31,8 @@ _DTYPES = (torch.int32, torch.int32, torch.int32, torch.int64)
 #: The fields of a batch that the metadata has as they are.
 _BOUNDS = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len")
 LAUNCHED_BY = (*ARRAYS, *_BOUNDS, "causal", "mask", "block_size")
+#: The fields that plans made on the host depend on: an engine may write lengths in place, and assign their mirrors alone.
+PLANNED_BY = (*LAUNCHED_BY, "query_start_loc_cpu", "seq_lens_cpu")
 _MASK, _BLOCK_SIZE = LAUNCHED_BY.index("mask"), LAUNCHED_BY.index("block_size")
 _bounds = attrgetter(*_BOUNDS)
 _MOST = 64  #: calls of one kind of batch to keep

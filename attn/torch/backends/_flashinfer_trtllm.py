@@ -11,15 +11,16 @@ trtllm-gen's binaries are downloaded at first use, or come with flashinfer-cubin
 """
 
 import functools
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from attn.torch.backends._flashinfer import WORKSPACE, Group, workspace
+from attn.torch.backends._flashinfer import WORKSPACE, Group, capturing, workspace
 from attn.torch.backends._vendor import lacking
-from attn.torch.metadata import PagedAttentionMetadata
+from attn.torch.metadata import PLANNED_BY, PagedAttentionMetadata
 
 #: Supported page sizes; for pages of 128 tokens trtllm-gen lacks some kernels (flashinfer#4094).
 _PAGES = {"trtllm-gen": (16, 32, 64), "xqa": (16, 32, 64, 128)}
@@ -36,22 +37,31 @@ class UnplannedMetadata(PagedAttentionMetadata):
     """The batch, and the number of decodes at its start (`num_decodes`)."""
 
     num_decodes: int = 0
-    _bounds: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
-    @functools.cached_property
+    _launched_by: ClassVar = attrgetter(*PLANNED_BY)
+
+    @property
     def plain(self) -> bool:
         """Whether every request has a query, and at least as many keys as queries, by the lengths on the host."""
         starts, lens = self.host_lens()
-        queries = np.diff(starts)
-        return bool(((queries > 0) & (lens >= queries)).all())
+        plans = self.kept().plans
+        if "plain" not in plans:
+            queries = np.diff(starts)
+            plans["plain"] = bool(((queries > 0) & (lens >= queries)).all())
+        return bool(plans["plain"])
 
     def prefill_bounds(self, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the cumulative (query, key) lengths of the requests from `first` on, each [R - first + 1] int32, made once.
-        Those before have one query each."""
-        if first not in self._bounds:
+        """Return the cumulative (query, key) lengths of the requests from `first` on, each [R - first + 1] int32, made once
+        outside of captures. Those before have one query each."""
+        kept: tuple[torch.Tensor, torch.Tensor] | None = self.kept().plans.get(("bounds", first))
+        # A graph records the sums, because its replays have other lengths; what is made in it has no value before a replay.
+        captured = capturing(self.seq_lens.device)
+        if kept is None or captured:
             keys = self.seq_lens[first:].cumsum(0, dtype=torch.int32)
-            self._bounds[first] = self.query_start_loc[first:] - first, torch.nn.functional.pad(keys, (1, 0))
-        return self._bounds[first]
+            kept = self.query_start_loc[first:] - first, torch.nn.functional.pad(keys, (1, 0))
+            if not captured:
+                self.kept().plans["bounds", first] = kept
+        return kept
 
 
 @functools.cache

@@ -55,13 +55,15 @@ class FlashInferMetadata(trtllm.UnplannedMetadata):
 
     def planned(self, group: Group) -> Any:
         """Return a group's wrapper, planned if it is new. Raises `UnsupportedError` for a new one during graph capture."""
-        if group not in self.plans:
+        # A plan is of the fields it was made from: others may have been assigned since. A graph's plans are `build`'s.
+        if group not in self.plans or not (self.captured or group in self.kept().plans):
             if capturing(self.seq_lens.device):
                 raise UnsupportedError(
                     "FLASHINFER: planning runs on the host and cannot be captured in a CUDA graph: run the layer once before "
                     "the capture, with the metadata of build_for_cudagraph_capture"
                 )
-            self.plans[group] = self._wrapper(group)
+            if group not in self.plans:
+                self.plans[group] = self._wrapper(group)
             self.plan(group)
         return self.plans[group]
 
@@ -70,7 +72,7 @@ class FlashInferMetadata(trtllm.UnplannedMetadata):
         assert self.block_size is not None
         # Plans are made on the host from lengths there; without the caller's mirrors this waits for the device, once a batch.
         starts, lens = self._host_lens(group)
-        wrapper = self.plans[group]
+        wrapper = self.kept().plans[group] = self.plans[group]
         rules = {
             "window_left": group.window_left,
             "logits_soft_cap": group.soft_cap,

@@ -16,7 +16,7 @@ twice where a row may see both, if the table is on the host (otherwise the later
 
 import os
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -41,14 +41,12 @@ _SCORES_AT_ONCE = 1 << 24  #: elements of a score matrix in memory (uncompiled),
 
 @dataclass
 class FlexAttentionMetadata(PagedAttentionMetadata):
-    """The batch and its plans so far: one per cache size and set of masks."""
-
-    plans: dict[tuple[Any, ...], FlexPlan] = field(default_factory=dict)
+    """The batch, which keeps its plans: one per cache size and set of masks."""
 
     def planned(self, num_pages: int, page: int, block: int, masks: MaskKey) -> FlexPlan:
         """Return the plan for a cache of `num_pages` pages, made at the first call; page 0: for the call's own keys."""
-        key = (num_pages, page, block, masks)
-        if key not in self.plans:
+        key, plans = (num_pages, page, block, masks), self.kept().plans
+        if key not in plans:
             table, lens = self.block_table, self.seq_lens
             if page == 0:  # a request's keys are laid out like its rows
                 lens = self.query_start_loc[1:] - self.query_start_loc[:-1]
@@ -56,8 +54,9 @@ class FlexAttentionMetadata(PagedAttentionMetadata):
                 first = (-(-lens // block)).cumsum(0) + lens // -block
                 columns = max(1, -(-self.max_query_len // block))
                 table = first[:, None] + torch.arange(columns, device=lens.device)
-            self.plans[key] = _flex.lay_out(self, table, lens, num_pages, page or block, block, masks)
-        return self.plans[key]
+            plans[key] = _flex.lay_out(self, table, lens, num_pages, page or block, block, masks)
+        plan: FlexPlan = plans[key]
+        return plan
 
 
 class FlexAttentionMetadataBuilder(PagedAttentionMetadataBuilder):

@@ -12,8 +12,9 @@ only as a bias of every score. Interface of facebookresearch/xformers 0.0.35.
 import functools
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from attn.imports import assumed, installed, resolve_obj_by_qualname, version_of
 from attn.torch import records
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
 from attn.torch.backends._vendor import arch_of, fill, lacking, token_slots
-from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
+from attn.torch.metadata import PLANNED_BY, PagedAttentionMetadata, PagedAttentionMetadataBuilder
 
 _NEEDS = (
     ("memory_efficient_attention_forward_requires_grad", ("attn_bias", "scale", "op")),
@@ -62,15 +63,17 @@ class OperatorCall:
 
 @dataclass
 class XFormersMetadata(PagedAttentionMetadata):
-    """The batch and its plans so far."""
+    """The batch, which keeps its plans."""
 
-    plans: dict[Rule, list[OperatorCall]] = field(default_factory=dict)
+    _launched_by: ClassVar = attrgetter(*PLANNED_BY)
 
     def planned(self, rule: Rule) -> list[OperatorCall]:
         """Return the parts of the batch under a rule, planned if the rule is new. No part has a row without a key."""
-        if rule not in self.plans:
-            self.plans[rule] = list(self._plan(rule))
-        return self.plans[rule]
+        self.host_lens()  # first: lengths that are fetched are fields, and plans are kept by the fields
+        plans: dict[Rule, list[OperatorCall]] = self.kept().plans
+        if rule not in plans:
+            plans[rule] = list(self._plan(rule))
+        return plans[rule]
 
     def _plan(self, rule: Rule) -> Iterator[OperatorCall]:
         fmha = _fmha()

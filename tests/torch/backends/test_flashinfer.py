@@ -234,6 +234,15 @@ def test_a_captured_graphs_wrappers_attend_the_batch_built_last() -> None:
     assert not torch.equal(step.want(FIRST), step.want(SECOND))
 
 
+def test_lengths_that_are_assigned_to_a_batch_are_planned_anew() -> None:
+    step, builder = _Step(), FlashInferMetadataBuilder(SPEC)
+    meta, other = builder.build(0, FIRST), builder.build(0, SECOND)
+    torch.testing.assert_close(step(meta), step.want(FIRST))
+    for name in ("seq_lens", "seq_lens_cpu", "max_seq_len", "block_table"):
+        setattr(meta, name, getattr(other, name))
+    torch.testing.assert_close(step(meta), step.want(SECOND))
+
+
 def test_a_captured_graph_is_left_alone_by_batches_of_another_shape() -> None:
     step, builder = _Step(), FlashInferMetadataBuilder(SPEC)
     captured = builder.build_for_cudagraph_capture(WIDE)
@@ -337,6 +346,25 @@ def test_mixed_batches_on_trtllms_kernels(
     check_conformance(FlashInferBackend, case)
     decode, prefill = _calls()
     assert decode == ["trtllm-gen"] * (query_lens[0] == 1) and prefill == ["trtllm-gen"]
+
+
+def test_what_trtllms_kernels_need_is_of_the_lengths_that_were_assigned_last() -> None:
+    builder = FlashInferMetadataBuilder(SPEC)
+    meta, other, more = (_built(builder, [2, 2], lens) for lens in ([40, 5], [9, 0], [9, 7]))
+    assert meta.plain and meta.prefill_bounds(0)[1].tolist() == [0, 40, 45]
+    for now, plain, bounds in ((other, False, [0, 9, 9]), (more, True, [0, 9, 16])):
+        meta.seq_lens, meta.seq_lens_cpu = now.seq_lens, now.seq_lens_cpu
+        assert meta.plain is plain and meta.prefill_bounds(0)[1].tolist() == bounds
+
+
+def test_a_graph_sums_the_lengths_of_its_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of decodes are prefills where a log-sum-exp is read: their sums are recorded, not those of the call before."""
+    meta = _built(FlashInferMetadataBuilder(SPEC), [1, 1], [40, 5])
+    before = meta.prefill_bounds(0)
+    with monkeypatch.context() as patched:
+        patched.setattr(_flashinfer_trtllm, "capturing", lambda device: True)
+        assert meta.prefill_bounds(0)[1] is not before[1]
+    assert meta.prefill_bounds(0)[1] is before[1]
 
 
 def test_decodes_in_groups_of_seven_are_rows_of_trtllms_prefill_where_a_log_sum_exp_is_read(

@@ -17,7 +17,7 @@ from attn.testing import Case, cases_for, check_conformance
 from attn.torch import Attention
 from attn.torch.backends import _flex, flex_attention
 from attn.torch.backends._flex import MaskKey
-from attn.torch.backends.flex_attention import FlexAttentionBackend, check_span
+from attn.torch.backends.flex_attention import FlexAttentionBackend, FlexAttentionMetadata, check_span
 from attn.visibility import LayerMask
 from tests.levels import sampled
 from tests.testing import covering
@@ -50,6 +50,22 @@ def _always(case: Case) -> bool:
 @pytest.mark.parametrize("case", sampled(_written_out(), 12, "FLEX", _always), ids=str)
 def test_the_suite_without_a_compiler(case: Case) -> None:
     check_conformance(FlexAttentionBackend, case)
+
+
+def test_lengths_that_are_assigned_to_a_batch_are_planned_anew() -> None:
+    layer = Attention(num_heads=H, head_size=D, num_kv_heads=K, block_size=P, backend="FLEX_ATTENTION", sinks=torch.zeros(H))
+    cache, query = layer.new_kv_cache(4).normal_(), torch.randn(1, H, D)
+
+    def built(length: int) -> FlexAttentionMetadata:
+        batch = CommonAttentionMetadata.from_lens([1], [length], block_table=[[1, 2]], block_size=P)
+        return layer.build(batch)  # type: ignore[no-any-return]
+
+    batch, shorter = built(30), built(10)
+    with torch.no_grad():
+        want = layer(query, None, None, cache, shorter)
+        assert not torch.allclose(layer(query, None, None, cache, batch), want)
+        batch.seq_lens, batch.seq_lens_cpu, batch.max_seq_len = shorter.seq_lens, shorter.seq_lens_cpu, shorter.max_seq_len
+        torch.testing.assert_close(layer(query, None, None, cache, batch), want)
 
 
 # compiled

@@ -93,6 +93,15 @@ def test_masks_and_keys_of_each_rule(here: None, rule: Rule, kinds: list[str]) -
         assert parts[0].slots.tolist() == [65, 66, 67, 68, 69, 128, 129, 130, 131, 132, 256]
 
 
+@pytest.mark.parametrize("names", [("seq_lens", "seq_lens_cpu"), ("seq_lens_cpu",)])  # alone: of a tensor written in place
+def test_lengths_that_are_assigned_to_a_batch_are_planned_anew(here: None, names: tuple[str, ...]) -> None:
+    meta, other, rule = _built(64, (1,), (70,)), _built(64, (1,), (5,)), Rule(True, 4, True, False)
+    assert meta.planned(rule)[0].slots.tolist() == [65, 66, 67, 68, 69]  # type: ignore[union-attr]
+    for name in names:
+        setattr(meta, name, getattr(other, name))
+    assert meta.planned(rule)[0].slots.tolist() == [0, 1, 2, 3, 4]  # type: ignore[union-attr]
+
+
 def test_rows_without_a_key_are_never_asked_for(here: None) -> None:
     """xformers refuses more queries than keys; the leading rows are 0 by definition."""
     (part,) = _built(16, (5, 1, 2), (3, 0, 2)).planned(Rule(True, None, False, False))
