@@ -21,7 +21,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-import attn
+import attn.reports.report
 from attn import distributed, reference
 from attn.backends.abstract import KVCacheSpec
 from attn.backends.metadata import CommonAttentionMetadata
