@@ -35,6 +35,16 @@ _LATENT = {
     "v_head_dim": 10,
     "first_k_dense_replace": 2,
 }
+#: The last two of four layers use the keys of those before them.
+_SHARED_KEYS = {
+    "head_dim": 16,
+    "sliding_window": 6,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 8,
+}
 #: Decoders by name: (configuration, what it says beside `SMALL`). Windows are 6: shorter than every prompt.
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"head_dim": 16}),
@@ -52,6 +62,11 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3Config", {}),
     "deepseek_v2": ("DeepseekV2Config", {**_LATENT, "topk_method": "greedy"}),
     "deepseek_v3": ("DeepseekV3Config", _LATENT),
+    "nemotron": ("NemotronConfig", {}),
+    "diffllama": ("DiffLlamaConfig", {}),
+    "phimoe": ("PhimoeConfig", {"sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 1}),
+    "gemma3n": ("Gemma3nTextConfig", {**_SHARED_KEYS, "laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 4}),
+    "gemma4": ("Gemma4TextConfig", {**_SHARED_KEYS, "global_head_dim": 16, "num_global_key_value_heads": 2}),
 }
 _PROJECTIONS = (
     "q_proj",

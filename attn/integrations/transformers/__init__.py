@@ -54,7 +54,9 @@ from attn.integrations.transformers.batching import (
     PAGED,
     PREFIX,
     attend_paged,
+    cache_of,
     dotted,
+    every_step_served,
     graphs_where_possible,
     hand_over_caches,
     installed,
@@ -133,7 +135,7 @@ def paged(model: Any, backend: str | None = None) -> Generator[Any, None, None]:
     before = model.config._attn_implementation
     model.config._attn_implementation = paged_name() if backend is None else f"{paged_name()}:{backend}"
     try:
-        with graphs_where_possible(model, backend), short_warm_up():
+        with graphs_where_possible(model, backend), short_warm_up(), every_step_served(model):
             yield model
     finally:
         model.config._attn_implementation = before
@@ -170,6 +172,8 @@ def _function(backend: str | None) -> Callable[..., Any]:
         if scaling is None:
             scaling = query.shape[-1] ** -0.5
         graph, facts = torch.compiler.is_compiling(), None
+        if cache is None and "read_index" in kwargs:
+            cache = cache_of(module, key, value)
         # Calls that need nothing but keys, a window, a cap and sinks find their launch by facts alone, without a `ModuleCall`:
         # this is what a decoded token costs in each layer.
         if not (graph or dropout or position_bias is not None) and cache is None and _OTHERS.isdisjoint(kwargs):

@@ -17,9 +17,17 @@ import torch
 from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import AttentionType, supports_size
 from attn.errors import UnsupportedError
-from attn.integrations.transformers.call import NAME, ModuleCall, replaced, requested, widened
+from attn.integrations.transformers.call import NAME, ModuleCall, replaced, requested, visible, widened
 from attn.integrations.transformers.packing import attend_packed, layer_of, size_for
-from attn.integrations.transformers.steps import BatchingStep, LayerCache, cache_view, pages_of, step_of
+from attn.integrations.transformers.steps import (
+    BatchingStep,
+    LayerCache,
+    attends_again,
+    cache_view,
+    pages_of,
+    step_of,
+    was_served,
+)
 from attn.selector import selection_state
 from attn.torch import kv_cache as caches
 from attn.torch.layer import Attention
@@ -179,7 +187,8 @@ def graphs_where_possible(model: Any, backend: str | None) -> Generator[None, No
 def hand_over_caches() -> None:
     """Let `attend_paged` store keys and read pages, as with older versions: for good, for models of its names only.
 
-    The caches of `STORED_BY_MODELS` and later then leave an update to it: a layer passes its new keys on, and the cache.
+    The caches of `STORED_BY_MODELS` and later then leave an update to it: a layer passes its new keys on, and `cache_of` finds
+    their cache, for layers too that share the keys of an earlier one and store none (Gemma 3n).
     """
     if installed() < STORED_BY_MODELS:
         return
@@ -191,15 +200,47 @@ def hand_over_caches() -> None:
         return
 
     def handed_over(
-        self: Any, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]
+        self: Any, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *kwargs: Any, **named: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # The call of `attend_paged` itself, which stores, and models of other implementations.
-        if "cache" in kwargs or PAGED not in (self.config._attn_implementation or ""):
-            return update(self, key_states, value_states, layer_idx, kwargs)  # type: ignore[no-any-return]
-        kwargs["cache"] = self
+        if "cache" in named.get("kwargs", {}) or PAGED not in (self.config._attn_implementation or ""):
+            return update(self, key_states, value_states, layer_idx, *kwargs, **named)  # type: ignore[no-any-return]
+        key_states.attn_stored = self, value_states  # type: ignore[attr-defined]
         return key_states, value_states
 
     PagedAttentionCache.update = handed_over  # type: ignore[method-assign]
+
+
+def cache_of(module: Any, key: torch.Tensor, value: torch.Tensor) -> Any:
+    """Return the cache that was to store these keys and values. Raises `UnsupportedError` if a layer stores others."""
+    cache, stored = getattr(key, "attn_stored", (None, None))
+    if cache is None or stored is not value:
+        raise UnsupportedError(
+            f"{type(module).__name__}: continuous batching not supported: its keys and values are not the ones that it stores; "
+            f'use model.generate with attn_implementation="{NAME}"'
+        )
+    return cache
+
+
+@contextlib.contextmanager
+def every_step_served(model: Any) -> Generator[None, None, None]:
+    """Within the block, a step of continuous batching raises `UnsupportedError` if no layer has been given its cache.
+
+    Layers of some models do not pass on what a step consists of (Nemotron, StableLM): its requests would see each other.
+    """
+
+    def check(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if "read_index" in kwargs and not was_served(kwargs["cache"]):
+            raise UnsupportedError(
+                f"{type(model).__name__}: continuous batching not supported: its layers do not pass a step's arguments on to "
+                f'attention; use model.generate with attn_implementation="{NAME}"'
+            )
+
+    hook = model.register_forward_hook(check, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 @contextlib.contextmanager
@@ -269,6 +310,10 @@ def attend_paged(call: ModuleCall, cache: Any, kwargs: dict[str, Any]) -> torch.
     """
     capturing = _capturing(call.query)
     pages = pages_of(cache, call.module.layer_idx, kwargs)
+    if pages.window is not None and call.seen.layer.window[0] is None:
+        call.seen = visible(True, pages.window)  # a layer may leave its window to masks (Phi-3.5-MoE), of which there are none
+    if attends_again(cache, call.module.layer_idx, kwargs["cu_seq_lens_q"]) and not capturing:
+        raise call.refusal("continuous batching of a layer that attends twice in a step", "use model.generate")
     step = step_of(cache, call.module.layer_idx, kwargs["cu_seq_lens_q"], capturing)
     # a cache of this library has keys and values of one width
     views = pages.views if call.value.shape[-1] == call.query.shape[-1] else None

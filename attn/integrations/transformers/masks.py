@@ -97,19 +97,21 @@ def mask(
     [B, 1, 0, T']: models take one with four dimensions as it is, and it fails where the description is lost. Over a static
     cache the mask is also materialised, because it may enter a graph.
 
-    A mask is materialised, [B, 1, S, T], if the pattern is unknown, if transformers requires it (`allow_..._skip=False`), in a
-    graph unless it is causality among the rows alone, and over a cache that has dropped keys (`kv_offset`): `generate` makes
-    the masks of some models before the call, and the model then reads a two-dimensional one as the padding of all tokens so
-    far. If the pattern is known, it is described all the same.
+    A mask is materialised, [B, 1, S, T], if the pattern is unknown, if transformers requires it (`allow_..._skip=False`), if
+    the model passes its last rows to layers that use the keys of others (Gemma 4), which see no description, in a graph unless
+    it is causality among the rows alone, and over a cache that has dropped keys (`kv_offset`): `generate` makes the masks of
+    some models before the call, and the model then reads a two-dimensional one as the padding of all tokens so far. If the
+    pattern is known, it is described all the same.
 
     Raises `UnsupportedError` for a model whose layers would add the mask to scores of their own instead of calling `"attn"`.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-    model = None
+    model, sliced = None, False
     if "config" in kwargs and not torch.compiler.is_compiling():
         config_class: Any = type(kwargs["config"])  # not its `__class__`: a configuration looks attributes up in Python
         model = _computes_itself(config_class)
+        sliced = q_length > 1 and _slices_masks(config_class) and kwargs["config"].get_text_config().num_kv_shared_layers > 0
     if model is not None:
         raise UnsupportedError(
             f'{model}: attn_implementation="{NAME}" not supported: its layers compute attention without transformers\' '
@@ -142,7 +144,7 @@ def mask(
         if not _reached(described, pattern, q_offset, kv_offset):
             return draw()  # type: ignore[no-any-return]
         # a static cache's mask may enter a graph, which sees no description
-        result: Any = draw() if end < kv_length else described.present.new_empty(batch_size, 1, 0, end)
+        result: Any = draw() if end < kv_length or sliced else described.present.new_empty(batch_size, 1, 0, end)
         described.draw = draw
     else:
         # where transformers wants a tensor, models read one
@@ -151,7 +153,7 @@ def mask(
         hides = not described.whole or described.seen.layer.window[0] is not None or described.end < kv_length
         if skip and placed and not hides:
             return None
-        result = described.present if skip and not kv_offset else draw()
+        result = described.present if skip and not kv_offset and not sliced else draw()
     result.attn_described, described.shared = described, True
     return result  # type: ignore[no-any-return]
 
@@ -316,7 +318,7 @@ def read(call: ModuleCall, draw: bool = False) -> None:
             return
         seen, end = described.seen, described.end
         valid = None if described.whole else described
-    elif rows != keys and rows > 1 and seen.layer.causal:
+    elif rows != keys and rows > 1 and seen.layer.causal and not getattr(call.module, "is_kv_shared_layer", False):
         raise call.refusal(
             f"{rows} causal rows over {keys} keys without a mask",
             "the rows' positions are ambiguous: let transformers make the mask, or pass one",
@@ -476,6 +478,25 @@ _CUT_BY_CACHE = {"DiffusionGemmaDecoderTextAttention"}
 _PARTLY = {"git"}
 
 
+def _model_of(config_class: Any) -> Any:
+    """Return the class of transformers' own model with a configuration, or None."""
+    from transformers import MODEL_MAPPING
+
+    try:
+        models = MODEL_MAPPING[config_class]
+    except KeyError:
+        return None
+    return models[0] if isinstance(models, tuple) else models
+
+
+@functools.cache
+def _slices_masks(config_class: Any) -> bool:
+    """Whether a configuration's model passes rows of its masks on, to layers that compute only the logits that are kept."""
+    model = _model_of(config_class)
+    parts = () if model is None else vars(sys.modules[model.__module__]).values()
+    return any(hasattr(part, "_maybe_slice_kv_shared_inputs") for part in parts)
+
+
 @functools.cache
 def _computes_itself(config_class: Any) -> str | None:
     """Return the name of a configuration's model if its layers compute attention without transformers' AttentionInterface.
@@ -483,13 +504,9 @@ def _computes_itself(config_class: Any) -> str | None:
     By the source of transformers' own model, as transformers checks it in `set_attn_implementation`, but not when a model is
     created with `attn_implementation`. None for models that transformers does not know.
     """
-    from transformers import MODEL_MAPPING
-
-    try:
-        models = MODEL_MAPPING[config_class]
-    except KeyError:
+    model = _model_of(config_class)
+    if model is None:
         return None
-    model: Any = models[0] if isinstance(models, tuple) else models
     source = inspect.getsource(sys.modules[model.__module__])
     if getattr(config_class, "model_type", None) in _PARTLY:
         return str(model.__name__)

@@ -28,7 +28,8 @@ class LayerCache:
 
     group: what layers have in common that read the same keys; row_starts, key_starts: where each request's rows and keys begin,
     [R + 1]; most_rows, most_keys: no request has more, nor one of another step that a graph is replayed for; read, written:
-    slots of all keys (none if the step reads no older ones) and of the new ones; views: the layer's keys and values as pages
+    slots of all keys (none if the step reads no older ones) and of the new ones; window: the keys that the layer's cache keeps
+    of a request, None for all; views: the layer's keys and values as pages
     [N, P, K, D] if it keeps all of them in pages, else None; update: takes new keys and values [1, K, T, D] and slots of keys,
     stores the new ones and returns the keys and values of those slots, [S, K, D]; without slots, the new ones.
     """
@@ -40,6 +41,7 @@ class LayerCache:
     most_keys: int
     read: torch.Tensor
     written: torch.Tensor
+    window: int | None
     views: tuple[torch.Tensor, torch.Tensor] | None
     update: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -51,14 +53,14 @@ def pages_of(cache: Any, index: int, kwargs: dict[str, Any]) -> LayerCache:
         group = pool.index
         try:
             views = pool.get_cache_for_block_table(index)
+            window = None
         except NotImplementedError:  # a layer with a window: a ring buffer of the last keys
-            views = None
-        has_window = views is None
+            views, window = None, pool.sliding_window
     else:
         # keys and values are in separate storages, which no view joins into a cache: they are gathered
         (group, _), views = cache.layer_index_to_group_indices[index], None
-        has_window = cache.sliding_windows[index] != 1
-    layer_type = "sliding_attention" if has_window else "full_attention"
+        window = None if cache.sliding_windows[index] == 1 else cache.sliding_windows[index]
+    layer_type = "full_attention" if window is None else "sliding_attention"
     # from transformers 5.19 on bounds have these names, and the cache takes the step's arguments together
     together = "max_length_k" in kwargs
     names = ("max_length_q", "max_length_k") if together else ("max_seqlen_q", "max_seqlen_k")
@@ -79,6 +81,7 @@ def pages_of(cache: Any, index: int, kwargs: dict[str, Any]) -> LayerCache:
         most_keys=_of(layer_type, kwargs[names[1]]),
         read=lists["read_index"][group],
         written=lists["write_index"][group],
+        window=window,
         views=views,
         update=update,
     )
@@ -200,6 +203,18 @@ def _made_on_device(pages: LayerCache, layer: Attention, rows: int, gathered: bo
 
 
 _steps: "weakref.WeakKeyDictionary[Any, BatchingStep]" = weakref.WeakKeyDictionary()
+
+
+def attends_again(cache: Any, layer_idx: int, starts: torch.Tensor) -> bool:
+    """Whether a layer has had its turn in a step that others are part of too."""
+    step = _steps.get(cache)
+    layers = getattr(cache, "layer_to_allocator", None) or cache.layer_index_to_group_indices
+    return step is not None and step.cu_seq_lens() is starts and layer_idx == step.last and len(layers) > 1
+
+
+def was_served(cache: Any) -> bool:
+    """Whether a layer's call was part of a step over a cache."""
+    return cache in _steps
 
 
 def step_of(cache: Any, layer_idx: int, starts: torch.Tensor, capturing: bool = False) -> BatchingStep:

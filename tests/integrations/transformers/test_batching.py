@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import inspect
 import os
+import re
 import types
 
 import pytest
@@ -290,6 +291,33 @@ def test_steps_from_the_device_are_those_from_the_host(kind, monkeypatch):
     assert len(made) == kinds * len(outs) // model.config.num_hidden_layers
 
 
+@pytest.mark.parametrize("kind", ["gemma3n", "gemma4", "phimoe"])
+def test_layers_without_keys_or_a_window_of_their_own(kind):
+    """Layers that share the keys of others (Gemma 3n, Gemma 4), and that leave their window to masks (Phi-3.5-MoE)."""
+    if not hasattr(transformers, tiny_transformers.DECODERS[kind][0]):
+        pytest.skip("no such model in this transformers")
+    model = of_kind(kind)
+    with attn_transformers.paged(model):
+        answers = generate(model, MIXED)
+    check_texts(model, answers, MIXED)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("nemotron", "NemotronForCausalLM: .* its layers do not pass a step's arguments on"),
+        ("diffllama", "DiffLlamaAttention.*(twice in a step not supported|not the ones that it stores)"),
+    ],
+)
+def test_models_whose_steps_do_not_reach_attention_are_refused(kind, said):
+    """Their requests would see each other, or values that were stored for another call, without a word."""
+    model = decoder(kind)
+    with attn_transformers.paged(model):
+        answers = generate(model)
+    for answer in answers.values():
+        assert answer.error is not None and re.search(said, str(answer.error)), answer.error
+
+
 def pages_with(q_lens, past, padding, page=16):
     """A step's state as transformers prepares it, for requests of `q_lens` rows and `past` older keys; and the slots of each
     request's keys. padding: rows, requests and keys beyond them."""
@@ -306,7 +334,7 @@ def pages_with(q_lens, past, padding, page=16):
     read = torch.cat((*slots, torch.zeros(keys, dtype=torch.int64))) if older else torch.zeros(0, dtype=torch.int64)
     new = [own[len(own) - q :] for own, q in zip(slots, q_lens, strict=True)]
     written = torch.cat((*new, torch.full((rows,), page)))
-    pages = LayerCache(0, row_starts, key_starts, max(q_lens) + rows, max(lens) + keys, read, written, None, None)
+    pages = LayerCache(0, row_starts, key_starts, max(q_lens) + rows, max(lens) + keys, read, written, None, None, None)
     return pages, slots
 
 

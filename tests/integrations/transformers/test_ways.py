@@ -290,6 +290,14 @@ def test_each_way_is_eagers(way, kind):
     agree(way, kind, "attn")
 
 
+@pytest.mark.parametrize("way", [left_padding, right_padding, beams, assistant, chunked_prefill, static_cache], ids=named)
+def test_last_rows_of_a_models_masks(way):
+    """Gemma 4 passes the rows whose logits are kept to its last layers, and these rows of its masks."""
+    if not hasattr(transformers, "Gemma4TextConfig"):
+        pytest.skip("no such model in this transformers")
+    agree(way, "gemma4", "attn")
+
+
 @pytest.mark.parametrize("kind", ["llama", *sampled(["qwen3", "gemma2", "gpt_oss"], 1, "kinds compiled once")])
 def test_steps_over_a_static_cache_are_compiled_once(kind):
     """No later token compiles again, and `attn` makes no more graphs than sdpa (gpt_oss and gemma2: eager) does."""
