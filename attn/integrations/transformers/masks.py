@@ -111,7 +111,8 @@ def mask(
     if "config" in kwargs and not torch.compiler.is_compiling():
         config_class: Any = type(kwargs["config"])  # not its `__class__`: a configuration looks attributes up in Python
         model = _computes_itself(config_class)
-        sliced = q_length > 1 and _slices_masks(config_class) and kwargs["config"].get_text_config().num_kv_shared_layers > 0
+        sharing = q_length > 1 and _slices_masks(config_class)
+        sliced = sharing and getattr(kwargs["config"].get_text_config(), "num_kv_shared_layers", 0) > 0
     if model is not None:
         raise UnsupportedError(
             f'{model}: attn_implementation="{NAME}" not supported: its layers compute attention without transformers\' '
