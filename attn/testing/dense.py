@@ -26,6 +26,7 @@ from attn.testing import bits
 from attn.testing.case import Recipe
 from attn.testing.conformance import Family, Report, run_family
 from attn.testing.rules import BUDGETS, require
+from attn.testing.subject import Subject
 from attn.testing.suite import LEVELS
 
 Array = npt.NDArray[Any]
@@ -133,8 +134,7 @@ def dense_cases(backend: Any, device: Device | None = None, level: str = "quick"
     if level not in LEVELS:
         raise ValueError(f"level={level!r} (supports {', '.join(LEVELS)})")
     c = backend.capabilities
-    # Every record supports one of these.
-    size = next(s for s in (64, 128, 32, 192, 256) if supports_size(s, c.head_sizes))
+    size = Subject.sizes((64, 128, 32, 192, 256), c.head_sizes)[0]
     plain = DenseCase("self", head_size=size, dtype=next(d for d in ("bfloat16", "float32", "float16") if d in c.dtypes))
     candidates = [
         plain,

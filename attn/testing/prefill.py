@@ -24,6 +24,7 @@ from attn.testing.conformance import Family, Report, run_family
 from attn.testing.draw import Result
 from attn.testing.expected import Expected
 from attn.testing.rules import BUDGETS, compare, require
+from attn.testing.subject import Subject
 
 State = tuple[Array, Array]  #: out [T, H, Dv], lse [H, T]
 #: Head sizes (D, Dv) to test, DeepSeek's first.
@@ -68,7 +69,9 @@ class PrefillArrays:
 def prefill_cases(backend: Any) -> list[PrefillCase]:
     """Return the cases that a backend class must pass, from its capabilities."""
     c = backend.capabilities
-    sizes = [s for s in _SIZES if supports_size(s[0], c.head_sizes) and supports_size(s[1], backend.v_head_dims)]
+    allowed = c.head_sizes, backend.v_head_dims
+    sizes = [size for size in _SIZES if all(map(supports_size, size, allowed))]
+    sizes = sizes or [(Subject.sizes((), allowed[0])[0], Subject.sizes((), allowed[1])[0])]
     dtypes = [d for d in ("bfloat16", "float32", "float16", "float64") if d in c.dtypes and d in BUDGETS]
     plain = PrefillCase("new tokens and context", sizes=sizes[0], dtype=dtypes[0])
     # One row: a view of it may look contiguous although its stride is not.

@@ -58,7 +58,8 @@ class Subject:
         right_size = case.is_encoder or supports_size(case.block_size, self.block_sizes)
         return not (self.capabilities.reasons(asked) or not right_size or (case.lse and not self.lse) or self.refuses(request))
 
-    def sizes(self, preferred: Iterable[int], allowed: Sequence[int | MultipleOf]) -> list[int]:
+    @staticmethod
+    def sizes(preferred: Iterable[int], allowed: Sequence[int | MultipleOf]) -> list[int]:
         """Return the sizes of `preferred` that are allowed or, if none is, the first allowed size."""
         supported = [size for size in preferred if supports_size(size, allowed)]
         return supported or [rule.minimum if isinstance(rule, MultipleOf) else rule for rule in allowed][:1]

@@ -1,5 +1,6 @@
 """The prefill family's suite: right backends pass, planted bugs do not, and every registry's result can be recorded (10 s)."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -7,11 +8,13 @@ import pytest
 import torch
 
 from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum, register_mla_prefill_backend
+from attn.capabilities import MultipleOf
 from attn.reports import evidence
-from attn.testing.dense import run_dense
+from attn.testing.dense import dense_cases, run_dense
 from attn.testing.prefill import PrefillCase, check_prefill, draw_prefill, prefill_cases, run_prefill
 from attn.tools.conform import main
 from attn.torch.backends.mla.prefill.sdpa import TorchSDPAPrefillBackend
+from attn.torch.diffusion.backends.sdpa import SDPABackend
 
 CASES = {case.name: case for case in prefill_cases(TorchSDPAPrefillBackend)}
 #: What the suite starts from, smaller.
@@ -25,6 +28,21 @@ def test_the_portable_backend(name: str) -> None:
 
 def test_the_jax_backend() -> None:
     check_prefill(MLAPrefillBackendEnum["XLA"].get_class(), SMALL)
+
+
+def test_a_backend_of_other_sizes_has_cases_of_its_own_size() -> None:
+    class Narrow(TorchSDPAPrefillBackend):
+        capabilities = dataclasses.replace(TorchSDPAPrefillBackend.capabilities, head_sizes=(64,))
+        v_head_dims = (48,)
+
+    assert {case.sizes for case in prefill_cases(Narrow)} == {(64, 48)} and len(prefill_cases(Narrow)) > 8
+    check_prefill(Narrow, dataclasses.replace(SMALL, sizes=(64, 48)))
+
+    class Eighty(SDPABackend):
+        capabilities = dataclasses.replace(SDPABackend.capabilities, head_sizes=(MultipleOf(80, 160),))
+
+    cases = dense_cases(Eighty)
+    assert {case.head_size for case in cases} == {160} and len(cases) > 20
 
 
 class _Planted(TorchSDPAPrefillBackend):
