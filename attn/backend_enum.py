@@ -390,8 +390,7 @@ def registered(registry: type[BackendEnum], backend: Any, target: str | type, *,
     with _lock():
         member = _member(registry, backend, override)
         tables: tuple[dict[Any, Any], ...] = (registry.objects, registry.overrides)
-        # Both tables are read and written under one lock, so that no other thread registers in between and is undone at
-        # the end.
+        # Read and written under one lock: another thread's registration comes either before, and is restored, or after.
         before = [(table, table.get(member)) for table in tables]
         register(registry, member, target)
     try:
