@@ -84,7 +84,7 @@ def dtype_name(dtype: Any) -> str:
     else:
         inner = getattr(dtype, "dtype", None)  # jnp.float32 is a scalar type with a dtype attribute
         named = getattr(dtype, "name", None) or getattr(inner, "name", None) or getattr(dtype, "__name__", "")
-        name = str(named).rstrip("_")  # NumPy's np.bool_
+        name = str(named).rstrip("_")  # np.bool_ before NumPy 2
     if name not in DTYPES:
         raise DTypeError(f"dtype {dtype!r} is unknown; known: {', '.join(DTYPES)}")
     return name
