@@ -1,5 +1,6 @@
 """Merging partial attention under torch and jax."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import torch
 from attn import reference
 from attn.errors import ShapeError
 from attn.imports import resolve_obj_by_qualname
+from attn.torch import merge as merge_module
 from attn.torch.merge import merge_attn_states, merge_into
 
 T, H, D = 5, 4, 16
@@ -78,6 +80,19 @@ def test_in_place_into_some_rows(dtype: torch.dtype) -> None:
     for got, expected in zip((output[T:], lse[:, T:], output[:T], lse[:, :T]), (*want, one, log), strict=True):
         torch.testing.assert_close(got, expected, equal_nan=True)
     assert output[T + 2, 1].isnan().all() and torch.equal(output[T + 1, 0], one[1, 0])
+
+
+def test_no_kernel_reads_states_of_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would read one's addresses on the other, which ends the process's use of the GPU; torch names both."""
+    monkeypatch.setattr(merge_module, "installed", lambda package: True)
+
+    def on(*devices: str) -> list[Any]:
+        facts = {"is_cuda": True, "stride": lambda dim: 1, "requires_grad": False, "dtype": torch.float32}
+        return [SimpleNamespace(**facts, device=torch.device(device)) for device in devices]
+
+    assert merge_module._has_kernel(on("cuda:1", "cuda:1"), on("cuda:1", "cuda:1"))
+    assert not merge_module._has_kernel(on("cuda:0", "cuda:1"), on("cuda:0", "cuda:1"))
+    assert not merge_module._has_kernel(on("cuda:0", "cuda:0"), on("cuda:0", "cuda:1"))
 
 
 def test_shapes_are_checked(made: Makes) -> None:

@@ -49,10 +49,13 @@ def merge_into(output: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, oth
 
 
 def _has_kernel(outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> bool:
-    """Whether the Triton kernel supports these tensors: dtypes, device, dense rows, no gradients."""
+    """Whether the Triton kernel supports these tensors: dtypes, one device, dense rows, no gradients."""
+    tensors = [*outputs, *lses]
     return (
         # the kernel has no derivative, the formula has
-        all(x.is_cuda and x.stride(-1) == 1 and not x.requires_grad for x in [*outputs, *lses])
+        all(x.is_cuda and x.stride(-1) == 1 and not x.requires_grad for x in tensors)
+        # a kernel reads addresses of its own GPU; torch's operators name both in their error
+        and all(x.device == tensors[0].device for x in tensors)
         and {output.dtype for output in outputs} <= {torch.float32, torch.float16, torch.bfloat16}
         and all(lse.dtype == torch.float32 for lse in lses)
         and installed("triton")
