@@ -45,6 +45,7 @@ from attn.capabilities import (
 )
 from attn.errors import BackendLoadError, UnsupportedError
 from attn.imports import assumed, installed, loading
+from attn.torch.backends._paged import is_captured
 from attn.torch.backends._vendor import lacking
 from attn.visibility import BatchMask, LayerMask, Visibility
 
@@ -187,8 +188,18 @@ def _fa3(module: Any, call: VarlenCall) -> Bound:
 
 def _fa2(module: Any, call: VarlenCall) -> Bound:
     rules = call.rules(call.sides_beside_causal())
-    lens, table = call.lens_of(), call.block_table
-    return _bound(module.flash_attn_varlen_func, *lens, **rules, return_attn_probs=True, block_table=table)
+    starts, lens, table = call.key_starts, call.lens, call.block_table
+    attend = _bound(module.flash_attn_varlen_func, *call.lens_of(), **rules, return_attn_probs=True, block_table=table)
+    if lens is None:
+        return attend
+
+    def summing(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **more: Any) -> State:
+        # The kernel reads sums of lengths alone. A graph makes them, since its owner overwrites the lengths between replays.
+        if is_captured(query):
+            torch.cumsum(lens, 0, dtype=torch.int32, out=starts[1:])
+        return attend(query, key, value, **more)
+
+    return summing
 
 
 def _vllm(module: Any, call: VarlenCall, version: int) -> Bound:

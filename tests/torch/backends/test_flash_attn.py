@@ -499,6 +499,29 @@ def test_layers_of_a_shape_derive_the_arguments_of_a_batch_once(
 
 
 @torch.no_grad()
+def test_a_graph_of_flash_attention_2_reads_the_lengths_of_its_replays(
+    only: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernel takes sums of lengths alone, so a graph has to make them from the lengths that its owner overwrites."""
+    only("FlashAttention 2")
+    spec = KVCacheSpec(block_size=256, num_kv_heads=2, head_size=64, dtype="bfloat16")
+    builder = FlashAttentionBackend.get_builder_cls()(spec)
+    meta, other = (
+        builder.build(0, CommonAttentionMetadata.from_lens([1, 1], x, [[0, 1], [2, 2]], 256)) for x in ([300, 9], [7, 259])
+    )
+    layer, impl = SimpleNamespace(_k_scale=torch.ones(()), _v_scale=torch.ones(())), FlashAttentionImpl(4, 64, 0.125, 2)
+    cache, query = torch.randn(2, 3, 256, 2, 64, dtype=torch.bfloat16), torch.randn(2, 4, 64, dtype=torch.bfloat16)
+
+    def call(meta: Any) -> torch.Tensor:
+        return impl.forward(layer, query, None, None, cache, meta)  # type: ignore[no-any-return]
+
+    call(meta)  # before the capture, as engines do
+    meta.seq_lens.copy_(other.seq_lens)
+    monkeypatch.setattr(providers, "is_captured", lambda x: True)  # a replay runs what the capture ran
+    assert torch.equal(call(meta), call(other))
+
+
+@torch.no_grad()
 def test_a_layer_that_has_computed_a_call_copies_and_pickles(only: Callable[[str], None]) -> None:
     """A module of a provider does neither."""
     only("FlashAttention 2")
