@@ -63,8 +63,7 @@ def request_of(query_start_loc, tile, num_reqs, BLOCK_Q: tl.constexpr):  # type:
 def _infinite_where(values, allowed, infinity):  # type: ignore[no-untyped-def]
     """[rows, D]: `infinity` where a row sees a value that is NaN or that infinity, else 0 (both together: NaN)."""
     nonfinite = ((values != values) | (values == infinity)).to(tl.float16)
-    # Counted by a product, as no [rows, keys, D] fits in registers. The count may round in float16, but not to 0. A NaN counts
-    # for both infinities, whose sum is NaN again.
+    # Counted by a product, as no [rows, keys, D] fits in registers. A NaN counts for both infinities, whose sum is NaN again.
     hits = tl.dot(allowed.to(tl.float16), nonfinite)
     return tl.where(hits > 0, infinity, 0.0)
 
@@ -266,7 +265,7 @@ def attention(  # type: ignore[no-untyped-def]
                 return
             if (s == 0) & (tile == 0) & (kv_head == 0):
                 # Behind the states' rows and log-sum-exps: the request's first item and its number of parts. One program writes
-                # them for `merge`, which cannot repeat the search without the lengths.
+                # them, so that `merge` need not repeat the search.
                 plan = (scratch + states.to(tl.int64) * (D + 1)).to(tl.pointer_type(tl.int32)) + 2 * r
                 tl.store(plan, pid // K)
                 tl.store(plan + 1, count)
