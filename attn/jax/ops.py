@@ -163,6 +163,8 @@ def _kernel_supports(*arrays: Any) -> bool:
     if len(arrays) != 4 or not hasattr(arrays[3], "mask"):
         return False
     q, _, _, extras = arrays
+    if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        return False  # a kernel's scalars are int32, and its gradient is traced where it is taken
     return extras.mask is None and q.dtype in (jnp.bfloat16, jnp.float32) and on_tpu(q)
 
 

@@ -161,6 +161,16 @@ def test_a_traced_scale_is_not_for_a_kernel(monkeypatch):
         jax.jit(lambda scale: attn.jax.dot_product_attention(q, k, v, scale=scale, backend="PALLAS"))(0.3)
 
 
+def test_a_kernel_is_refused_under_64_bit_types():
+    """Its scalars are int32. Gradients are traced when they are taken, so no call can leave the mode for them."""
+    q, k, v = arrays()
+    want = attn.jax.dot_product_attention(q, k, v)
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(attn.jax.dot_product_attention(q, k, v), want, atol=1e-6)
+        with pytest.raises(UnsupportedError, match=r"PALLAS +JAX.s 64-bit mode"):
+            attn.jax.dot_product_attention(q, k, v, backend="PALLAS")
+
+
 def test_nnx_and_linen_layers():
     x = jax.random.normal(jax.random.key(0), (2, 8, 32))
     mask = linen.make_causal_mask(jnp.ones((2, 8)))  # float32, as flax makes it

@@ -1,6 +1,7 @@
 """Code of paged and MLA layers alike: checks of static arguments, and `forward` in terms of `apply`."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,18 @@ from attn.capabilities import Feature
 from attn.errors import ShapeError, UnsupportedError
 from attn.jax import kv_cache as caches
 from attn.jax.metadata import PagedAttentionMetadata, check_ids, check_num_layers
+
+
+def in_32_bits(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function`, traced without JAX's 64-bit mode."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # In that mode Python's ints are int64, which a kernel's int32 scalars cannot be divided by.
+        with jax.enable_x64(False):
+            return function(*args, **kwargs)
+
+    return run
 
 
 def check_shape(impl: Any, name: str, array: Any, *shape: int) -> None:

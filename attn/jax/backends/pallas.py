@@ -23,6 +23,7 @@ from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, Device, Feature, Reques
 from attn.errors import MetadataError, ShapeError
 from attn.jax import kv_cache as caches
 from attn.jax import records
+from attn.jax.backends import _calls
 from attn.jax.backends._paged import FEATURES, PagedAttentionBackend, PagedAttentionImpl
 from attn.jax.kernels.tpu import ragged_paged_attention as kernel
 from attn.jax.kernels.tpu.flash_attention import Extras, FlashParams, flash_attention
@@ -33,10 +34,9 @@ from attn.visibility import LayerMask
 MAX_TREE_WIDTH = 128
 
 #: Static arguments: programs are compiled once per shape and values of these; layers that differ in other numbers share them.
-_attend = jax.jit(
-    kernel.ragged_paged_attention, static_argnames=("max_query_len", "mask", "logits_soft_cap", "return_lse", "invariant")
-)
-_attend_segments = jax.jit(flash_attention, static_argnames=("rules", "return_lse"))
+_STATIC = ("max_query_len", "mask", "logits_soft_cap", "return_lse", "invariant")
+_attend = _calls.in_32_bits(jax.jit(kernel.ragged_paged_attention, static_argnames=_STATIC))
+_attend_segments = _calls.in_32_bits(jax.jit(flash_attention, static_argnames=("rules", "return_lse")))
 
 
 class PallasMetadataBuilder(PagedAttentionMetadataBuilder):

@@ -79,6 +79,16 @@ def test_a_bound_beyond_every_key_hides_none(name: str) -> None:
         np.testing.assert_array_equal(output, outputs[0])
 
 
+@pytest.mark.parametrize("name", ["XLA_ATTN", "PALLAS"])
+def test_under_64_bit_types(name: str) -> None:
+    want = Step(name)
+    with jax.enable_x64(True):
+        step = Step(name)
+        (out, lse), _ = jax.jit(step.__call__)(step.q, step.cache)
+    assert (out.dtype, lse.dtype) == (np.float32, np.float32)
+    np.testing.assert_allclose(out, want(want.q, want.cache)[0][0], atol=1e-6)
+
+
 def test_layers_in_a_scan(step: Step) -> None:
     """Caches stacked and taken apart by the scan, or one after the other in an array that it carries: the same answer."""
 

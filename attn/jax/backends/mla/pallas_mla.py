@@ -10,12 +10,13 @@ import jax.numpy as jnp
 
 from attn.capabilities import Feature
 from attn.jax import records
+from attn.jax.backends import _calls
 from attn.jax.backends.mla._mla import DecodeCall, MLACommonBackend, MLACommonImpl, write
 from attn.jax.kernels.tpu import mla_attention as kernel
 from attn.jax.kernels.tpu._plan import Batch
 
 #: Compiled once per shape; layers that differ only in numbers share the program.
-_attend = jax.jit(kernel.mla_attention, static_argnames="rules")
+_attend = _calls.in_32_bits(jax.jit(kernel.mla_attention, static_argnames="rules"))
 
 
 class PallasMLABackend(MLACommonBackend):

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 
 from attn.capabilities import Feature
 from attn.jax import records
+from attn.jax.backends import _calls
 from attn.jax.backends.mla._mla import DecodeCall, MLACommonBackend
 from attn.jax.backends.mla._sparse import SparseMLAImpl
 from attn.jax.kernels.tpu import mla_sparse_attention as kernel
 
 #: Compiled once per shape; layers that differ only in numbers share the program.
-_attend = jax.jit(kernel.mla_sparse_attention, static_argnames=("kv_lora_rank", "scale"))
+_attend = _calls.in_32_bits(jax.jit(kernel.mla_sparse_attention, static_argnames=("kv_lora_rank", "scale")))
 
 
 class PallasMLASparseBackend(MLACommonBackend):

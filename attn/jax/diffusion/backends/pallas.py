@@ -6,7 +6,7 @@ Key masks that are prefixes are passed as lengths, other masks as segments: rows
 import jax
 import jax.numpy as jnp
 
-from attn.capabilities import Capabilities, Feature, MultipleOf
+from attn.capabilities import Capabilities, Device, Feature, MultipleOf, Request
 from attn.diffusion.backends.abstract import DiffusionAttentionBackend
 from attn.diffusion.backends.dense import DenseCall
 from attn.jax.diffusion.backends._dense import DenseImpl
@@ -23,6 +23,12 @@ class PallasAttentionBackend(DiffusionAttentionBackend):
         head_sizes=(MultipleOf(8, 32, 256),),
         features=frozenset({Feature.BACKWARD}),
     )
+
+    @classmethod
+    def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
+        # A gradient is traced where it is taken, so a call cannot leave the mode for its kernel alone.
+        why = ["JAX's 64-bit mode (jax_enable_x64)"] if jax.config.jax_enable_x64 else []  # type: ignore[attr-defined]
+        return super().why_not(request, device) + why
 
 
 class PallasAttentionImpl(DenseImpl, backend=PallasAttentionBackend):

@@ -234,3 +234,14 @@ def test_values_are_checked_inside_the_step(make_mla: Any, monkeypatch: pytest.M
             error.throw()
         assert jnp.isnan(out).all()
         np.testing.assert_array_equal(after, cache)
+
+
+@pytest.mark.parametrize("name", ["XLA_MLA", "PALLAS_MLA"])
+def test_under_64_bit_types(make_mla: Any, name: str) -> None:
+    batch = make_mla((1, 3), (20, 9), backend=name)
+    want, _ = batch.layer(*batch.arguments())
+    with jax.enable_x64(True):
+        got, _ = jax.jit(batch.layer.__call__)(*batch.arguments())
+    for one, other in zip(got, want, strict=True):
+        assert one.dtype == np.float32
+        np.testing.assert_allclose(one, other, atol=1e-6)

@@ -11,6 +11,7 @@ from attn.backends.abstract import MultipleOf
 from attn.backends.mla.prefill.abstract import MLAPrefillBackend, PrefillCall
 from attn.capabilities import Feature
 from attn.jax import records
+from attn.jax.backends import _calls
 from attn.jax.kernels.tpu.flash_attention import Extras, FlashParams, flash_attention
 from attn.visibility import LayerMask
 
@@ -28,7 +29,7 @@ class PallasPrefillBackend(MLAPrefillBackend):
         rows = _segments(call.meta.query_start_loc, call.q.shape[0], _NO_ROW)
         keys = _segments(call.key_start_loc, call.k.shape[0], _NO_KEY)
         params, extras = FlashParams(LayerMask(call.causal), self.scale), Extras(rows, keys)
-        out, lse = flash_attention(q, k, v, params, extras, return_lse=True)
+        out, lse = _calls.in_32_bits(flash_attention)(q, k, v, params, extras, return_lse=True)
         return out[0], lse[0]
 
 
