@@ -249,9 +249,10 @@ def test_a_backend_per_kind_that_cannot_serve_is_refused(monkeypatch):
 
 @torch.no_grad()
 @pytest.mark.parametrize("padding", ["none", "left"])
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss", "nemotron"])
 def test_requested_weights_are_eagers(kind, padding):
-    """Weights without the sink's share (gpt_oss) and within windows (gemma2), in a prompt and in a step over a cache."""
+    """Weights without the sink's share (gpt_oss), within windows (gemma2) and of layers that do not pass the request on
+    (nemotron), in a prompt and in a step over a cache."""
     model, inputs = decoder(kind), batch(padding)
     real = inputs["attention_mask"].bool()
     found = {}

@@ -62,6 +62,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3Config", {}),
     "deepseek_v2": ("DeepseekV2Config", {**_LATENT, "topk_method": "greedy"}),
     "deepseek_v3": ("DeepseekV3Config", _LATENT),
+    "deepseek_v32": ("DeepseekV32Config", {**_LATENT, "index_topk": 4}),
     "nemotron": ("NemotronConfig", {}),
     "diffllama": ("DiffLlamaConfig", {}),
     "phimoe": ("PhimoeConfig", {"sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 1}),

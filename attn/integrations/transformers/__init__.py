@@ -148,6 +148,11 @@ _OTHERS = frozenset({*UNKNOWN, *BOUNDARIES, "output_attentions", "indices"})
 @functools.cache
 def _function(backend: str | None) -> Callable[..., Any]:
     """Make transformers' attention function for one backend."""
+    from transformers.utils import output_capturing
+
+    # What a call of the model keeps of its layers' outputs, by name: some layers do not pass `output_attentions` on.
+    collector = getattr(output_capturing, "_active_collector", None)
+    collected = (lambda: None) if collector is None else collector.context_var.get
 
     def attention(
         module: Any,
@@ -174,6 +179,8 @@ def _function(backend: str | None) -> Callable[..., Any]:
         graph, facts = torch.compiler.is_compiling(), None
         if cache is None and "read_index" in kwargs:
             cache = cache_of(module, key, value)
+        if not graph and (kept := collected()) and any("attentions" in name for name in kept):
+            kwargs["output_attentions"] = True
         # Calls that need nothing but keys, a window, a cap and sinks find their launch by facts alone, without a `ModuleCall`:
         # this is what a decoded token costs in each layer.
         if not (graph or dropout or position_bias is not None) and cache is None and _OTHERS.isdisjoint(kwargs):

@@ -320,10 +320,10 @@ def by_sdpa(call: ModuleCall) -> torch.Tensor:
 
 def selected(call: ModuleCall, indices: torch.Tensor) -> ModuleCall:
     """Return the call of a layer that sees the keys `indices` [B, S, n] only (DeepSeek-V3.2), within its mask."""
+    seen = indices.new_zeros(*indices.shape[:2], call.key.shape[2], dtype=torch.bool).scatter(-1, indices.long(), True)
     call = drawn(call)
     assert call.mask is not None
-    seen = indices.new_zeros(*indices.shape[:2], call.key.shape[2], dtype=torch.bool).scatter(-1, indices.long(), True)
-    call.mask = seen[:, None] & call.mask
+    call.mask = seen[:, None, :, : call.key.shape[2]] & call.mask  # indices may be of a static cache's unused slots too
     return call
 
 

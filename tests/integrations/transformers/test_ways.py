@@ -298,6 +298,14 @@ def test_last_rows_of_a_models_masks(way):
     agree(way, "gemma4", "attn")
 
 
+@pytest.mark.parametrize("way", [left_padding, chunked_prefill, static_cache], ids=named)
+def test_keys_that_an_indexer_chose(way):
+    """DeepSeek-V3.2 chooses among all slots of a static cache."""
+    if not hasattr(transformers, "DeepseekV32Config"):
+        pytest.skip("no such model in this transformers")
+    agree(way, "deepseek_v32", "attn")
+
+
 @pytest.mark.parametrize("kind", ["llama", *sampled(["qwen3", "gemma2", "gpt_oss"], 1, "kinds compiled once")])
 def test_steps_over_a_static_cache_are_compiled_once(kind):
     """No later token compiles again, and `attn` makes no more graphs than sdpa (gpt_oss and gemma2: eager) does."""
