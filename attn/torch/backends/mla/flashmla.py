@@ -10,6 +10,7 @@ import torch
 
 from attn.capabilities import Device, Feature, Request
 from attn.torch import records
+from attn.torch.backends._paged import is_captured
 from attn.torch.backends.mla._mla import DecodeCall, MLACommonBackend
 from attn.torch.backends.mla._vendor import FLASH_MLA, UniformMLAImpl, flash_mla, without_flash_mla
 
@@ -37,7 +38,12 @@ class FlashMLAImpl(UniformMLAImpl, backend=FlashMLABackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         kernels, key = flash_mla(), (q.shape[1], q.dtype)
         # an object that the first call fills: layers of one batch, and one query length, share it
-        schedule = self._plan(call.meta, *key) or self._keep(call.meta, kernels.get_mla_metadata()[0], *key)
+        schedule = None if is_captured(q) else self._plan(call.meta, *key)
+        if schedule is None:
+            schedule = kernels.get_mla_metadata()[0]
+            # A graph fills its own, for the lengths of each replay; calls outside of it would read it before the first one.
+            if not is_captured(q):
+                self._keep(call.meta, schedule, *key)
         out, lse = kernels.flash_mla_with_kvcache(
             q, call.kv_cache[:, :, None], block_table, lens, self.kv_lora_rank, schedule, softmax_scale=self.scale, causal=True
         )

@@ -3,10 +3,11 @@
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import attn
 from attn.backends.registry import AttentionBackendEnum
@@ -14,7 +15,7 @@ from attn.capabilities import Device, Feature, Request
 from attn.testing import check_conformance
 from attn.testing.subject import subject_of
 from attn.testing.suite import cases_of
-from attn.torch.backends.mla import _vendor, flashattn_mla, flashinfer_mla
+from attn.torch.backends.mla import _vendor, flashattn_mla, flashinfer_mla, flashmla
 from tests.levels import some
 
 H200, B200 = Device("torch", "cuda", "NVIDIA H200", "sm_90"), Device("torch", "cuda", "NVIDIA B200", "sm_100")
@@ -84,6 +85,26 @@ def test_what_is_refused(name: str, device: Device, change: dict[str, Any], word
     standins(ROOTS[name])
     request = Request(**{**vars(PLAIN), **change})
     assert words in "; ".join(AttentionBackendEnum[name].get_class().why_not(request, device))  # type: ignore[attr-defined]
+
+
+def test_a_graph_schedules_the_lengths_of_its_replays(standins: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashMLA's schedule is of the lengths of its first call; one that a capture makes has no value before a replay."""
+    standins("flash_mla_pkg")
+    taken, kernel = list[Any](), _vendor.flash_mla().flash_mla_with_kvcache
+
+    def attend(q: Any, cache: Any, table: Any, lens: Any, size: int, schedule: Any, **rules: Any) -> Any:
+        taken.append(schedule)
+        return kernel(q, cache, table, lens, size, schedule, **rules)
+
+    monkeypatch.setattr(_vendor.flash_mla(), "flash_mla_with_kvcache", attend)
+    impl = flashmla.FlashMLAImpl.__new__(flashmla.FlashMLAImpl)
+    impl.num_heads, impl.kv_lora_rank, impl.scale = 4, 512, 0.1
+    cache, q = torch.randn(2, 64, 576, dtype=torch.bfloat16), torch.randn(1, 1, 4, 576, dtype=torch.bfloat16)
+    call: Any = SimpleNamespace(meta=SimpleNamespace(plans={}), kv_cache=cache)
+    for captured in (True, False, True, False):
+        monkeypatch.setattr(flashmla, "is_captured", lambda x, captured=captured: captured)
+        impl._decode_uniform(call, q, torch.tensor([70]).int(), torch.tensor([[0, 1]]).int())
+    assert taken[1] is taken[3] and len(set(map(id, taken))) == 3
 
 
 def test_a_package_of_its_own_goes_before_the_copy_within_vllm(standins: Callable[..., None]) -> None:
