@@ -383,8 +383,10 @@ def _measured(module: str, target: str, step: str, dump: str, path: str, memory:
         import resource
 
         # Not RLIMIT_AS, which counts reserved address space too. The limit turns a compiler that would make the machine swap
-        # into one failed case.
-        resource.setrlimit(resource.RLIMIT_DATA, (int(memory * 2**30),) * 2)
+        # into one failed case. One of the machine that is lower stands: it cannot be raised.
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        least = int(memory * 2**30) if hard == resource.RLIM_INFINITY else min(int(memory * 2**30), hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (least, least))
     begin = time.monotonic()
     try:
         outcome = importlib.import_module(module).measure(_labelled(module, target)[label], target, step, dump)

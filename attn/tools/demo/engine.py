@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from attn.arguments import natural_int
 from attn.errors import BackendLoadError, UnsupportedError
 from attn.imports import installed, pip_install, resolve_obj_by_qualname
 from attn.selection.verdicts import Selection
@@ -80,9 +81,10 @@ def greedy(logits: npt.NDArray[np.float32], request: GenerationRequest) -> int:
 
 def sampler(temperature: float, seed: int) -> Choose:
     """Return a function that draws from softmax(logits / temperature); 0 is greedy. The n-th token of the i-th request
-    depends only on (seed, i, n) and its logits. Raises ValueError for a negative temperature."""
+    depends only on (seed, i, n) and its logits. Raises ValueError for a negative temperature or seed."""
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature={temperature} must be at least 0 and finite")
+    natural_int("seed", seed)
     if temperature == 0:
         return greedy
 

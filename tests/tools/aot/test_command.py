@@ -1,6 +1,7 @@
 """`attn aot` without a compiler: cases in separate processes, their results, and the table (about 15 s)."""
 
 import json
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -267,6 +268,15 @@ def test_a_choice_as_a_request():
     request = aot.request_of({**choice, "mask": "two-sided", "sinks": True, "lse": False, "batch": "decode"})
     assert request.features == {Feature.NON_CAUSAL, Feature.SLIDING_WINDOW, Feature.TWO_SIDED_WINDOW, Feature.SINKS}
     assert (request.num_heads, request.num_kv_heads, request.kv_cache_dtype) == (8, 2, "int8")
+
+
+def test_a_lower_limit_of_the_machine_stands() -> None:
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_DATA, (8 << 30,) * 2);"
+        "from attn.tools.aot.command import _measured; print(_measured('json', 'toy', 'compile', '', '', 12.0, 'toy/good'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert "AttributeError" in done.stdout, done.stderr
 
 
 def test_unknown_target():

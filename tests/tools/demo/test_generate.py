@@ -111,6 +111,7 @@ def test_a_sample_depends_on_the_seed_alone(capsys: pytest.CaptureFixture[str]) 
         (["--backend", "FLASH"], "Unknown attention backend: 'FLASH'"),
         (["--backend", "XLA_ATTN"], "no attention backend serves this model under torch: XLA_ATTN: framework=torch"),
         (["--temperature", "-1"], "temperature=-1.0 must be at least 0"),
+        (["--temperature", "1", "--seed", "-1"], "seed=-1 must be"),
         (["--block-size", "0"], "block_size=0 must be a positive int"),
         (["--num-blocks", "0"], "num_blocks=0 must be a positive int"),
         (["--num-blocks", "2"], "need 5 blocks: the whole pool has 2 blocks of 16"),
