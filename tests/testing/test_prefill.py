@@ -10,7 +10,7 @@ import torch
 from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum, register_mla_prefill_backend
 from attn.capabilities import MultipleOf
 from attn.reports import evidence
-from attn.testing.dense import dense_cases, run_dense
+from attn.testing.dense import DenseCase, check_dense, dense_cases, run_dense
 from attn.testing.prefill import PrefillCase, check_prefill, draw_prefill, prefill_cases, run_prefill
 from attn.tools.conform import main
 from attn.torch.backends.mla.prefill.sdpa import TorchSDPAPrefillBackend
@@ -43,6 +43,11 @@ def test_a_backend_of_other_sizes_has_cases_of_its_own_size() -> None:
 
     cases = dense_cases(Eighty)
     assert {case.head_size for case in cases} == {160} and len(cases) > 20
+
+
+def test_a_dense_call_without_rows_has_nothing_to_judge() -> None:
+    for changes in ({"rows": 0}, {"batch": 0}, {"rows": 0, "mask": True}, {"keys": 0}):
+        check_dense(SDPABackend, DenseCase("empty", dtype="float32", **changes))  # type: ignore[arg-type]
 
 
 class _Planted(TorchSDPAPrefillBackend):
