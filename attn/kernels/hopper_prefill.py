@@ -1250,7 +1250,29 @@ def prefill(  # type: ignore[no-untyped-def]
     starts = query_start_loc, seq_lens
     k_strides, v_strides = (k_block, k_slot, k_head), (v_block, v_slot, v_head)
     # each partition's arguments are written out: a constant cannot be assigned to a variable
-    if CONSUMERS == 2:
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_bars, u_bars, k_bars,
+                    v_bars, block_table, sinks, factor, v_factor, cap, mask, o_t, o_h, lse_h, q_t, q_h, k_strides, v_strides,
+                    table_r, G, D, DV, BLOCK_D, BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED,
+                    NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, 0,
+                )),
+                (_produce, (
+                    q_desc, k_desc, q_ring, k_ring, units_ring, q_bars, u_bars, k_bars, counters, starts, block_table, mask,
+                    min_query, num_reqs, num_pages, table_r, H // G * PASSES, PASSES, G, PIECES, P, BOX, BLOCK_Q, BLOCK_N,
+                    CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, RAGGED, HAS_RIGHT, CHUNK, SPAN_RIGHT,
+                )),
+                (_produce_values, (
+                    v_desc, v_ring, units_ring, u_bars, v_bars, v_raw, block_table, mask, num_pages, table_r, BLOCK_V, P, BOX,
+                    BLOCK_Q, BLOCK_N, PASSES, STAGES, PAGED, VALUES_AT, CHUNK, SPAN_RIGHT,
+                )),
+            ],
+            [1, 1],
+            [PRODUCER_REGS, PRODUCER_REGS],
+        )  # fmt: skip
+    elif CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (_consume, (

@@ -7,9 +7,16 @@ from attn.kernels.launch import FUSED, UNBOUNDED, power_of_two
 
 ROWS = 128  #: most query heads of a kv head
 ONE_PAGE = 1 << 30  #: keys of a page that holds all of a request
-#: Registers of a thread of a consumer, and of a producer, by the number of consumers.
-_REGISTERS = {2: (240, 24), 3: (160, 24)}
-#: Numbers of keys at which tiles change (`_keys`, `_consumers`).
+#: Registers of a thread of a consumer, and of a producer, by the number of consumers. One consumer is the launch's own group of
+#: warps, which has what the producers leave.
+_REGISTERS = {1: (232, 24), 2: (240, 24), 3: (160, 24)}
+#: Of a thread, so that two programs of one consumer and two producers (eight warps as they are launched) share the 65,536
+#: registers of a multiprocessor.
+_REGISTERS_OF_TWO = 128
+#: Bytes of tiles of a program of which two fit in the 228 KiB of a multiprocessor, which keeps 1 KiB for each; barriers and the
+#: description of units take less than 4 KiB.
+_HALF = 114 * 1024 - 1024 - 4096
+#: Numbers of keys at which tiles or consumers change (`_keys`, `_consumers`).
 _BOUNDS = (400, 600, 1000, 2000, UNBOUNDED)
 
 
@@ -71,13 +78,20 @@ class PrefillPlan(NamedTuple):
     """What a launch for `Arrays` needs of them.
 
     maps: of the query, None if the engine does not copy it, and of keys and values; strides: the kernel's; sizes: query heads,
-    those of a kv head, sizes of keys and of values, the page; tiles: more units of work than there are.
+    those of a kv head, sizes of keys and of values, the page; tiles: more units of work than there are; resident: programs that
+    a multiprocessor holds at once.
     """
 
     maps: tuple[Map | None, Map, Map]
     strides: tuple[int, ...]
     sizes: tuple[int, int, int, int, int]
     tiles: int
+    resident: int
+
+    def programs(self, multiprocessors: int) -> int:
+        """Programs of a launch that takes so many multiprocessors."""
+        # programs stay on their multiprocessors and take unit after unit, so more of them than units have nothing to do
+        return min(self.tiles, self.resident * multiprocessors)
 
 
 def keys_below(keys: float, rows: float, left: int, right: int) -> int:
@@ -126,32 +140,32 @@ def plan_of(arrays: Arrays, num_reqs: int, page: int, paged: bool, params: Prefi
     kv_heads, width = k_shape[2], v_shape[3]
     group = heads // kv_heads
     copied = copies(group, arrays.of_query, params.negate, aligned)
+    consumers = _consumers(size, width, params, copied)
     box = 1, _box(page, _keys(size, width, params, copied)), 1, 64
     # four dimensions, as keys have, so that one layout of boxes serves all: a box is 64 / group tokens of one group's heads
     q_map = ((1, tokens, heads, size), (tokens * q_t, q_t, q_h, 1), (1, 64 // group, group, 64)) if copied else None
     strides = o_t, o_h, q_t, q_h, *k_strides[:3], *v_strides[:3]
     # a bound on units by extents alone: each request may end in a tile that is not full
-    tiles = (tokens // (_rows(size, params) // group) + num_reqs) * kv_heads * passes(width)
-    return PrefillPlan(
-        (q_map, (k_shape, k_strides, box), (v_shape, v_strides, box)), strides, (heads, group, size, width, page), tiles
-    )
+    tiles = (tokens // (64 * consumers // group) + num_reqs) * kv_heads * passes(width)
+    maps, sizes = (q_map, (k_shape, k_strides, box), (v_shape, v_strides, box)), (heads, group, size, width, page)
+    return PrefillPlan(maps, strides, sizes, tiles, 2 if consumers == 1 else 1)
 
 
 def constants(sizes: tuple[int, ...], params: PrefillParams, variant: Variant, values_at: int = 0) -> dict[str, Any]:
     """Constants and options of a launch. sizes: `PrefillPlan`'s; values_at: the page at which the array of keys has values."""
     heads, group, size, width, page = sizes
-    consumers = _consumers(size, params)
+    consumers = _consumers(size, width, params, variant.copied)
     registers, keys = _REGISTERS[consumers], _keys(size, width, params, variant.copied)
     return {
         "cap": params.cap, "left": params.left, "right": params.right, "min_query": params.min_query, "H": heads, "G": group,
         "D": size, "DV": width, "BLOCK_D": _padded(size), "BLOCK_V": min(_padded(width), 256), "P": page,
-        "BOX": _box(page, keys), "BLOCK_Q": _rows(size, params) // group, "BLOCK_N": keys,
-        "CONSUMERS": consumers, "STAGES": _stages(size), "Q_STAGES": 2 if variant.copied and size <= 128 else 1,
+        "BOX": _box(page, keys), "BLOCK_Q": 64 * consumers // group, "BLOCK_N": keys,
+        "CONSUMERS": consumers, "STAGES": _stages(size), "Q_STAGES": _q_stages(size, variant.copied),
         "COPIED": variant.copied, "PAGED": variant.paged, "RAGGED": variant.ragged, "NEGATE": params.negate,
         "CHUNK": params.chunk, "SPAN_RIGHT": params.span_right, "HAS_LEFT": params.left < UNBOUNDED or params.chunk > 0,
         "HAS_RIGHT": params.right < UNBOUNDED or variant.mixed, "HAS_CAP": params.cap != 0, "HAS_SINKS": variant.sinks,
         "HAS_LSE": variant.lse, "CONSUMER_REGS": registers[0], "PRODUCER_REGS": registers[1], "VALUES_AT": values_at,
-        "num_warps": 4, **FUSED,
+        "num_warps": 4, **({"maxnreg": _REGISTERS_OF_TWO} if consumers == 1 else {}), **FUSED,
     }  # fmt: skip
 
 
@@ -165,32 +179,45 @@ def _keys(size: int, width: int, params: PrefillParams, copied: bool) -> int:
     where rows see few: less of a tile is masked, and a unit's first and last tile, which nothing overlaps, are shorter.
     copied: whether the engine copies queries; those that consumers store take more memory above 128.
 
-    Measured on H200s: 64 keys are faster than 128 at heads of 64 below 2,000 keys (causal, 700 to 1,000 keys: 0.75 of the
-    time), above 64 below 1,000 keys, and where rows see all keys of their request below 400 (300 keys 0.87 of the time, 500
-    keys 1.09). Of causal batches drawn at random, the 56 by which the limits were chosen lose 1.01 (at most 1.12), 19 drawn
-    since 1.01 (at most 1.07). Without causality only batches of equal lengths were timed.
+    Measured on H200s: three consumers (heads of 64) are faster with 64 keys than with 128 below 2,000 keys seen (causal, 700 to
+    1,000 keys: 0.75 of the time). Without causality only batches of equal lengths were timed there.
+    """
+    few = params.right < UNBOUNDED if params.keys_below is None else params.keys_below <= 2000
+    # 128 keys of 192 columns and of 128 columns of values, two stages each, and queries of 192 take 208 KiB of 227.
+    tall = size <= (192 if copied else 128) and width <= 128 and not (size <= 64 and few)
+    return 128 if tall and _consumers(size, width, params, copied) > 1 else 64
+
+
+def _consumers(size: int, width: int, params: PrefillParams, copied: bool) -> int:
+    """Consumers of a program, each of 64 rows: three where the exponentials take as long as the products, so that they keep
+    both units busy, or two. Where rows see few keys, one, if two such programs share a multiprocessor: one computes while the
+    other begins or ends a unit, and short batches have more units. Arguments: as of `_keys`.
+
+    Measured on H200s, 49 batches of requests of any lengths drawn after the limits were first set, causal or not: the rule's
+    choice takes 1.01 of the fastest variant's time at 96 and 128 (geometric mean; at most 1.16), 1.03 at 64 (1.19, before its
+    limit without causality rose to 600). One consumer took 0.76 to 0.94 of the time of two or three where rows see fewer than
+    200 keys.
     """
     causal = params.right < UNBOUNDED
-    if params.keys_below is None:
-        few = size <= 64 and causal
-    else:
-        few = params.keys_below <= (2000 if size <= 64 else 1000 if causal else 400)
-    # 128 keys of 192 columns and of 128 columns of values, two stages each, and queries of 192 take 208 KiB of 227.
-    return 64 if size > (192 if copied else 128) or width > 128 or few else 128
+    few = params.keys_below is not None and params.keys_below <= (
+        (600 if causal else 400) if size <= 64 else (1000 if causal else 600)
+    )
+    if few and _bytes_of_one(size, width, copied) <= _HALF:
+        return 1
+    return 3 if size <= 64 else 2
 
 
-def _consumers(size: int, params: PrefillParams) -> int:
-    """Consumers of a program: three where the exponentials take as long as the products, so that they keep both units busy.
-    Where rows see few keys, units of fewer rows are faster (heads of 64 on an H200, dense batches of equal lengths: causal rows
-    of 150 to 350 keys 0.83 to 0.91 of the time, of 500 keys 0.93, of 700 keys 1.01; rows that see all of 300 keys 0.94, of 500
-    keys 1.06; none was drawn at random)."""
-    most = 600 if params.right < UNBOUNDED else 400
-    return 3 if size <= 64 and (params.keys_below is None or params.keys_below > most) else 2
+def _bytes_of_one(size: int, width: int, copied: bool) -> int:
+    """Shared memory of a program's tiles of 16-bit elements, with one consumer and 64 keys a tile."""
+    # 129 to 192 columns are three tiles of 64, but not of queries that consumers store (`hopper_prefill`)
+    columns = 192 if 128 < size <= 192 else _padded(size)
+    queries = 64 * (columns if copied else _padded(size)) * _q_stages(size, copied)
+    return 2 * (queries + 64 * (columns + min(_padded(width), 256)) * _stages(size))
 
 
-def _rows(size: int, params: PrefillParams) -> int:
-    """Packed rows of a unit of work."""
-    return 64 * _consumers(size, params)
+def _q_stages(size: int, copied: bool) -> int:
+    """Tiles of queries: the next unit's are copied while this one's are used, if the engine copies and memory allows it."""
+    return 2 if copied and size <= 128 else 1
 
 
 def _stages(size: int) -> int:

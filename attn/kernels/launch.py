@@ -122,13 +122,27 @@ def decode_launch(
             # requests of any length: one program more on each, and warps that hold 64 rows or wide heads in registers.
             # Beside a prefill the launch that was measured there stays (1q512s8k_63q1s4k 0.321 ms).
             few = (split_kv or block_m == 32 or stored == 1) and block_d == 128 and block_m <= 32
-            # 64 rows of 128-wide heads: 32 keys and 6 stages took 0.89 to 0.99 of the time on six batches (H100).
-            many = block_m == 64 and (block_d, stored) == (128, 2)
-            choices.insert(0, Launch(block_m, 64, 2, 5) if few else Launch(block_m, *((32, 4, 6) if many else (64, 4, 4))))
+            options = (64, 2, 5) if few else (64, 4, 4)
+            if (block_d, stored) == (128, 2):
+                # 64 rows: 0.89 to 0.99 of the time with 64 keys on six batches (H100). 32 rows of whole requests: five programs
+                # on a multiprocessor instead of two, 0.83 to 0.98 of the time on four batches (H200).
+                options = (32, 4, 6) if block_m == 64 else (32, 2, 6) if block_m == 32 and not split_kv else options
+            choices.insert(0, Launch(block_m, *options))
     if itemsize == 4:
         # Registers hold no larger tile of float32 (`packs_rows`), on any architecture.
         choices = [Launch(block_m, 16, 4, s) for s in (3, 1)]
     return _fitting(choices, arch, block_d, itemsize, stored)
+
+
+def crowded_launch(arch: str, rows: int, head_size: int, itemsize: int, stored: int) -> Launch | None:
+    """The launch for tiles of `rows` rows that are in parts where items do not fit on the device at once
+    (`SplitKV.crowded`); None: that of other parts.
+
+    Measured (H200) on seven batches of 23 to 238 requests: 32 rows by tensor instructions of 64 took 0.71, 0.77, 0.86, 1.00 and
+    1.05 of the time, 64 rows 0.94 to 1.00. On seven batches whose items fit at once they took up to 1.2 of it.
+    """
+    measured = arch == "sm_90" and 16 < rows <= 64 and power_of_two(head_size) == 128 and itemsize == stored == 2
+    return Launch(64, 64, 4, 5) if measured else None
 
 
 def rows_of_speculation(arch: str, group: int, max_query_len: int, itemsize: int) -> int:
@@ -153,19 +167,31 @@ def packs_rows(arch: str, itemsize: int) -> bool:
 TOGETHER = 64  #: tokens of a request, and rows of a tile, of a batch that is one launch
 
 
-def run_together(q_lens: Any, keys: Any, blocks: Any, kv_heads: int, multiprocessors: int) -> bool:
+def run_together(q_lens: Any, keys: Any, group: int, kv_heads: int, multiprocessors: int) -> bool:
     """Whether a batch with prompts of few rows is better one launch.
 
-    q_lens, keys, blocks: the tokens, visible keys and tiles of rows of each request (NumPy, [R]).
+    q_lens, keys: the tokens and visible keys of each request (NumPy, [R]). group: query heads of a kv head.
 
-    By a count of work: all tiles of 64 rows and 64 keys, prompts' and decodes', spread over the multiprocessors, against the
-    longest program of the launch that prompts have otherwise, which the decodes' launch follows or runs beside. That one takes
-    tiles of 128 keys, each about as long (1.7 us on an H100), and five more for its beginning and end.
+    By a count of work, in tiles of 64 rows and 64 keys: all of them, prompts' and decodes', and three eighths of one for each
+    row of a request whose keys are cut, which is merged, spread over the multiprocessors; against the longest program of the
+    launch that prompts have otherwise, whose tiles of 128 keys take five quarters each. With a merge one launch begins and ends
+    two later than that one, without a merge two earlier; a launch of decodes beside prompts takes six. Over 86 batches on an
+    H200 the choice takes 1.002 of the faster one's time (geometric mean; at most 1.10), where all tiles against that program
+    and five took 1.09 (at most 3.5); the numbers were chosen by the same batches.
     """
     if not 1 < q_lens.max(initial=0) <= TOGETHER:
         return False
+    tiles = -(-keys // 64)
+    cut = tiles > LEAST
+    work = int(tiles @ blocks_of(q_lens, group)) + 3 * group * int(q_lens[cut].sum()) // 8
     longest = -(-int(keys[q_lens > 1].max()) // 128)
-    return int(-(-keys // 64) @ blocks) * kv_heads <= (longest + 5) * multiprocessors
+    spare = 1.25 * longest + (-2 if cut.any() else 2) + (6 if (q_lens == 1).any() else 0)
+    return work * kv_heads <= spare * multiprocessors
+
+
+def blocks_of(q_lens: Any, group: int) -> Any:
+    """Tiles of rows of requests in one launch (NumPy, [R])."""
+    return -(-q_lens * group // TOGETHER)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -229,7 +255,8 @@ class SplitKV:
     split_tiles: tiles of keys in every part, or, if max_splits > 0, the least number of tiles that a part has; the device then
     chooses the smallest number that makes at most `max_splits` items more than there are requests. whole_from: the number of
     requests from which those of about equal length stay whole. items: the bound of work items per kv head. block_r: requests
-    per vector in the device's search.
+    per vector in the device's search. crowded: whether requests take at least half of the items that fit on the device at once,
+    so that there are more.
     """
 
     split_tiles: int
@@ -237,6 +264,7 @@ class SplitKV:
     whole_from: int
     items: int
     block_r: int
+    crowded: bool = False
 
 
 def block_of(num_reqs: int) -> int:
@@ -245,6 +273,9 @@ def block_of(num_reqs: int) -> int:
 
 
 LEAST = 2  #: tiles of keys below which a part costs more than it saves
+#: Parts of a request beyond which merging them costs more than shorter parts save: 2 x 16k keys of one kv head took 23.1 us in
+#: 128 parts each and 19.6 in 64, 4 rows of 20k keys 45.8 and 28.5 (H200).
+MOST_SPLITS = 64
 CUT = LEAST * 256 + 1  #: keys, of more than `LEAST` tiles in any launch: without a fixed split, longer requests are cut alike
 #: Tiles of keys that beginning and ending a block of rows takes as long as, in equal shares: on an H200, 1.8 us a tile and
 #: 11.5 us an item of the program with most of both are within 10 % of what seven of nine batches took.
@@ -267,19 +298,29 @@ def split_kv_for(num_reqs: int, kv_heads: int, tiles: int, fixed: int, multiproc
         return SplitKV(fixed, 0, 0, num_reqs * max(1, -(-tiles // fixed)), block_of(num_reqs))
     if tiles <= LEAST:
         return None
-    # An item is one program for each kv head, so this many fill the device with two programs on each multiprocessor.
-    wave = max(1, 2 * multiprocessors // kv_heads)
-    many = 2 * num_reqs > wave - (rows >= 64)
-    max_splits = (3 * wave // 2 if rows >= 64 else wave) if many else wave - num_reqs
+    wave = _wave(kv_heads, multiprocessors)
+    crowded = is_crowded(num_reqs, kv_heads, multiprocessors, rows)
+    max_splits = (3 * wave // 2 if rows >= 64 else wave) if crowded else wave - num_reqs
     # From four fifths of a wave on, requests of equal length keep the device busy without being cut (`plan.item_of`).
-    return SplitKV(LEAST, max_splits, -(-4 * wave // 5), max_splits + num_reqs, block_of(num_reqs))
+    return SplitKV(LEAST, max_splits, -(-4 * wave // 5), max_splits + num_reqs, block_of(num_reqs), crowded)
+
+
+def is_crowded(num_reqs: int, kv_heads: int, multiprocessors: int, rows: int) -> bool:
+    """`SplitKV.crowded` of `num_reqs` decodes. rows: of a tile."""
+    return 2 * num_reqs > _wave(kv_heads, multiprocessors) - (rows >= 64)
+
+
+def _wave(kv_heads: int, multiprocessors: int) -> int:
+    """Items that fit on the device at once."""
+    # An item is one program for each kv head, so this many fill the device with two programs on each multiprocessor.
+    return max(1, 2 * multiprocessors // kv_heads)
 
 
 def _shares(tiles: Any, split_kv: SplitKV) -> tuple[int, int, int]:
     """(the fewest and the most tiles per part that the device may choose, the most of a request), as `split_tiles_of`."""
     total, longest = int(tiles.sum()), int(tiles.max())
     # Parts of `high` tiles always fit: each request has at most one part that is not full. Smaller parts than `low` never fit.
-    low = max(split_kv.split_tiles, -(-total // (split_kv.max_splits + len(tiles))))
+    low = max(split_kv.split_tiles, -(-total // (split_kv.max_splits + len(tiles))), -(-longest // MOST_SPLITS))
     high = max(low, -(-total // split_kv.max_splits))
     if len(tiles) >= split_kv.whole_from and 4 * longest * len(tiles) <= 5 * total:
         low = high = max(high, longest)
@@ -316,9 +357,6 @@ def are_whole(keys: Any, kv_heads: int, multiprocessors: int) -> bool:
         return True
     low, high, longest = _shares(tiles, split_kv)  # most batches are decided without the search
     return low >= longest or (high >= longest and split_tiles_of(tiles, split_kv, longest) >= longest)
-
-
-MOST_SPLITS = 64  #: of a single row's keys
 
 
 @functools.lru_cache(maxsize=256)

@@ -13,8 +13,10 @@ from attn.kernels.launch import (
     UNBOUNDED,
     Launch,
     SplitKV,
+    crowded_launch,
     decode_launch,
     format_of,
+    is_crowded,
     power_of_two,
     prefill_launch,
     rows_of_speculation,
@@ -150,12 +152,14 @@ class Launches:
             decode = decode_launch(name, group, *sizes, beside=True)
         if self.paged and fixed % decode.block_n:
             raise ValueError(f"fixed_split={fixed} must be a multiple of {decode.block_n}, the keys per tile")
-        self.keys_per_tile, self.tokens, self.rows = decode.block_n, most, most * heads
+        self.tokens, self.rows = most, most * heads
         # Measured launches and fixed splits have one launch for both. So have decodes beside a prefill, where a deep pipeline
         # was slower (`decode_launch`).
         self._whole = self._split = decode
+        self._crowded = None
         if not (fixed or self.beside) and tuned[0] is None:
             self._split = decode_launch(name, packed or group, *sizes, True)
+            self._crowded = None if kinds.together else crowded_launch(name, decode.block_m, *sizes)
         prefill = tuned[1] or prefill_launch(name, group, *sizes)
         self.prefill_tokens, self.prefill = prefill.block_m // group, None
         self._attention = self._constants(dtypes, in_row)
@@ -202,10 +206,18 @@ class Launches:
         tile = {"BLOCK_M": rule.block_m, "BLOCK_N": rule.block_n, "BLOCK_Q": tokens, "BLOCK_R": block_r}
         return {**self._attention, **tile, "EARLY": self.kinds.early and block_r > 0, **rule.options()}
 
-    def decode(self, block_r: int) -> dict[str, Any]:
-        """Constants and options of `attention` for decodes. block_r: of `SplitKV`, 0 for decodes that stay whole."""
+    def decode(self, block_r: int, crowded: bool = False) -> dict[str, Any]:
+        """Constants and options of `attention` for decodes. block_r, crowded: of `SplitKV`; 0 for decodes that stay whole."""
         rows = {"DECODE": True, "min_query": 0, "max_query": UNBOUNDED if self.kinds.together else self.tokens}
-        return self._tiled(self._split if block_r else self._whole, self.tokens, block_r) | rows
+        return self._tiled(self._of_parts(crowded) if block_r else self._whole, self.tokens, block_r) | rows
+
+    def _of_parts(self, crowded: bool) -> Launch:
+        """The launch of decodes in parts."""
+        return self._crowded if crowded and self._crowded is not None else self._split
+
+    def keys_per_tile(self, crowded: bool) -> int:
+        """Keys of a tile of decodes in parts."""
+        return self._of_parts(crowded).block_n
 
     def has_decodes(self, singles: bool) -> bool:
         """Whether decodes need their launch. singles: whether there may be requests of one token."""
@@ -220,19 +232,25 @@ class Launches:
         to be better so."""
         if whole and not self.layer.fixed_split:
             return None
-        tiles, fixed = self._tiles(max_seq_len), self.layer.fixed_split // self.keys_per_tile
-        return split_kv_for(num_reqs, self.kv_heads, tiles, fixed, self.kinds.processors, self._whole.block_m)
+        # Both launches of tiles of 17 to 64 rows have as many parts.
+        rows, of = (
+            self._whole.block_m if self._crowded is None else self._crowded.block_m,
+            (self.kv_heads, self.kinds.processors),
+        )
+        keys_per_tile = self.keys_per_tile(is_crowded(num_reqs, *of, rows))
+        tiles, fixed = self._tiles(max_seq_len, keys_per_tile), self.layer.fixed_split // keys_per_tile
+        return split_kv_for(num_reqs, self.kv_heads, tiles, fixed, self.kinds.processors, rows)
 
-    def _tiles(self, keys: int) -> int:
+    def _tiles(self, keys: int, keys_per_tile: int) -> int:
         """The most tiles of keys that a decode sees, of a sequence of `keys`."""
         # Rows of a decode are the request's last, so the keys after them add nothing; a first tile that begins before the
         # window adds less than one tile.
         layer = self.layer
         if layer.chunk_size is not None:
-            keys = min(keys, layer.chunk_size + self.tokens + self.keys_per_tile)
+            keys = min(keys, layer.chunk_size + self.tokens + keys_per_tile)
         if layer.left is not None and not self.free:
-            keys = min(keys, layer.left + self.tokens + min(bound(layer.right), self.tokens) + self.keys_per_tile)
-        return max(1, -(-keys // self.keys_per_tile))
+            keys = min(keys, layer.left + self.tokens + min(bound(layer.right), self.tokens) + keys_per_tile)
+        return max(1, -(-keys // keys_per_tile))
 
     def states(self, num_reqs: int, split_kv: SplitKV) -> tuple[int, int]:
         """Return (the number of states of parts, float32 elements of `scratch`): every row's state in every item, the

@@ -11,9 +11,10 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from attn.kernels.launch import FIELDS, FUSED, LEAST, STARTED
+from attn.kernels.launch import FIELDS, FUSED, LEAST, MOST_SPLITS, STARTED
 
 FIELDS_OF_ITEM, _LEAST, _STARTED = tl.constexpr(FIELDS), tl.constexpr(LEAST), tl.constexpr(STARTED)
+_MOST_SPLITS = tl.constexpr(MOST_SPLITS)
 
 
 @triton.jit
@@ -41,11 +42,11 @@ def item_of(  # type: ignore[no-untyped-def]
     """The plan of a decode, computed by each of its programs: (request, block of its rows, first and last tile, split, number
     of splits) of an item.
 
-    The visible tiles of a request, one block of rows, are divided into equal splits of at least `split_tiles`, as many as leave
-    at most max_splits + num_reqs items for all requests; `whole_from` requests of about equal length stay whole. BLOCK_Q: 0, or
-    the tokens of a block where requests have several, which are split alike and count as requests do. max_splits = 0: into
-    splits of exactly `split_tiles`, from the first visible tile on. Requests in several splits come first, since theirs are the
-    longest. Beyond the last item, request is BLOCK_R.
+    The visible tiles of a request, one block of rows, are divided into equal splits of at least `split_tiles`, as many as
+    leave at most max_splits + num_reqs items for all requests, and at most `launch.MOST_SPLITS` of one; `whole_from` requests
+    of about equal length stay whole. BLOCK_Q: 0, or the tokens of a block where requests have several, which are split alike
+    and count as requests do. max_splits = 0: into splits of exactly `split_tiles`, from the first visible tile on. Requests in
+    several splits come first, since theirs are the longest. Beyond the last item, request is BLOCK_R.
     """
     # Every program reads the lengths of all requests: a list of items on the device would cost a launch of its own before each
     # batch. Absent requests have no rows and so no items.
@@ -67,14 +68,14 @@ def item_of(  # type: ignore[no-untyped-def]
     # 64 bits: 2**24 tiles of one request times its blocks, and the sum over requests, exceed 32. `high` always fits, since each
     # block of rows has at most one part that is not full; nothing below `low` does.
     total = tl.sum(tiles.to(tl.int64) * blocks, 0)
-    low = tl.maximum(split_tiles, tl.cdiv(total, room).to(tl.int32))
+    longest = tl.max(tiles, 0)
+    low = tl.maximum(tl.maximum(split_tiles, tl.cdiv(total, room).to(tl.int32)), tl.cdiv(longest, _MOST_SPLITS))
     high = tl.maximum(low, tl.cdiv(total, tl.maximum(max_splits, 1)).to(tl.int32))
     for _ in tl.static_range(4):
         middle = (low + high) // 2
         fits = tl.sum(blocks * tl.maximum(tl.cdiv(tiles, middle), 1), 0) <= room
         low = tl.where(fits, low, tl.minimum(middle + 1, high))
         high = tl.where(fits, middle, high)
-    longest = tl.max(tiles, 0)
     live = tl.sum(blocks, 0)
     # Requests whose longest is at most 5/4 of the mean end about together when whole, and need no merge.
     even = (live >= whole_from) & (4 * longest.to(tl.int64) * live <= 5 * total)

@@ -94,8 +94,8 @@ def run(
         q_map, k_map, v_map = plan.maps
         given = launch.Variant(True, False, q_map is not None, False, True, mask.batch.is_causal is not None)
         constants = launch.constants(plan.sizes, its, given)
-        for option in ("num_warps", "enable_fp_fusion"):
-            del constants[option]
+        for option in ("num_warps", "maxnreg", "enable_fp_fusion"):
+            constants.pop(option, None)
         names = ("o_t", "o_h", "q_t", "q_h", "k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head")
         module.prefill(
             **{name: None if x is None else gluon.Pointer(x) for name, x in arrays.items()},
@@ -210,12 +210,13 @@ def test_values_that_are_not_finite_in_several_heads(size: int) -> None:
 
 
 def test_tiles_are_smaller_where_rows_see_few_keys() -> None:
-    def tiles(size: int, seen: float | None, width: int | None = None, **more: Any) -> tuple[int, int]:
+    def tiles(size: int, seen: float | None, width: int | None = None, copied: bool = True, **more: Any) -> tuple[int, int]:
         rules = launch.PrefillParams(**{"right": 0, **more})
         if seen is not None:
             rules = rules.seeing(2 * seen, 2 * seen) if rules.right == 0 else rules.seeing(seen, seen)
         sizes = (8, 4, size, width or size, 16)
-        constants = launch.constants(sizes, rules, launch.Variant(True, False, True, False, False))
+        constants = launch.constants(sizes, rules, launch.Variant(True, False, copied, False, False))
+        assert ("maxnreg" in constants) == (constants["CONSUMERS"] == 1)
         assert constants["BLOCK_Q"] == constants["CONSUMERS"] * 64 // 4 and constants["CONSUMER_REGS"] % 8 == 0
         return int(constants["BLOCK_N"]), int(constants["CONSUMERS"])
 
@@ -229,12 +230,17 @@ def test_tiles_are_smaller_where_rows_see_few_keys() -> None:
     assert [keys(size, None) for size in (64, 128)] == [64, 128]  # not known
     assert keys(128, 4000, left=256) == 64  # a window hides the others
     assert [keys(size, 300, right=UNBOUNDED) for size in (64, 128)] == [64, 64]
-    assert [keys(size, 500, right=UNBOUNDED) for size in (64, 128)] == [64, 128]
-    assert [tiles(64, seen)[1] for seen in (300, 500, 700, 4000, None)] == [2, 2, 3, 3, 3]
-    assert [tiles(64, seen, right=UNBOUNDED)[1] for seen in (300, 500, 4000)] == [2, 3, 3]
+    assert [keys(size, 700, right=UNBOUNDED) for size in (64, 128)] == [64, 128]
+    assert [tiles(64, seen)[1] for seen in (300, 500, 700, 4000, None)] == [1, 1, 3, 3, 3]
+    assert [tiles(64, seen, right=UNBOUNDED)[1] for seen in (300, 500, 4000)] == [1, 3, 3]
+    assert [tiles(128, seen)[1] for seen in (300, 700, 1500, None)] == [1, 1, 2, 2]
+    assert [tiles(128, seen, right=UNBOUNDED)[1] for seen in (300, 500, 700)] == [1, 1, 2]
+    # two programs of wider heads do not fit in a multiprocessor's memory
+    assert [tiles(size, 300)[1] for size in (192, 256, 512)] == [2, 2, 2]
+    assert [tiles(192, 300, 128, copied)[1] for copied in (True, False)] == [1, 2]
 
 
-@pytest.mark.parametrize(("size", "below"), [(64, 400), (64, None), (128, None), (512, None)])
+@pytest.mark.parametrize(("size", "below"), [(64, 400), (64, None), (128, None), (512, None), (72, 600)])
 def test_consumers_of_a_token_or_none(size: int, below: int | None) -> None:
     """64 rows are 32 tokens: of units of 64 or 96 tokens, the last one has one token of a later consumer, or none."""
     lens = [(32, 40), (33, 33), (64, 100), (65, 65), (97, 110), (160, 161)]

@@ -260,19 +260,17 @@ class TritonPagedImpl(PagedAttentionImpl):
         self, q_lens: "IntArray", seq_lens: "IntArray", most: int, itemsize: int, arch: str, processors: int
     ) -> "_BatchPlan":
         """Return `_plan` of requests of these lengths. most: the bound of `q_lens`; itemsize: of the cache."""
-        from attn.kernels.launch import TOGETHER, are_whole, packs_rows, prefill_programs, run_together
+        from attn.kernels.launch import are_whole, blocks_of, packs_rows, prefill_programs, run_together
 
         group, left = self.num_heads // self.num_kv_heads, self.window[0]
         # what a request's rows see together: a window of each, so `left` keys before the first row's own
         keys = seq_lens if left is None else np.minimum(seq_lens, left + q_lens)
         has_prompts = most > 1 and (most > 16 or most * group > TOGETHER)  # else a decode's tile holds each request
         packs = self.head_size <= 128 and packs_rows(arch, max(itemsize, 2)) and not self._sparse()
-        if has_prompts and packs and most <= TOGETHER:
-            # tiles of TOGETHER rows, a row for each token and query head of a kv head
-            blocks = -(-q_lens * group // TOGETHER)
-            if run_together(q_lens, keys, blocks, self.num_kv_heads, processors):
-                # each tile reads its request's keys, so a request counts as often as it has tiles
-                return _BatchPlan(0, None, are_whole(np.repeat(keys, blocks), self.num_kv_heads, processors), True)
+        if has_prompts and packs and run_together(q_lens, keys, group, self.num_kv_heads, processors):
+            # each tile of rows reads its request's keys, so a request counts as often as it has tiles
+            of_tiles = np.repeat(keys, blocks_of(q_lens, group))
+            return _BatchPlan(0, None, are_whole(of_tiles, self.num_kv_heads, processors), True)
         # up to 16 tokens a request, a decode's tile holds them all; in a batch with longer ones it serves single tokens only
         decodes = keys[(q_lens > 0) & (q_lens <= (most if most <= 16 else 1))]
         programs, below, whole = 0, None, are_whole(decodes, self.num_kv_heads, processors)

@@ -14,8 +14,8 @@ from attn.kernels.hopper_prefill_launch import (
     ONE_PAGE,
     ROWS,
     Arrays,
-    Map,
     PrefillParams,
+    PrefillPlan,
     Variant,
     constants,
     copies,
@@ -47,37 +47,35 @@ def serves(
 
 
 def prefill(
-    arrays: Sequence[Any], params: PrefillParams, factors: tuple[float, float], programs: int, *, ragged: bool = False
+    arrays: Sequence[Any], params: PrefillParams, factors: tuple[float, float], processors: int, *, ragged: bool = False
 ) -> None:
     """Compute the rows of requests with more than `params.min_query` tokens; the rest of the contract is `paged_attention`'s.
 
     arrays: output, lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_table, sinks, and spans, prefix and
     is_causal, which may be left out. factors: of scores, into base 2 (into the cap's units with a soft cap, whose `cap` is then
-    in base 2), and of values. programs: the number of multiprocessors that it may use. ragged: whether keys have no pages, and
-    `seq_lens` [R + 1] says where those of each request begin.
+    in base 2), and of values. processors: the number of multiprocessors that it may use. ragged: whether keys have no pages,
+    and `seq_lens` [R + 1] says where those of each request begin.
     """
     key_cache, block_table = arrays[3], arrays[7]
     # Callers leave the last ones out: MLA's prompts and dense calls have no spans, prefixes and flags.
     arrays = (*arrays, *[None] * (_ARRAYS - len(arrays)))
     page = ROWS if block_table is None else key_cache.shape[1]
-    _planned(arrays, page, params, ragged)(arrays, factors, programs)
+    _planned(arrays, page, params, ragged)(arrays, factors, processors)
 
 
 class _PlannedLaunch(NamedTuple):
     """A launch for arrays of certain shapes, strides and dtypes.
 
-    maps, strides, tiles: those of `plan_of`; numbers: requests, pages, and strides of the log-sum-exp and the block table.
+    numbers: requests, pages, and strides of the log-sum-exp and the block table.
     """
 
     kernel: Prepared
-    maps: tuple[Map | None, Map, Map]
+    plan: PrefillPlan
     numbers: tuple[int, int, int, int]
-    strides: tuple[int, ...]
-    tiles: int
 
-    def __call__(self, arrays: Sequence[torch.Tensor | None], factors: tuple[float, float], programs: int) -> None:
+    def __call__(self, arrays: Sequence[torch.Tensor | None], factors: tuple[float, float], processors: int) -> None:
         """arrays: of the kernel, without the counters."""
-        grid, arrays, numbers = self.launch(arrays, factors, programs)
+        grid, arrays, numbers = self.launch(arrays, factors, processors)
         try:
             self.kernel(grid, arrays, *numbers)
         # The compiler's errors turn the kernel off and raise `CannotCompile`, for which `on_device` makes the call again;
@@ -87,21 +85,20 @@ class _PlannedLaunch(NamedTuple):
             raise
 
     def launch(
-        self, arrays: Sequence[torch.Tensor | None], factors: tuple[float, float], programs: int
+        self, arrays: Sequence[torch.Tensor | None], factors: tuple[float, float], processors: int
     ) -> tuple[int, tuple[torch.Tensor | None, ...], tuple[Any, ...]]:
         """Return the number of programs, and the kernel's arrays, tensor maps and numbers."""
         _, _, query, key, value, *_ = arrays
         assert query is not None and key is not None and value is not None
-        dtype, (q_map, k_map, v_map) = query.dtype, self.maps
+        dtype, (q_map, k_map, v_map) = query.dtype, self.plan.maps
         k_desc, v_desc = descriptor(key.data_ptr(), dtype, *k_map), descriptor(value.data_ptr(), dtype, *v_map)
         # The kernel takes three maps in any case; without a copy it does not read this one.
         q_desc = k_desc if q_map is None else descriptor(query.data_ptr(), dtype, *q_map)
         # Units of work are taken from a counter, and the kernel leaves both at 0: a fixed order gave some programs three times
         # the work of others (16 prompts of 2,048, 16/8 heads of 128, on an H200: 322 -> 431 TFLOP/s).
         counters = memory_of_stream(query.device, 0, 2)[1]
-        numbers = q_desc, k_desc, v_desc, *factors, *self.numbers, *self.strides
-        # programs stay on their multiprocessors and take unit after unit, so more of them than units have nothing to do
-        return min(self.tiles, programs), (*arrays, counters), numbers
+        numbers = q_desc, k_desc, v_desc, *factors, *self.numbers, *self.plan.strides
+        return self.plan.programs(processors), (*arrays, counters), numbers
 
 
 def _planned(arrays: Sequence[Any], page: int, params: PrefillParams, ragged: bool = False) -> _PlannedLaunch:
@@ -112,7 +109,7 @@ def _planned(arrays: Sequence[Any], page: int, params: PrefillParams, ragged: bo
     plan = plan_of(Arrays(*shapes, *of), num_reqs, page, table is not None, params, not query.data_ptr() % 16)
     kernel = _prepared(signature_of((*arrays, None), plan.strides), plan.sizes, params, plan.maps[0] is not None, ragged)
     numbers = num_reqs, key.shape[0], 0 if lse is None else lse.stride(0), 0 if table is None else table.stride(0)
-    return _PlannedLaunch(kernel, plan.maps, numbers, plan.strides, plan.tiles)
+    return _PlannedLaunch(kernel, plan, numbers)
 
 
 class EqualPrompts:
@@ -160,7 +157,7 @@ class EqualPrompts:
         programs, arrays, numbers = plan.launch(operands, self._factors, multiprocessors(query.device))
         addresses = [0 if x is None else x.data_ptr() for x in arrays]
         # The maps follow the addresses; that of queries is of keys (2) where the engine does not copy queries (`launch`).
-        n, q_map = len(addresses), 1 if plan.maps[0] is not None else 2
+        n, q_map = len(addresses), 1 if plan.plan.maps[0] is not None else 2
         changing = (0, 0), (2, 1), (3, 2), (4, 3), (n, q_map), (n + 1, 2), (n + 2, 3)
         shape, held = (batch, rows, heads, size), (lists, arrays[-1])
         return plan.kernel.again(general, query.device, shape, (programs, 1), (*addresses, *numbers), changing, held)

@@ -37,8 +37,8 @@ class _Launches:
         self._of_prompts = functools.cache(functools.partial(layer.of_prompts, rules.tokens))
         # None where no request has more tokens than a decode's tile, or where the Hopper kernel takes them.
         self._prefill = None if rules.prefill is None else Prepared(attention, **rules.prefill)
-        #: by BLOCK_R, 0 for decodes that stay whole
-        self._decode = functools.cache(lambda block_r: Prepared(attention, **rules.decode(block_r)))
+        #: by `SplitKV.block_r`, 0 for decodes that stay whole, and `SplitKV.crowded`
+        self._decode = functools.cache(lambda block_r, crowded: Prepared(attention, **rules.decode(block_r, crowded)))
         self._merge = Prepared(merge, **rules.merge)
 
     def __call__(
@@ -73,7 +73,7 @@ class _Launches:
         split_kv = rules.parts(tiles, max_seq_len, whole)
         if split_kv is None:
             # one program more beside a prefill: it waits for that, so that no later launch starts before the prefill ends
-            self._decode(0)(tiles * kv_heads + rules.beside, (None, *arrays), *numbers, *no_plan, *strides)
+            self._decode(0, False)(tiles * kv_heads + rules.beside, (None, *arrays), *numbers, *no_plan, *strides)
             return
         states, floats = rules.states(num_reqs, split_kv)
         # One allocation: the parts' states, their log-sum-exps, and behind these the plan, which tells the merge each request's
@@ -81,7 +81,7 @@ class _Launches:
         scratch = temporary(query.new_empty(floats, dtype=torch.float32))  # type: ignore[union-attr]
         plan = states, lse_h, table_r, tree_w, split_kv.split_tiles, split_kv.max_splits, split_kv.whole_from
         programs = split_kv.items * kv_heads + rules.beside
-        self._decode(split_kv.block_r)(programs, (scratch, *arrays), *numbers, *plan, *strides)
+        self._decode(split_kv.block_r, split_kv.crowded)(programs, (scratch, *arrays), *numbers, *plan, *strides)
         # Tiles of rows of a request: several only where prompts are in the decodes' launch.
         most = -(-max_query_len // rules.tokens) if rules.kinds.together else 1
         of_merge = (scratch, *arrays[: len(OF_MERGE)])

@@ -149,7 +149,7 @@ def test_parts_of_a_decode_have_the_scales_of_their_kv_head() -> None:
 
 _TOGETHER: dict[str, dict[str, Any]] = {
     "causal": {},
-    "window": {"left": 40},
+    "window": {"left": 100},  # more keys than `LEAST` tiles of any launch
     "not causal": {"right": None},
     "some causal": {"right": None, "is_causal": [True, False, True, True, False]},
     "spans": {"spans": (6, 12)},

@@ -108,8 +108,7 @@ def prefill(out: Out, batch: Prompts, params: PrefillParams, factor: float, arch
     }
     writes = [name for name, array in out._asdict().items() if array is not None]
     try:
-        # programs take units from a counter, so more than there are multiprocessors would only wait
-        made = launch(_prefill, arch, (min(plan.tiles, processors),), arguments, writes)
+        made = launch(_prefill, arch, (plan.programs(processors),), arguments, writes)
     # `turn_off` raises `CannotCompile` for the compiler's errors; any other is the caller's
     except Exception as error:
         hopper.turn_off("hopper_prefill", error)

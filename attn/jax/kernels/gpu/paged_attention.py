@@ -213,7 +213,11 @@ class _LaunchSequence:
         if split_kv is not None and split_kv.max_splits and num_reqs >= split_kv.whole_from:
             chooses |= {name: jnp.empty(num_reqs + 1, jnp.int32) for name in ("whole", "cut")}
             chooses |= {"seq_lens": arrays["seq_lens"], "left": bound(None if rules.free else rules.layer.left)}
-            chooses |= {"most": rules.tokens, "keys_per_tile": rules.keys_per_tile, "whole_from": split_kv.whole_from}
+            chooses |= {
+                "most": rules.tokens,
+                "keys_per_tile": rules.keys_per_tile(split_kv.crowded),
+                "whole_from": split_kv.whole_from,
+            }
             chooses |= {"BLOCK_R": split_kv.block_r}
         of_rows = {name: arrays[name] for name in ("output", "lse", "query_start_loc")}
         numbers = {"tokens": tokens, "num_reqs": num_reqs, "lse_h": self.numbers["lse_h"]}
@@ -235,7 +239,7 @@ class _LaunchSequence:
         # result.
         self.numbers |= {"states": states, "scratch": jnp.empty(floats, jnp.float32)}
         self.numbers |= {name: getattr(split_kv, name) for name in ("split_tiles", "max_splits", "whole_from")}
-        self._attend(split_kv.items * rules.kv_heads, rules.decode(split_kv.block_r))
+        self._attend(split_kv.items * rules.kv_heads, rules.decode(split_kv.block_r, split_kv.crowded))
         of_merge = {name: self.arrays[name] for name in OF_MERGE}
         numbers = {name: self.numbers[name] for name in ("scratch", "v_factor", "states", "lse_h", "o_t", "o_h")}
         self._launch(merge, num_reqs * rules.rows, of_merge | numbers | rules.merge)
