@@ -262,7 +262,7 @@ def _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, phase, 
     mbarrier.wait(p_full.index(OTHER), phase)
     acc = warpgroup_mma(p_ring.index(OTHER), k_ring.index(OTHER * 2 + CONSUMER), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    # All four warps' products have read the piece. Nobody else reads it: the other consumer's scores of it came before its
+    # All four warps' products have read the piece. No other warp reads it: the other consumer's scores of it came before its
     # weights. So one arrival frees it.
     barrier()
     mbarrier.arrive(k_empty.index(OTHER * 2 + CONSUMER), count=1)
@@ -366,7 +366,7 @@ def _consume(  # type: ignore[no-untyped-def]
             rope_at = query + (at * q_t + head * q_h + 512)
         else:
             rope_at = rope + (at * ROPE_T + head * ROPE_H + ROPE_AT)
-        # The rotary part passes through the place of the weights, which nobody reads between items, into registers, where it
+        # The rotary part passes through the place of the weights, which no warp reads between items, into registers, where it
         # stays for the whole item: shared memory has no room for it.
         e = gl.arange(0, 64, layout=gl.SliceLayout(0, ROPE_COPY))
         p_ring.index(CONSUMER).store(gl.load(rope_at[:, None] + e[None, :], mask=live[:, None], other=0.0))

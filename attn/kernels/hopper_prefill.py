@@ -63,8 +63,8 @@ def column_blocks(size: int, most: int) -> tuple[tuple[int, int], ...]:
     Dimensions of Gluon's tensors are powers of two, and products have a depth of 16. A head has two blocks, or one where that
     is as many columns: three blocks of 112 were slower than one of 128.
     """
-    # 112 columns as 64 + 32 + 16 ran at 443 TFLOP/s where 128 ran at 481, but 192 as 128 + 64 at 585 instead of 557 (H100,
-    # benchmarks/notes/triton.md): two blocks at most, and only where they are fewer columns.
+    # 112 columns as 64 + 32 + 16 ran at 443 TFLOP/s where 128 ran at 481, but 192 as 128 + 64 at 585 instead of 557 (H100):
+    # two blocks at most, and only where they are fewer columns.
     half = max(8, 1 << (size - 1).bit_length() - 1)
     tail = max(16, 1 << (size - half - 1).bit_length())
     widths = (half, tail) if tail < half else (2 * half,)
@@ -393,8 +393,8 @@ def _produce(  # type: ignore[no-untyped-def]
         )
         _publish(units_ring, u_full, wave, unit)
         unit = _read(units_ring, wave, 1)
-    # A program adds 1 here after it has taken its last number, so whoever counts the last one knows that nobody reads the
-    # counters any more, and leaves them 0 for the next launch on the stream.
+    # A program adds 1 here after it has taken its last number, so the program that counts the last one knows that none reads
+    # the counters any more, and leaves them 0 for the next launch on the stream.
     if gl.atomic_add(counters + 1, 1, sem="relaxed") == gl.num_programs(0) - 1:  # every program has taken its last unit
         gl.store(counters, 0)
         gl.store(counters + 1, 0)

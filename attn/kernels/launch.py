@@ -402,7 +402,7 @@ def prefill_programs(flops: float, nbytes: float, multiprocessors: int) -> int:
     predicted to take a tenth less time than running in sequence, where the decode begins as the prefill's last programs
     end.
     """
-    # Seconds of either alone. 4 prompts of 4,096 ran at 479 to 509 TFLOP/s on four H200s (benchmarks/notes/triton.md), and
+    # Seconds of either alone. 4 prompts of 4,096 ran at 479 to 509 TFLOP/s on four H200s, and
     # these copy 4.3 TB/s.
     whole, decode = flops / 480e12, nbytes / 4e12
     if decode == 0:

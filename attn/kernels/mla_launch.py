@@ -73,7 +73,7 @@ def fits_hopper(
 def _shared(launch: Launch, rank: int, rope: int, itemsize: int, stored: int) -> int:
     """Bytes of shared memory: queries once, keys per stage (and once more converted), the weights."""
     row = power_of_two(rank) + power_of_two(rope)
-    # Half of the stages go to the block table's loads (benchmarks/notes/mla-gpu.md): 5 leave two tiles of keys in memory.
+    # Half of the stages go to the block table's loads: 5 leave two tiles of keys in memory.
     stages = 2 if launch.num_stages > 2 else max(1, launch.num_stages)
     need = launch.block_m * row * itemsize + launch.block_n * row * stages * stored + launch.block_m * launch.block_n * itemsize
     return need + (launch.block_n * row * itemsize if stored != itemsize else 0)

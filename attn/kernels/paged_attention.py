@@ -110,7 +110,7 @@ def _step(  # type: ignore[no-untyped-def]
         v_rows = k_rows if SAME else at * v_slot
     k_at = k_base + k_rows[:, None] + d[None, :]
     v_at = v_base + v_rows[:, None] + d[None, :]
-    # Loads of a mask cost a fifth more instructions (benchmarks/notes/triton.md), so only padded heads have one.
+    # Loads of a mask cost a fifth more instructions, so only padded heads have one.
     if D != BLOCK_D:
         k = tl.load(k_at, mask=(d < D)[None, :], other=0.0)
         v = tl.load(v_at, mask=(d < D)[None, :], other=0.0)

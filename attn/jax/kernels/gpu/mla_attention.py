@@ -84,8 +84,8 @@ def mla_decode(
     args["partial"] = jnp.empty(max(1, states) * rank, jnp.float32)
     args["partial_lse"] = jnp.empty(max(1, states), jnp.float32)
     args |= _numbers(of, made, args) | {"factor": rules.scale * LOG2E, "v_factor": 1.0}
-    # Without a plan `items` is read by nobody, and any int32 array will do. The latents are written here, so that the launches
-    # below read the cache that this one returns.
+    # Without a plan the kernel does not read `items`, and any int32 array will do. The latents are written here, so that the
+    # launches below read the cache that this one returns.
     args |= {"items": starts} | _prepared(of, made, args, new)
     try:
         args |= (_attend_on_hopper if of.on_hopper else _attend)(of, made, args)

@@ -72,7 +72,7 @@ def reset(cfg: RaggedConfig, refs: RaggedRefs, state: Any) -> None:
 
 def failed(cfg: RaggedConfig, refs: RaggedRefs, state: Any = slice(None)) -> jax.Array:
     """Whether a request must be repeated with `exact`: a sum is not finite, or a NaN of the cache was lost."""
-    # 0 x is NaN for NaN and infinities, so one sum of products tells of any number that is not finite.
+    # 0 x is NaN for NaN and infinities, so one sum of products shows any number that is not finite.
     sums = [x[state][..., at : at + LANES] for x in (refs.l1, refs.acc1) for at in range(0, x.shape[-1], LANES)]
     zero = functools.reduce(jnp.add, [jnp.sum((x * 0.0).reshape(-1, 8, LANES), axis=0) for x in sums])
     lost = jnp.max(refs.recompute1[state].reshape(-1, 8, LANES), axis=0)

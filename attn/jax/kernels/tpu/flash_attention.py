@@ -109,7 +109,7 @@ def _attention(static: Static, q: jax.Array, k: jax.Array, v: jax.Array, extras:
 
 def _attention_fwd(static: Static, q: Any, k: Any, v: Any, extras: Any) -> tuple[Any, Any]:
     slopes = extras.alibi_slopes
-    # with `symbolic_zeros` the rule is told which arguments are differentiated
+    # with `symbolic_zeros` the rule knows which arguments are differentiated
     if slopes is not None and slopes.perturbed:
         raise TypeError("alibi_slopes have no gradient: pass jax.lax.stop_gradient(alibi_slopes)")
     q, k, v = q.value, k.value, v.value

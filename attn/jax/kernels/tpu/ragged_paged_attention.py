@@ -141,7 +141,7 @@ def _arrays(
     """The operands of a launch, by the names of `RaggedRefs`, without the new tokens."""
     # zeros meet what pads a head in the cache, or the values that share its row
     padded = jnp.pad(query, ((0, 0), (0, 0), (0, cfg.lanes - query.shape[2])))
-    # The first row of every request: what singles have, and nobody reads of the others. Of a request without rows it is any
+    # The first row of every request: what singles have; that of others is not read. Of a request without rows it is any
     # row.
     arrays = {"query1": _single_queries(cfg, padded[batch.start]), "rules1": _single_rows(cfg, rules)}
     if cfg.large:
