@@ -174,6 +174,7 @@ class PagedAttentionMetadata(AttentionMetadata):
     def __post_init__(self) -> None:
         #: What `attn.torch.backends.pair` divides the batch into; empty: the layer's backend serves it whole.
         self.parts: tuple[Any, ...] = ()
+        self.divided_by: tuple[Any, ...] = ()  # the values of `PLANNED_BY` that the parts are of
         self.handle = 0  # a batch built within a graph is only its tensors: it cannot be looked up
         if not torch.compiler.is_compiling():
             self.handle = next(_counter)

@@ -3,7 +3,8 @@
 The first named serves *decodes*, requests of up to `FEW_ROWS` new tokens, and the second *prompts*, longer ones. A batch of
 both is divided where its first prompt begins, if most requests from there on are prompts, which is how engines order a batch.
 The first serves any other batch whole: prompts and decodes in no order, and lengths that only the device knows, so that a
-graph which was captured with such a batch serves any. The parts of a batch are decided once, when its metadata is built.
+graph which was captured with such a batch serves any. The parts of a batch are decided once, when its metadata is built; one
+whose fields are assigned later has none.
 
 A pair serves what both of its backends serve. Its first backend writes the cache; both read it, so their layouts must be equal.
 `batch_invariant` is not served, since the place of a request in its batch decides who serves it. There are no pairs under jax:
@@ -16,6 +17,7 @@ class is the attribute of this module that has both names: `attn.torch.backends.
 
 import functools
 from collections.abc import Callable, Sequence
+from operator import attrgetter, is_
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -29,9 +31,10 @@ from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import Capabilities, Device, Feature, Request, sizes_of_both
 from attn.torch.alignment import aligned
 from attn.torch.backends._paged import QKV, PagedAttentionBackend, PagedAttentionImpl
-from attn.torch.metadata import PagedAttentionMetadata
+from attn.torch.metadata import PLANNED_BY, PagedAttentionMetadata
 
 _PHASES = ("decodes", "prompts")
+_divided_by = attrgetter(*PLANNED_BY)
 
 
 class MemberBatch(NamedTuple):
@@ -121,7 +124,7 @@ class PairedMetadataBuilder(AttentionMetadataBuilder[Any]):
                 # rows follow one another as requests do
                 start = 0 if first == 0 else parts[-1].rows.stop
                 parts.append(MemberBatch(member, slice(start, start + meta.num_actual_tokens), meta))
-        whole.parts = tuple(parts)
+        whole.parts, whole.divided_by = tuple(parts), _divided_by(whole)
         return whole
 
 
@@ -144,6 +147,14 @@ def decodes_of(batch: CommonAttentionMetadata) -> int:
     # A batch is divided at one place, so that both parts are slices of it. In one of no order, most of what follows the first
     # prompt may be decodes, which the other backend would serve.
     return first if 2 * len(prompts) > np.count_nonzero(lens[first:]) else batch.num_reqs
+
+
+def _parts_of(batch: PagedAttentionMetadata) -> "tuple[MemberBatch, ...]":
+    """Return the parts of a batch; none, so that the decodes' backend serves it whole, if fields were assigned since."""
+    # compared by identity, as fields are where calls are kept
+    if batch.parts and not all(map(is_, batch.divided_by, _divided_by(batch))):
+        batch.parts = ()
+    return batch.parts
 
 
 class PairedImpl(PagedAttentionImpl):
@@ -174,23 +185,24 @@ class PairedImpl(PagedAttentionImpl):
 
     def _kind_of_batch(self, attn_metadata: PagedAttentionMetadata, kv_cache: Any) -> Any:
         # None: the parts' own lengths decide what is launched, of which later batches' records know nothing
-        return None if attn_metadata.parts else self._member(0)._kind_of_batch(attn_metadata, kv_cache)
+        return None if _parts_of(attn_metadata) else self._member(0)._kind_of_batch(attn_metadata, kv_cache)
 
     def _stages(self, call: PagedCall) -> Any:
         """Return what keeps the write: of a batch with parts, also where the decodes' backend keeps all launches of its own."""
         member = self._member(0)
-        return PagedAttentionImpl._stages(member, call) if call.meta.parts else member._stages(call)
+        return PagedAttentionImpl._stages(member, call) if _parts_of(call.meta) else member._stages(call)
 
     def _run_first(self, call: PagedCall, qkv: QKV) -> Callable[..., bool] | None:
         """Run a call; one of decodes alone is repeated as the decodes' backend repeats its own."""
-        if call.meta.parts:
+        if _parts_of(call.meta):
             return super()._run_first(call, qkv)
         return self._member(0)._run_first(call, qkv)
 
     def _attend(self, call: PagedCall) -> None:
-        if not call.meta.parts:
+        parts = _parts_of(call.meta)
+        if not parts:
             self._member(0)._attend(call)
-        for index, rows, meta in call.meta.parts:
+        for index, rows, meta in parts:
             part = call._replace(
                 query=aligned(call.query[rows]),
                 meta=meta,
@@ -198,7 +210,7 @@ class PairedImpl(PagedAttentionImpl):
                 mask=self.visible(meta),
                 output=call.output[rows],
                 lse=None if call.lse is None else call.lse[:, rows],
-                held=None if call.held is None else call.held.setdefault(index, {}),
+                held=None if call.held is None else call.held.setdefault(_PHASES[index], {}),
             )
             self._member(index)._attend(part)
 

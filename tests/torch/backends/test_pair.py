@@ -156,6 +156,19 @@ def test_causality_of_the_part_is_not_that_of_the_batch() -> None:
     torch.testing.assert_close(called(layer, batch), called(alone, batch), rtol=1e-5, atol=1e-5)
 
 
+def test_a_batch_whose_lengths_are_assigned_is_not_in_the_parts_of_those_before() -> None:
+    """They are of the lengths at `build`, so the decodes' backend serves it whole."""
+    layer = Attention(H, D, num_kv_heads=K, backend="DECODES+PROMPTS")
+    cache, query = layer.new_kv_cache(64).normal_(), torch.randn(41, H, D)
+    meta, other = (layer.build(batch_of([1, 40], lens)) for lens in ([30, 60], [20, 60]))
+    with torch.no_grad():
+        want = layer(query, None, None, cache, other)
+        assert not torch.allclose(layer(query, None, None, cache, meta), want)
+        for name in ("seq_lens", "seq_lens_cpu", "block_table"):
+            setattr(meta, name, getattr(other, name))
+        torch.testing.assert_close(layer(query, None, None, cache, meta), want, rtol=1e-5, atol=1e-5)
+
+
 def test_lengths_that_only_the_device_knows_are_not_waited_for() -> None:
     layer = Attention(H, D, num_kv_heads=K, backend="DECODES+PROMPTS")
     batch = batch_of([1, 40, 17])
