@@ -2194,7 +2194,7 @@ DEFECTS = (
     Defect(
         "pair_kind_without_parts",
         "torch/backends/pair.py",
-        "return None if attn_metadata.parts else self._member(0)._kind_of_batch(",
+        "return None if _parts_of(attn_metadata) else self._member(0)._kind_of_batch(",
         "return self._member(0)._kind_of_batch(",
         ("torch/backends/test_pair.py",),
         "A batch with prompts repeats the launches of one that the decodes' backend served whole.",
