@@ -85,8 +85,9 @@ def write(  # type: ignore[no-untyped-def]
             v_by = tl.load(v_scale + h * vscale_h, mask=h < HEADS, other=1.0)
             k = code_in(tl.math.div_rn(k.to(tl.float32), tl.broadcast_to(k_by, (BLOCK_H, BLOCK_D))), FORMAT)
             v = code_in(tl.math.div_rn(v.to(tl.float32), tl.broadcast_to(v_by, (BLOCK_H, BLOCK_D))), FORMAT)
-        k_at = key_cache + block * kc_block + offset * kc_slot + h * kc_head + d
-        v_at = value_cache + block * vc_block + offset * vc_slot + h * vc_head + d
+        # a head's stride is that of most of the cache where heads are outermost
+        k_at = key_cache + block * kc_block + offset * kc_slot + h.to(tl.int64) * kc_head + d
+        v_at = value_cache + block * vc_block + offset * vc_slot + h.to(tl.int64) * vc_head + d
         tl.store(k_at, k.to(key_cache.dtype.element_ty), mask=live)
         tl.store(v_at, v.to(value_cache.dtype.element_ty), mask=live)
 

@@ -340,7 +340,8 @@ def attention(  # type: ignore[no-untyped-def]
         aligned += begin_tile * BLOCK_N
 
     lanes = live[:, None] & (d < D)[None, :]
-    q = tl.load(query + at[:, None] * q_t + head[:, None] * q_h + d[None, :], mask=lanes, other=0.0)
+    # heads may be outermost, as far apart as all tokens of one
+    q = tl.load(query + at[:, None] * q_t + head[:, None].to(tl.int64) * q_h + d[None, :], mask=lanes, other=0.0)
     if NEGATE:
         q = (0.0 - q.to(tl.float32)).to(q.dtype)
     if IN_HALF:
@@ -523,6 +524,7 @@ def _finish(  # type: ignore[no-untyped-def]
         result = tl.where((log == float("-inf"))[:, None], 0.0, result * share[:, None])
     if output_scale is not None:
         result = fp8_code(tl.math.div_rn(result, tl.zeros_like(result) + tl.load(output_scale)), 3, 7, 448.0)
+    head = head.to(tl.int64)
     tl.store(output + at[:, None] * o_t + head[:, None] * o_h + d[None, :], result.to(output.dtype.element_ty), mask=lanes)
     if lse is not None:
         tl.store(lse + head * lse_h + at, log * 0.6931471805599453, mask=live)

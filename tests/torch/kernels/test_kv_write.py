@@ -37,6 +37,18 @@ def test_same_bytes(element: torch.dtype, per_head: bool) -> None:
     assert torch.equal(ours.cpu().view(whole), want.view(whole))
 
 
+def test_heads_that_are_far_apart() -> None:
+    """More than 2**31 elements from the first: of the 2 GiB, a CPU backs with memory only what is written."""
+    from attn.torch.kernels.kv_write import write_kv
+
+    far, page = 2**30, (2, 16, 3, 32)
+    memory = torch.empty(2 * far + 2 * 16 * 32, dtype=torch.int8, device=DEVICE)
+    keys, values = memory.as_strided(page, (16 * 32, 32, far, 1)), torch.zeros(page, dtype=torch.int8, device=DEVICE)
+    key, one = 10 * torch.randn(1, 3, 32, device=DEVICE), torch.ones((), device=DEVICE)
+    write_kv(key, key, keys, values, torch.tensor([5], device=DEVICE), one, one)
+    assert torch.equal(keys[0, 5], values[0, 5]) and bool(values[0, 5].any())
+
+
 @pytest.mark.parametrize("kind", ["int8_per_token_head", "fp8_per_token_head"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_same_bytes_with_scales_of_their_own(kind: str, dtype: torch.dtype) -> None:

@@ -116,6 +116,19 @@ def test_weights_below_float16(dtype: torch.dtype, stored: torch.dtype, cap: flo
     _check(query.to(DEVICE, dtype), key.to(DEVICE, stored), value.to(DEVICE, stored), score / (16 * SIZE), cap)
 
 
+def test_heads_of_queries_that_are_far_apart() -> None:
+    """More than 2**31 elements from the first: of the 4 GiB, a CPU backs with memory only what is written."""
+    far, tokens, heads = 2**30, 5, 3
+    query, key, value = torch.randn(3, tokens, heads, SIZE, dtype=torch.float16, device=DEVICE)
+    memory = torch.empty(2 * far + tokens * SIZE, dtype=torch.float16, device=DEVICE)
+    apart = memory.as_strided(query.shape, (SIZE, far, 1)).copy_(query)
+    starts, outputs = torch.tensor([0, tokens], dtype=torch.int32, device=DEVICE), []
+    for x in (query, apart):
+        outputs.append(torch.zeros_like(query))
+        paged_attention(outputs[-1], None, x, key, value, starts, None, None, tokens, tokens, 0.2)
+    assert torch.equal(*outputs)
+
+
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_a_bound_of_a_window_beyond_every_key_is_none(tokens: int) -> None:
     """A kernel adds it to positions, in 32 bits."""
