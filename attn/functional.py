@@ -104,22 +104,19 @@ def attention(
         check_known("layout", layout, LAYOUTS)
     batched = _check_shapes(q, k, v, layout)
     if layout == "BHSD":
-        # Views in the layout of the formula; only the output is swapped back, since the log-sum-exp has heads first in
-        # both layouts.
+        # Only the output is swapped back: the log-sum-exp has heads first in both layouts.
         q, k, v = (x.swapaxes(-3, -2) for x in (q, k, v))
     rules = DenseParams(
         causal=causal,
         scale=check_scale(scale, q.shape[-1]),
-        # An int W means W keys to the left of a causal row, and W keys in each direction without causality
-        # (docs/semantics.md §4).
+        # docs/semantics.md §4: an int W is W keys to the left of a causal row, and W in each direction without causality
         window=window_pair(window, AttentionType.DECODER if causal else AttentionType.ENCODER_ONLY, "window"),
         cap=check_soft_cap(logits_soft_cap),
     )
     check_per_head("alibi_slopes", alibi_slopes)
     check_per_head("sinks", sinks)
     extras = OptionalArrays(alibi_slopes, sinks, mask)
-    if not batched:
-        q, k, v = q[None], k[None], v[None]
+    q, k, v = (q, k, v) if batched else (q[None], k[None], v[None])
     reach = _reach(q, k, rules, spans, prefix, chunk_size, span_window)
     if backend is not None:
         result = _through_backend(backend, framework, (q, k, v), rules, extras, reach, return_lse)
@@ -128,8 +125,7 @@ def attention(
         result = _oracle(q, k, v, *_seen(rules, extras, reach and _mask(reach, q, k)))
     else:
         xp = arrays.ops_of(framework)
-        # Before the formula is compiled: a list would be a tree of Python floats to jax, and a NumPy array an argument
-        # on another device than q to torch.
+        # before the formula is compiled: to jax a list is a tree of numbers, to torch an array is on another device than q
         extras = OptionalArrays(*(x if x is None else xp.asarray(_numbers(x, q), like=q) for x in extras))
         rules, extras = _seen(rules, extras, reach and xp.asarray(_mask(reach, q, k), like=q))
         result = xp.compiled(_dense)(xp, rules, q, k, v, extras)

@@ -111,7 +111,7 @@ def properties(subject: Subject, full: bool) -> list[Case]:
     scales: dict[str, Any] = per_head_scales(2) if subject.has(Feature.PER_HEAD_SCALES) else {"k_scale": 0.037, "v_scale": 0.02}
     cases = []
     for dtype in dtypes:
-        # `dtype=dtype` binds the loop's value at the definition.
+
         def of(check: str, q: Sequence[int] = Q_LENS, m: Sequence[int] = M_LENS, dtype: str = dtype, **changes: Any) -> Case:
             return base_case(
                 subject, f"{check.partition('=')[0]}, {dtype}", q, m, **{"dtype": dtype, "check": check, **changes}
@@ -133,13 +133,11 @@ def properties(subject: Subject, full: bool) -> list[Case]:
                 shared_prefix=2 * page,
             ),
         ]
-        # Codes of e4m3 reach 448 steps of 0.004, just above the usual output of about 1.
+        # codes of e4m3 reach 448 steps of 0.004, just above the usual output of about 1
         cases.append(of("oracle", output_scale=0.004).replace(name=f"fp8_output, {dtype}"))
         if dtype != "float16":  # powers of two reach float16's subnormals
-            cases += [
-                of("powers_of_two"),
-                *(of("scales_fold", kv_cache_dtype=s, k_scale=0.037, v_scale=0.02) for s in quantized[:1]),
-            ]
+            folded = [of("scales_fold", kv_cache_dtype=s, k_scale=0.037, v_scale=0.02) for s in quantized[:1]]
+            cases += [of("powers_of_two"), *folded]
         if subject.compiles and not full and dtype != dtypes[0]:
             continue  # the following properties need further programs
         if subject.compiles:
@@ -166,8 +164,7 @@ def properties(subject: Subject, full: bool) -> list[Case]:
             of("repeated_heads"),
             of("chunked", (24, 18), (24, 40)),
             of("steps", (24, 18, 1, 3), (24, 40, 9, 3)),
-            # split keys start again at position 0, where the block-sparse pattern differs
-            *(
+            *(  # split keys start again at position 0, where the block-sparse pattern differs
                 of("split_and_merge", (1,) * 5, (33, 20, 7, 40, 2), inputs=inputs).replace(
                     name=f"split_and_merge, {inputs}, {dtype}"
                 )

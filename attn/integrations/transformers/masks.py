@@ -126,7 +126,6 @@ def mask(
         return None  # the rows are those of the last key, or of all keys
     make: Any = sdpa_mask
     arguments: Any = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
-    # a mask that is drawn has all its elements: skipping is decided here
     options = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, "use_vmap": use_vmap, "device": device}
     draw = functools.partial(make, *arguments, **options)
     if not known_offset or torch.compiler.is_compiling():
@@ -136,8 +135,7 @@ def mask(
     if pattern is None or end > kv_length or (end < kv_length and kv_offset):
         return draw()  # type: ignore[no-any-return]
     causal = pattern.layer.causal
-    # rows that see later keys see all that there are
-    end = end if causal else kv_length
+    end = end if causal else kv_length  # rows that see later keys see all that there are
     present, whole = _valid(attention_mask, batch_size, end, kv_length, kv_offset, device)
     left = pattern.layer.window[0]
     described = Described(visible(causal, None if left is None or left + 1 >= end else left + 1), present, q_length, whole)
@@ -148,8 +146,7 @@ def mask(
         result: Any = draw() if end < kv_length or sliced else described.present.new_empty(batch_size, 1, 0, end)
         described.draw = draw
     else:
-        # where transformers wants a tensor, models read one
-        skip = allow_is_causal_skip if causal else allow_is_bidirectional_skip
+        skip = allow_is_causal_skip if causal else allow_is_bidirectional_skip  # else models read a tensor
         placed = not causal or q_length in (1, kv_length)  # else None would leave the rows' positions open
         hides = not described.whole or described.seen.layer.window[0] is not None or described.end < kv_length
         if skip and placed and not hides:

@@ -193,8 +193,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         elif isinstance(attn_metadata, PagedAttentionMetadata) and not torch.compiler.is_compiling():
             kept = attn_metadata.kept()
             signature = self._signature(layer, query, kept.facts((*qkv, kv_cache, output)))
-            # First the calls over this batch (a layer of the same shape before), then those over batches of its kind (an
-            # earlier step).
+            # calls over this batch (a layer of the same shape before), then over batches of its kind (an earlier step)
             known = kept.calls.get(signature)
             if known is None and signature is not None and not envs.debug("device"):
                 batch_key = self._kind_of_batch(attn_metadata, kv_cache)
@@ -203,8 +202,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
                     # What was derived from the other batch (`held`) is not of this one.
                     kept.calls[signature] = known = known._replace(held={})
             if known is not None and known.launches is not None:
-                # A call that passed its checks, repeated by its launches alone: 16 us of the host where the whole call takes 99
-                # (64 decodes, timed without a GPU).
+                # Its launches alone: 16 us of the host where the whole call takes 99 (64 decodes, timed without a GPU).
                 result = self._repeat(known, kept.addresses, layer, qkv, kv_cache, output)
                 if result is not None:
                     return result
@@ -226,8 +224,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         if known is None:
             self._check_call(layer, query, key, value, kv_cache, attn_metadata)
         self._move_to(query.device)
-        # After the checks, which name the caller's own tensors.
-        query = aligned(fold_sign(query, self.signed_scale))
+        query = aligned(fold_sign(query, self.signed_scale))  # after the checks, which name the caller's own tensors
         lse = None
         if self.need_to_return_lse_for_decode:
             # heads outermost, as vLLM's interface returns it (docs/semantics.md §1)

@@ -339,8 +339,7 @@ def attend(
         slot, *load = before((first, zero, zero))
 
     def item(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        blocks = loads.field(_plan.BLOCKS, i)
-        scalars = loads.item(i)
+        blocks, scalars = loads.field(_plan.BLOCKS, i), loads.item(i)
 
         def begin(b: jax.Array) -> jax.Array:
             return loads.first_page(i) * cfg.page + b * cfg.kv_block
@@ -355,8 +354,7 @@ def attend(
 
         def block(b: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             slot, *load = state
-            # into the slot of the block before, whose products have been computed: code is in order, and a block ends with its
-            # sums
+            # into the slot of the block before, whose products are done: code is in order, and a block ends with its sums
             next_load = loads.start_next(*load)
             loads.wait(i, b, slot)
             scalars.where_seen(
