@@ -1,8 +1,8 @@
 """Prefill on Hopper: the ragged paged attention of `paged_attention`, manually scheduled (Gluon) for sm_90.
 
 Each program holds packed rows (tokens of one request x the G query heads of a kv head) in consumers of four warps and 64 rows:
-two consumers, or three for heads of at most 64, whose exponentials take about as long as their products. Two producer warps,
-one for keys and one for values, look up pages and copy them with the bulk tensor engine into rings of tiles of 64 or 128 keys.
+two consumers, or three for heads of at most 64, whose exponentials take about as long as their products, or one where rows see
+few keys, in two programs that share a multiprocessor. Two producer warps, one for keys and one for values, look up pages and copy them with the bulk tensor engine into rings of tiles of 64 or 128 keys.
 Heads are padded to 64, 128, 256 or 512 in shared memory, keys to 192 too, where the engine fills in zeros. Products are of one
 or two blocks of a head's columns, each of which has its accumulators (`column_blocks`). Values above 256 are computed in two
 passes over the keys, each a unit of work, and keys above 256 are copied in two blocks. `hopper_prefill_launch` has the rules

@@ -240,6 +240,16 @@ def test_tiles_are_smaller_where_rows_see_few_keys() -> None:
     assert [tiles(192, 300, 128, copied)[1] for copied in (True, False)] == [1, 2]
 
 
+def test_two_programs_of_one_consumer_share_a_multiprocessor() -> None:
+    tokens, heads, size = 4000, 8, 128
+    shape = tokens, heads, size
+    arrays = launch.Arrays(shape, shape, shape, *[(heads * size, size, 1)] * 4)
+    for below, units, programs in ((400, 64, 264), (UNBOUNDED, 128, 132)):
+        plan = launch.plan_of(arrays, 10, 128, False, launch.PrefillParams(right=0, keys_below=below), True)
+        assert plan.tiles == (tokens // units + 10) * heads and plan.programs(132) == programs
+        assert plan.programs(1000) == plan.tiles
+
+
 @pytest.mark.parametrize(("size", "below"), [(64, 400), (64, None), (128, None), (512, None), (72, 600)])
 def test_consumers_of_a_token_or_none(size: int, below: int | None) -> None:
     """64 rows are 32 tokens: of units of 64 or 96 tokens, the last one has one token of a later consumer, or none."""
