@@ -2,10 +2,11 @@
 
 Each program holds packed rows (tokens of one request x the G query heads of a kv head) in consumers of four warps and 64 rows:
 two consumers, or three for heads of at most 64, whose exponentials take about as long as their products, or one where rows see
-few keys, in two programs that share a multiprocessor. Two producer warps, one for keys and one for values, look up pages and copy them with the bulk tensor engine into rings of tiles of 64 or 128 keys.
-Heads are padded to 64, 128, 256 or 512 in shared memory, keys to 192 too, where the engine fills in zeros. Products are of one
-or two blocks of a head's columns, each of which has its accumulators (`column_blocks`). Values above 256 are computed in two
-passes over the keys, each a unit of work, and keys above 256 are copied in two blocks. `hopper_prefill_launch` has the rules
+few keys, in two programs that share a multiprocessor. Two producer warps, one for keys and one for values, look up pages and
+copy them with the bulk tensor engine into rings of tiles of 64 or 128 keys. Heads are padded to 64, 128, 256 or 512 in shared
+memory, keys to 192 too, where the engine fills in zeros. Products are of one or two blocks of a head's columns, each of which
+has its accumulators (`column_blocks`). Values above 256 are computed in two passes over the keys, each a unit of work, and keys
+above 256 are copied in two blocks. `hopper_prefill_launch` has the rules
 for sizes. A consumer computes the scores of the next tile while it multiplies the last tile's weights with its values, with the
 exponentials in between. In bfloat16, tiles without a mask need no maximum: what is subtracted from scores follows the sums of
 weights (`_weigh_all`). Consumers drift apart until one's exponentials overlap another's products (Shah et al.,
