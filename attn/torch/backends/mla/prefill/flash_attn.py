@@ -28,8 +28,10 @@ class FlashAttnPrefillBackend(MLAPrefillBackend):
     def _attend(self, call: PrefillCall) -> tuple[torch.Tensor, torch.Tensor]:
         # values are views behind keys, at any address
         q, k, v, meta = aligned(call.q), aligned(call.k), aligned(call.v), call.meta
+        # at each call, because a layer's dtype may change; the choice is cached
         provider = providers.chosen(Request(q.shape[2], dtype_name(q.dtype)), arch_of(q.device))
         width = v.shape[2]
+        # Zeros in the values are zeros in the result, and do not enter the log-sum-exp.
         if width < k.shape[2] and not provider.narrow_values(k.shape[2], width):
             v = torch.nn.functional.pad(v, (0, k.shape[2] - width))
         provided = VarlenCall(
@@ -41,6 +43,7 @@ class FlashAttnPrefillBackend(MLAPrefillBackend):
             max_query_len=meta.max_query_len,
             max_seq_len=call.max_keys,
             scale=self.scale,
+            # new tokens are causal, a chunk of the context is seen whole
             window=(None, 0 if call.causal else None),
         )
         out, lse = provider.attend(provider.load(), provided)

@@ -26,6 +26,7 @@ class FlashInferPrefillBackend(MLAPrefillBackend):
     def _attend(self, call: PrefillCall) -> tuple[torch.Tensor, torch.Tensor]:
         q, meta = call.q, call.meta
         # layers of other widths may share the batch
+        # what a plan is made for: without a chunk the call is of the new tokens, which are causal
         key = (self.get_name(), self.num_heads, self.scale, q.dtype, call.chunk_idx)
         if key not in meta.plans:
             meta.plans[key] = self._planned(call)
@@ -37,6 +38,7 @@ class FlashInferPrefillBackend(MLAPrefillBackend):
         import flashinfer
 
         q, meta = call.q, call.meta
+        # named, because `auto` chooses between FA2 and FA3 alone
         kernels = "cutlass" if arch_of(q.device).startswith("sm_10") else "auto"
 
         def make(workspace: torch.Tensor) -> Any:

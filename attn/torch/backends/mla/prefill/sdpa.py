@@ -23,6 +23,7 @@ class TorchSDPAPrefillBackend(MLAPrefillBackend):
         q, k, v = call.q, call.k, call.v
         queries, keys = call.meta.query_start_loc_cpu.tolist(), call.key_start_loc_cpu.tolist()
         rules = RequestParams(self.scale, Visibility(LayerMask(call.causal)))
+        # not cleared: requests follow one another without gaps, and each fills its rows
         out = q.new_empty(*q.shape[:2], v.shape[-1])
         lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32))
         for r in range(len(queries) - 1):
@@ -43,8 +44,10 @@ def _by_kernel(work: Work, rules: RequestParams, causal: bool) -> bool:
     value = torch.nn.functional.pad(work.value, (0, wide - work.value.shape[2]))[None]
     query, key = work.query.transpose(0, 1)[None], work.key.contiguous()[None]
     result, log = _cpu_kernel.attend(query, key, value, rules.scale, causal)
+    # a score of NaN or infinity: the caller computes the request by definition instead
     if not _cpu_kernel.finite(log):
         return False
     work.fill(result[0].transpose(0, 1)[..., : work.value.shape[2]], log[0])
+    # a log-sum-exp of 0 may be of a row that the kernel got wrong
     _cpu_kernel.correct(work, rules, log[0])
     return True

@@ -32,6 +32,7 @@ class TokenspeedMLAPrefillBackend(MLAPrefillBackend):
             query=aligned(call.q.contiguous()),
             key=aligned(call.k.contiguous()),
             value=aligned(call.v.contiguous()),
+            # lengths of the keys; those of the queries follow from `cum_seq_lens_q`
             seq_lens=call.key_start_loc.diff(),
             cum_seq_lens=call.key_start_loc,
             max_seq_len=call.max_keys,

@@ -19,6 +19,7 @@ class TritonPrefillBackend(MLAPrefillBackend):
 
         q, meta = call.q, call.meta
         out = q.new_empty(*q.shape[:2], call.v.shape[2])
+        # Without a context nothing is merged, and the kernel stores no log-sum-exp.
         lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device) if call.return_lse else None
         starts = {"query_start_loc": meta.query_start_loc, "key_start_loc": call.key_start_loc}
         mla_prefill(out, lse, q, call.k, call.v, **starts, scale=self.scale, causal=call.causal)

@@ -31,6 +31,7 @@ class TrtllmRaggedPrefillBackend(MLAPrefillBackend):
             key=aligned(call.k.contiguous()),
             value=aligned(call.v.contiguous()),
             workspace_buffer=workspace(q.device),
+            # made on the device from the sums, so that only the sums are copied to it
             seq_lens=call.key_start_loc.diff(),
             max_q_len=meta.max_query_len,
             max_kv_len=call.max_keys,
