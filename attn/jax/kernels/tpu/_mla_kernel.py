@@ -6,11 +6,14 @@ the kernel's speed.
 
 There are two groups of items, which differ only in the number and the source of their rows: one token of a request that has
 just one (a decode), or up to `large` tokens of a longer one. Scores are in units of log2; m (their reference), l (sum) and
-acc are float32. Only blocks with a masked score compute masks; unused slots may contain NaN, so in such blocks values are
-zeroed first.
+acc are float32. Only steps with a masked score compute masks; unused slots may contain NaN, so in such steps they are zeroed
+first.
 
-Blocks are processed in a way that fails for rare numbers (see `_stream`), which leaves a sum that is not finite, or a mark in
-`lost`. Items that end so are processed again after all others, exactly: none waits for a scalar that says whether it failed.
+Many items have one step or two, so nothing clears their sums before the first one, and one that may be the last writes results
+beside its sums.
+
+Blocks are processed in a way that fails for rare numbers (see `_stream`), which leaves a mark in `failed`. Items that have one
+are processed again after all others, exactly: none waits for a scalar that says whether it failed.
 
 One-byte codes are multiplied as they are where the matrix unit takes them: widening them costs more than the products.
 """
@@ -64,13 +67,25 @@ class RowRefs:
     query: Ref  # [R, S, lanes] or [rows of all, lanes]
     out: Ref  # the same with `values` lanes
     q: Ref  # [2, S, lanes] in VMEM
-    o: Ref  # [S, values]
+    o: Ref  # [2, S, values]
     m: Ref  # [S, 128] float32, as are the next ones
     l: Ref  # noqa: E741
     acc: Ref  # [S, values]
     lse: Ref = None  # [R, S, 128] or [rows of all, 128] in HBM
-    lse_rows: Ref = None  # [S, 128]
+    lse_rows: Ref = None  # [2, S, 128]
     order: Ref = None  # [S, 128] int32: a row's token within the item
+
+    @property
+    def parts(self) -> list[Any]:
+        """The rows of each score matrix: 256 or 128 of them keep the matrix unit busy with one load of the keys."""
+        total = self.q.shape[1]
+        size = next((x for x in (256, 128) if x < total and total % x == 0), total)
+        return [pl.ds(first, size) for first in range(0, total, size)]
+
+    @property
+    def least(self) -> int:
+        """The keys of the shortest steps: two score matrices, so that one's products run beside the other's exponentials."""
+        return self.key_tile if len(self.parts) > 1 else 2 * self.key_tile
 
 
 class MLAStep(NamedTuple):
@@ -107,7 +122,7 @@ def run(cfg: MLAConfig, refs: MLARefs) -> None:
 def _attend(cfg: MLAConfig, refs: MLARefs) -> None:
     loads = _pages.Loads(cfg, refs, refs.counts[0])
     refs.failed[...] = jnp.zeros(refs.failed.shape, jnp.int32)
-    groups = [(rows, _item_ops(cfg, refs, rows)) for rows in (refs.single, refs.long) if rows is not None]
+    groups = [(rows, _item_ops(cfg, refs, loads, rows)) for rows in (refs.single, refs.long) if rows is not None]
     _pages.attend(cfg, refs, loads, groups[0][1], groups[1][1] if refs.long else None)
     pl.when(jnp.max(refs.failed[...]) > 0)(lambda: _repeat(cfg, refs, loads, groups))
 
@@ -129,9 +144,9 @@ def _repeat(cfg: MLAConfig, refs: MLARefs, loads: _pages.Loads, groups: list[tup
 
         _pages.start(ops.queries(i))
         _pages.wait(ops.queries(i))
-        ops.reset()
+        _reset(rows)
         lax.fori_loop(0, loads.field(_plan.BLOCKS, i), block, None)
-        ops.finish(i)
+        _finish(cfg, refs, rows, item)
         _pages.start(ops.outputs(i))
         _pages.wait(ops.outputs(i))
 
@@ -146,7 +161,7 @@ def _repeat(cfg: MLAConfig, refs: MLARefs, loads: _pages.Loads, groups: list[tup
     lax.fori_loop(0, loads.count, one, jnp.int32(0))
 
 
-def _item_ops(cfg: MLAConfig, refs: MLARefs, rows: RowRefs) -> _pages.ItemOps:
+def _item_ops(cfg: MLAConfig, refs: MLARefs, loads: _pages.Loads, rows: RowRefs) -> _pages.ItemOps:
     def item_rows(ref: Ref, i: jax.Array) -> Ref:
         row = refs.items[_plan.ROW * cfg.num_items + i]
         if rows is refs.single:
@@ -158,20 +173,24 @@ def _item_ops(cfg: MLAConfig, refs: MLARefs, rows: RowRefs) -> _pages.ItemOps:
         return [copy(item_rows(rows.query, i), rows.q.at[slot], refs.q_sem.at[slot])]
 
     def outputs(i: jax.Array) -> list[Any]:
-        copies = [copy(rows.o, item_rows(rows.out, i), refs.o_sem)]
-        return copies + ([copy(rows.lse_rows, item_rows(rows.lse, i), refs.o_sem)] if cfg.lse else [])
+        slot = lax.rem(i, 2)
+        copies = [copy(rows.o.at[slot], item_rows(rows.out, i), refs.o_sem)]
+        return copies + ([copy(rows.lse_rows.at[slot], item_rows(rows.lse, i), refs.o_sem)] if cfg.lse else [])
+
+    least = min(rows.least, cfg.kv_block)
+
+    def is_clear(item: Item, stop: jax.Array) -> jax.Array:
+        """Whether every row sees all keys before `stop`: a decode's sees those below `high`, the first of others fewest."""
+        clear = stop <= item.high
+        return clear & (stop <= item.position + 1) if cfg.mask.causal and rows is refs.long else clear
 
     def attend(item: Item, begin: jax.Array, slot: jax.Array) -> None:
-        def process(start: jax.Array | int, size: int, masked: bool) -> None:
-            _stream(cfg, refs, rows, MLAStep(item, slot, start, begin + start, size, masked))
+        def process(start: jax.Array | int, size: int, masked: bool, first: bool | None = None) -> None:
+            _stream(cfg, refs, rows, MLAStep(item, slot, start, begin + start, size, masked), first)
 
         def step(start: jax.Array | int, size: int) -> None:
             """Keys that every row sees at once, and others by halves."""
-            stop = begin + start + size
-            # a decode's only row sees all keys below `high`; the first row of others sees the fewest
-            clear = stop <= item.high
-            if cfg.mask.causal and rows is refs.long:
-                clear &= stop <= item.position + 1
+            clear = is_clear(item, begin + start + size)
             pl.when(clear)(lambda: process(start, size, False))
             pl.when(jnp.logical_not(clear))(lambda: masked(start) if size == least else halves(start, size // 2))
 
@@ -184,66 +203,90 @@ def _item_ops(cfg: MLAConfig, refs: MLARefs, rows: RowRefs) -> _pages.ItemOps:
 
         def masked(start: jax.Array | int) -> None:
             tiles = lax.div(start, cfg.tile) + least // cfg.tile
-            _pages.clean(cfg, refs, slot, item.low - begin, item.high - begin, tiles)
-            process(start, least, True)
+            loaded = lax.div(item.high + (cfg.page - 1), cfg.page) * cfg.page
+            _pages.clean(cfg, refs, slot, item.low - begin, jnp.minimum(item.end, loaded) - begin, tiles)
+            if rows is refs.single:
+                process(start, least, True)
+            else:
+                for first in (True, False):
+                    pl.when((begin + start == 0) == first)(functools.partial(process, start, least, True, first))
 
-        least = min(2 * rows.key_tile, cfg.kv_block)  # one tile's products run beside the other's exponentials
         step(0, cfg.kv_block)
 
+    def reset() -> None:
+        if refs.lost is not None:
+            refs.lost[...] = jnp.zeros(refs.lost.shape, jnp.int32)
+
     def finish(i: jax.Array) -> None:
-        _mark(cfg, refs, rows, i)
-        _finish(cfg, refs, rows)
+        """The results of an item without keys, or with a last step that did not write them."""
+        item = loads.item(i)
+        without = item.high == 0
+        pl.when(without)(lambda: _reset(rows))
+        if rows is refs.long:
+            without |= is_clear(item, lax.div(item.high + (least - 1), least) * least)
+        pl.when(without)(lambda: _finish(cfg, refs, rows, item))
 
-    return _pages.ItemOps(queries, outputs, lambda: _reset(refs, rows), attend, finish)
+    return _pages.ItemOps(queries, outputs, reset, attend, finish)
 
 
-def _reset(refs: MLARefs, rows: RowRefs) -> None:
+def _reset(rows: RowRefs) -> None:
     rows.m[...] = jnp.full(rows.m.shape, -jnp.inf, jnp.float32)
     rows.l[...] = jnp.zeros(rows.l.shape, jnp.float32)
     rows.acc[...] = jnp.zeros(rows.acc.shape, jnp.float32)
-    if refs.lost is not None:
-        refs.lost[...] = jnp.zeros(refs.lost.shape, jnp.int32)
 
 
-def _mark(cfg: MLAConfig, refs: MLARefs, rows: RowRefs, i: jax.Array) -> None:
-    """Mark item i if it must be repeated with `_exact`."""
-    sums = [rows.l[...]]
-    if rows.order is not None:  # rows see different keys, and a weight of 0 does not keep NaN out of a sum
-        sums += [rows.acc[:, lane : lane + LANES] for lane in range(0, cfg.values, LANES)]
-    zero = functools.reduce(jnp.add, [jnp.sum((x * 0.0).reshape(-1, 8, LANES), axis=0) for x in sums])
-    lost = 0 if refs.lost is None else refs.lost[...]
-    refs.failed[pl.ds(i, 1), :] = jnp.max(jnp.where(zero == 0.0, lost, 1), axis=0, keepdims=True)
-
-
-def _seen(cfg: MLAConfig, rows: RowRefs, step: MLAStep, start: Any) -> jax.Array:
-    """Whether rows see the keys of the tile at `start`: [rows, keys]."""
-    j = step.begin + start + lax.broadcasted_iota(jnp.int32, (rows.q.shape[1], rows.key_tile), 1)
-    visible = j < step.item.high
+def _seen(cfg: MLAConfig, rows: RowRefs, step: MLAStep, at: Any, start: Any) -> jax.Array:
+    """Whether the rows `at` see the keys of the tile at `start`: [rows, keys]."""
+    item, first = step.item, step.begin + start
+    j, stop = lax.broadcasted_iota(jnp.int32, (at.size, rows.key_tile), 1), item.high - first
     if cfg.mask.causal and rows.order is not None:
-        visible &= j <= step.item.position + widen(rows.order[...], rows.key_tile)
-    return visible
+        return j < widen(jnp.minimum(rows.order[at, :] + (item.position + 1 - first), stop), rows.key_tile)
+    return j < stop
 
 
-def _scores(cfg: MLAConfig, rows: RowRefs, step: MLAStep, start: Any, keys: jax.Array) -> jax.Array:
-    """Products of queries and keys. Their factor multiplies differences from the maximum, so that the largest has a weight of 1
-    also where the compiler contracts a product and a difference into one operation."""
-    s = dot(rows.q[step.item.q_slot], keys, 1, 1)
-    return jnp.where(_seen(cfg, rows, step, start), s, -jnp.inf) if step.masked else s
+def _scores(cfg: MLAConfig, rows: RowRefs, step: MLAStep, at: Any, keys: jax.Array) -> jax.Array:
+    """Products of the queries of rows `at` and keys, without masks. Their factor multiplies differences from the maximum, so
+    that the largest has a weight of 1 also where the compiler contracts a product and a difference into one operation."""
+    return dot(rows.q[step.item.q_slot, at, :], keys, 1, 1)
 
 
-def _stream(cfg: MLAConfig, refs: MLARefs, rows: RowRefs, step: MLAStep) -> None:
-    """Process a step in one pass.
+def _all(rows: RowRefs) -> Any:
+    return pl.ds(0, rows.q.shape[1])
 
-    Products of keys run a tile ahead of the exponentials, and products of values a tile behind them. Exponentials are relative
-    to the maximum of the rows' scores so far and of the first tile, so that no tile waits for the scores of all. A sum that
-    shows that later scores are much larger becomes NaN, as does one of numbers that are not finite.
+
+@dataclasses.dataclass
+class _Sums:
+    """What a step computes of the rows `at`, in registers; m, l and acc: `RowRefs`."""
+
+    at: Any
+    m: jax.Array
+    sums: jax.Array  # of each lane's exponentials
+    acc: jax.Array
+    l: jax.Array  # noqa: E741
+
+
+def _stream(cfg: MLAConfig, refs: MLARefs, rows: RowRefs, step: MLAStep, first: bool | None = None) -> None:
+    """Process a step in one pass, and write the results of one that may be its item's last.
+
+    first: whether it is its item's first; None: known at run time only.
+
+    Products of keys run a score matrix ahead of the exponentials, and products of values one behind them. Exponentials are
+    relative to the maximum of the rows' scores so far and of the step's first keys, so that none waits for the scores of all.
+    An item is marked if a sum shows that later scores are much larger, or is not finite.
     """
-    dtype, factor = rows.q.dtype, refs.factors[SCORES]
+    dtype, factor, item = rows.q.dtype, refs.factors[SCORES], step.item
     tiles = [pl.ds(step.start + first, rows.key_tile) for first in range(0, step.size, rows.key_tile)]
+    parts = rows.parts
+    units = [(at, n) for at in parts for n in range(len(tiles))]  # rows of each score matrix, and its keys
+    starts = step.begin + step.start == 0
     scores: list[jax.Array] = []
     weights: list[jax.Array] = []
+    found: list[_Sums] = []
+    spoilt: list[jax.Array] = []
 
-    def keys(tile: Any) -> jax.Array:
+    def keys(at: Any, tile: Any) -> jax.Array:
+        if cfg.staged and at is not parts[0]:
+            return refs.wide[tile, :]  # type: ignore[no-any-return]
         codes = rows_at(cfg, refs, step.slot, 0, 0, tile)
         if not cfg.staged:
             return codes
@@ -254,26 +297,51 @@ def _stream(cfg: MLAConfig, refs: MLARefs, rows: RowRefs, step: MLAStep) -> None
     def values(tile: Any) -> jax.Array:
         return refs.wide[tile, : cfg.values] if cfg.staged else refs.kv[step.slot, 0, 0, tile, : cfg.values]
 
-    for n in range(len(tiles) + 2):
-        if n < len(tiles):
-            scores.append(_scores(cfg, rows, step, n * rows.key_tile, keys(tiles[n])))
-        if n == 1:
-            m = rows.m[...]
-            base = jnp.maximum(m, jnp.max(scores[0], axis=1, keepdims=True))
-            rescale = jnp.exp2((m - base) * factor)
-            sums = jnp.zeros((rows.q.shape[1], min(rows.key_tile, LANES)), jnp.float32)
-            acc = rows.acc[...] * widen(rescale, cfg.values)
-        if 1 <= n <= len(tiles):
-            p = jnp.exp2((scores[n - 1] - widen(base, rows.key_tile)) * factor)
+    def begin(at: Any, s: jax.Array) -> _Sums:
+        top, none = jnp.max(s, axis=1, keepdims=True), jnp.zeros((at.size, LANES), jnp.float32)
+        sums = none[:, : min(rows.key_tile, LANES)]
+        if first:
+            return _Sums(at, jnp.broadcast_to(top, none.shape), sums, jnp.zeros((at.size, cfg.values), jnp.float32), none)
+        m = rows.m[at, :]
+        if first is None:
+            m = jnp.where(starts, -jnp.inf, m)
+        base = jnp.maximum(m, top)
+        rescale = jnp.exp2((m - base) * factor)
+        total, acc = rows.l[at, :] * rescale, rows.acc[at, :] * widen(rescale, cfg.values)
+        if first is None:  # what another item has left may be NaN
+            total, acc = jnp.where(starts, 0.0, total), jnp.where(starts, 0.0, acc)
+        return _Sums(at, base, sums, acc, total)
+
+    for n in range(len(units) + 2):
+        if n < len(units):
+            at, tile = units[n]
+            s = _scores(cfg, rows, step, at, keys(at, tiles[tile]))
+            if step.masked:
+                if at is parts[0]:  # keys that are not finite, which some row may not see: no row's product with them is
+                    spoilt.append(s[:8])
+                s = jnp.where(_seen(cfg, rows, step, at, tile * rows.key_tile), s, -jnp.inf)
+            scores.append(s)
+        if 1 <= n <= len(units):
+            at, tile = units[n - 1]
+            if tile == 0:
+                found.append(begin(at, scores[n - 1]))
+            one = found[-1]
+            p = jnp.exp2((scores[n - 1] - widen(one.m, rows.key_tile)) * factor)
             for lane in range(0, rows.key_tile, LANES):
-                sums += p[:, lane : lane + LANES]
+                one.sums += p[:, lane : lane + LANES]
             weights.append(p.astype(dtype))
-        if n > len(tiles):
-            total = rows.l[...] * rescale + jnp.sum(sums, axis=1, keepdims=True)
-            rows.m[...], rows.l[...] = base, jnp.where(total <= 2.0**_MAX_LOG2_SUM, total, jnp.nan)
+            if tile == len(tiles) - 1:
+                one.l += jnp.sum(one.sums, axis=1, keepdims=True)
+                rows.m[at, :], rows.l[at, :] = one.m, one.l
         if n >= 2:
-            acc += dot(weights[n - 2], values(tiles[n - 2]), 1, 0)
-    rows.acc[...] = acc
+            at, tile = units[n - 2]
+            one = found[(n - 2) // len(tiles)]
+            one.acc += dot(weights[n - 2], values(tiles[tile]), 1, 0)
+            if tile == len(tiles) - 1:
+                rows.acc[at, :] = one.acc
+                if step.masked or rows is refs.single:
+                    _result(cfg, refs, rows, item, one, refs.factors[OUTPUTS] / one.l)  # which is at least 1
+    _mark(refs, item, found, spoilt)
 
 
 def _exact(cfg: MLAConfig, refs: MLARefs, rows: RowRefs, step: MLAStep) -> None:
@@ -283,13 +351,14 @@ def _exact(cfg: MLAConfig, refs: MLARefs, rows: RowRefs, step: MLAStep) -> None:
     def tile(n: jax.Array, _: None) -> None:
         start = pl.multiple_of(n * rows.key_tile, rows.key_tile)
         keys = widened_exactly(cfg, rows_at(cfg, refs, step.slot, 0, 0, pl.ds(start, rows.key_tile)))
-        s = _scores(cfg, rows, step, start, keys.astype(dtype))
+        seen = _seen(cfg, rows, step, _all(rows), start)
+        s = jnp.where(seen, _scores(cfg, rows, step, _all(rows), keys.astype(dtype)), -jnp.inf)
         m = rows.m[...]
         new_m = jnp.maximum(m, jnp.max(s, axis=1, keepdims=True))
         safe = jnp.where(new_m == -jnp.inf, 0.0, new_m)
         p, rescale = jnp.exp2((s - widen(safe, rows.key_tile)) * factor), jnp.exp2((m - safe) * factor)
         rows.m[...], rows.l[...] = new_m, rows.l[...] * rescale + jnp.sum(p, axis=1, keepdims=True)
-        pv = _select(p.astype(dtype), _seen(cfg, rows, step, start), keys[:, : cfg.values])
+        pv = _select(p.astype(dtype), seen, keys[:, : cfg.values])
         rows.acc[...] = rows.acc[...] * widen(rescale, cfg.values) + pv
 
     lax.fori_loop(0, step.size // rows.key_tile, tile, None)
@@ -305,10 +374,24 @@ def _select(p: jax.Array, seen: jax.Array, wide: jax.Array) -> jax.Array:
     return pv
 
 
-def _finish(cfg: MLAConfig, refs: MLARefs, rows: RowRefs) -> None:
-    """Write acc / l into `o`, and the natural log-sum-exp into `lse_rows`."""
-    m, total = rows.m[...], rows.l[...]
-    normaliser = jnp.where(total == 0.0, 0.0, refs.factors[OUTPUTS] / jnp.where(total == 0.0, 1.0, total))
-    rows.o[...] = (rows.acc[...] * widen(normaliser, cfg.values)).astype(rows.o.dtype)
+def _result(cfg: MLAConfig, refs: MLARefs, rows: RowRefs, item: Item, one: _Sums, normaliser: jax.Array) -> None:
+    """Write the item's rows into `o`, and the natural log-sum-exp into `lse_rows`."""
+    rows.o[item.q_slot, one.at, :] = (one.acc * widen(normaliser, cfg.values)).astype(rows.o.dtype)
     if cfg.lse:
-        rows.lse_rows[...] = (m * refs.factors[SCORES] + jnp.log2(total)) * (1 / LOG2_E)
+        rows.lse_rows[item.q_slot, one.at, :] = (one.m * refs.factors[SCORES] + jnp.log2(one.l)) * (1 / LOG2_E)
+
+
+def _mark(refs: MLARefs, item: Item, found: list[_Sums], spoilt: list[jax.Array]) -> None:
+    """Mark an item that must be repeated with `_exact`. spoilt: products with keys that some row may not see."""
+    total = functools.reduce(jnp.add, [jnp.sum(one.l.reshape(-1, 8, LANES), axis=0) for one in found])
+    zero = sum(jnp.sum(x * 0.0, axis=1, keepdims=True) for x in spoilt)
+    lost = 0 if refs.lost is None else refs.lost[...]
+    good = (total <= 2.0**_MAX_LOG2_SUM) & (zero == 0.0)
+    refs.failed[pl.ds(item.number, 1), :] |= jnp.max(jnp.where(good, lost, 1), axis=0, keepdims=True)
+
+
+def _finish(cfg: MLAConfig, refs: MLARefs, rows: RowRefs, item: Item) -> None:
+    """The results of the sums so far."""
+    m, total, acc = rows.m[...], rows.l[...], rows.acc[...]
+    normaliser = jnp.where(total == 0.0, 0.0, refs.factors[OUTPUTS] / jnp.where(total == 0.0, 1.0, total))
+    _result(cfg, refs, rows, item, _Sums(_all(rows), m, m, acc, total), normaliser)

@@ -27,17 +27,19 @@ _PAGES_AT_ONCE = 16
 
 
 class Item(NamedTuple):
-    """The scalars of an item, and which half of the double buffers holds its queries.
+    """The scalars of an item, its number, and which half of the double buffers holds its queries.
 
     With the plan's ranges also the keys that all of its rows see, [clear[0], clear[1]), whether a row has more than one
     (above 0), and the keys of `gaps`, which no row sees.
     """
 
+    number: jax.Array
     q_slot: jax.Array
     position: jax.Array
     low: jax.Array
     high: jax.Array
     context: jax.Array
+    end: jax.Array
     clear: tuple[jax.Array, ...] = ()
     more: jax.Array | None = None
     gaps: tuple[tuple[jax.Array, jax.Array], ...] = ()
@@ -200,10 +202,11 @@ class Loads:
         # while one item is computed, the next one's queries arrive in the other half
         slot = lax.rem(i, 2)
         position, low, high, context = (self.field(at, i) for at in (_plan.POSITION, _plan.LOW, _plan.HIGH, _plan.CONTEXT))
+        one = Item(i, slot, position, low, high, context, self.field(_plan.END, i))
         if not self.cfg.ranges:
-            return Item(slot, position, low, high, context)
+            return one
         clear = self.field(_plan.CLEAR, i), self.field(_plan.CLEAR_STOP, i)
-        return Item(slot, position, low, high, context, clear, self.field(_plan.MORE, i), self.gaps(i))
+        return one._replace(clear=clear, more=self.field(_plan.MORE, i), gaps=self.gaps(i))
 
     def gaps(self, i: jax.Array) -> tuple[tuple[jax.Array, jax.Array], ...]:
         return tuple(

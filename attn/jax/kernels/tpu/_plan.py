@@ -19,10 +19,10 @@ from jax import lax
 from attn.jax.kernels.tpu._refs import PagedConfig, PagedShape
 from attn.visibility import BatchMask, LayerMask, Visibility
 
-#: The columns of an item. ROW is the request of a single, and otherwise the item's first row in the query buffer. If the plan
-#: lists ranges, every row sees the keys from CLEAR to CLEAR_STOP, none those between a pair of columns from GAPS on, and MORE
-#: is whether any row has more ranges than the first.
-TABLE, ROW, POSITION, LOW, HIGH, BLOCKS, SINGLE, CONTEXT, CLEAR, CLEAR_STOP, MORE, GAPS = range(12)
+#: The columns of an item. ROW is the request of a single, and otherwise the item's first row in the query buffer; END is the
+#: length of its request. If the plan lists ranges, every row sees the keys from CLEAR to CLEAR_STOP, none those between a pair
+#: of columns from GAPS on, and MORE is whether any row has more ranges than the first.
+TABLE, ROW, POSITION, LOW, HIGH, BLOCKS, SINGLE, CONTEXT, END, CLEAR, CLEAR_STOP, MORE, GAPS = range(13)
 #: The columns of a tile.
 PAGE, OFFSET, SOURCE, FIRST, STOP = range(5)
 #: The columns of a run: PAGE, and its first row among the new ones.
@@ -195,7 +195,8 @@ def _items(
         total = jnp.sum(jnp.where(of_line, visited, 0), dtype=jnp.int32)
         counts += [jnp.sum(of_line, dtype=jnp.int32), -(-total // cfg.segments)]
     row = jnp.where(is_single, jnp.arange(cfg.num_requests), region)[r] + offset
-    columns = [r * cfg.columns, row, position, low, high, blocks, is_single[r].astype(jnp.int32), of_tree, *more]
+    kind = [is_single[r].astype(jnp.int32), of_tree, batch.seq_lens[r]]
+    columns = [r * cfg.columns, row, position, low, high, blocks, *kind, *more]
     return jnp.stack(columns), counts, ranges
 
 

@@ -14,6 +14,7 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
 from attn.jax.backends.mla import pallas_mla
+from attn.jax.kernels.tpu import _mla_kernel
 from attn.jax.kernels.tpu import mla_attention as kernel
 from attn.jax.kernels.tpu._chips import CHIPS
 from attn.jax.kernels.tpu._plan import Batch
@@ -27,6 +28,7 @@ from tests.levels import sampled
 #: decode over two kv blocks; a short chunk; a prefill over several; a request without rows; a decode within a block
 LENS = (1, 5, 20, 0, 1), (70, 33, 80, 20, 40)
 DECODES = (1, 1, 1), (70, 64, 3)
+LAST_SEEN = (1, 5, 20, 1), (70, 33, 96, 40)  #: the rows of one see all keys of their last step, without causality
 BLOCKS = MLABlocks(kv_block=64, large=8, single_tile=16, key_tile=16, slots=3)
 WIDE = (144, 16, 24, 20)  #: values of two registers' lanes, rows of two as well
 
@@ -34,8 +36,17 @@ WIDE = (144, 16, 24, 20)  #: values of two registers' lanes, rows of two as well
 CASES: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32", "heads": 4, "mode": "eager"},
     "bfloat16": {"blocks": BLOCKS._replace(large=4), "dims": WIDE},
-    "six heads, e5m2": {"kv_cache_dtype": "fp8_e5m2", "k_scale": 0.5, "heads": 6, "page": 32, "causal": False, "mode": "eager"},
+    "six heads, e5m2": {
+        "kv_cache_dtype": "fp8_e5m2",
+        "k_scale": 0.5,
+        "heads": 6,
+        "page": 32,
+        "causal": False,
+        "mode": "eager",
+        "lens": LAST_SEEN,
+    },
     "fp8": {"kv_cache_dtype": "fp8", "k_scale": 0.02, "page": 32, "chip": "v6e", "blocks": BLOCKS._replace(large=2)},
+    "parts of rows": {"kv_cache_dtype": "fp8", "page": 32, "chip": "v6e", "blocks": BLOCKS._replace(large=16)},
     "whole pages": {"page": 32, "lens": ((70, 1, 40), (70, 33, 100))},
     "decode": {"lens": DECODES, "blocks": BLOCKS._replace(large=0)},
     "deepseek": {"lens": ((4, 4), (40, 21)), "dims": (512, 64, 128, 128), "blocks": BLOCKS._replace(large=4)},
@@ -77,6 +88,14 @@ def test_against_the_oracle(make_mla: Any, launched: Any, name: str) -> None:
     batch.check(got, cache)
 
 
+def test_slots_without_a_token_repeat_nothing(make_mla: Any, launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are NaN, and so a request that reads them without zeroing them is repeated, which is slow."""
+    monkeypatch.setattr(_mla_kernel, "_exact", lambda *args: None)
+    launched()
+    batch = make(make_mla)
+    batch.check(*batch.layer(*batch.arguments()))
+
+
 def test_nan_reaches_the_rows_that_see_it(make_mla: Any, launched: Any) -> None:
     launched()
     batch = make(make_mla, ((5, 1, 3), (20, 9, 12)))
@@ -87,6 +106,17 @@ def test_nan_reaches_the_rows_that_see_it(make_mla: Any, launched: Any) -> None:
     np.testing.assert_array_equal(lost, [2, 3, 4])
     seen = [0, 1, 5, 6, 7, 8]  # the last three are in the tile of rows that the first request's repetition writes
     np.testing.assert_allclose(got[seen], want[seen], atol=1e-3)
+
+
+def test_nan_of_a_later_item_reaches_no_row_before(make_mla: Any, launched: Any) -> None:
+    """Rows 0 to 7 are an item that reads the keys of the others."""
+    launched()
+    batch = make(make_mla, ((12,), (12,)))
+    batch.kv_c[10, 3] = np.nan
+    (out, _), cache = batch.layer(*batch.arguments())
+    got, want = np.asarray(out[:12]), batch.expected(cache)[0]
+    assert np.isnan(got[10:]).any(axis=(1, 2)).all()
+    np.testing.assert_allclose(got[:10], want[:10], atol=1e-3)
 
 
 def test_scores_that_grow(make_mla: Any, launched: Any) -> None:
