@@ -140,8 +140,8 @@ def plan_of(arrays: Arrays, num_reqs: int, page: int, paged: bool, params: Prefi
     kv_heads, width = k_shape[2], v_shape[3]
     group = heads // kv_heads
     copied = copies(group, arrays.of_query, params.negate, aligned)
-    consumers = _consumers(size, width, params, copied)
-    box = 1, _box(page, _keys(size, width, params, copied)), 1, 64
+    consumers = _consumers(size, width, params, copied, group)
+    box = 1, _box(page, _keys(size, width, params, copied, group)), 1, 64
     # four dimensions, as keys have, so that one layout of boxes serves all: a box is 64 / group tokens of one group's heads
     q_map = ((1, tokens, heads, size), (tokens * q_t, q_t, q_h, 1), (1, 64 // group, group, 64)) if copied else None
     strides = o_t, o_h, q_t, q_h, *k_strides[:3], *v_strides[:3]
@@ -154,8 +154,8 @@ def plan_of(arrays: Arrays, num_reqs: int, page: int, paged: bool, params: Prefi
 def constants(sizes: tuple[int, ...], params: PrefillParams, variant: Variant, values_at: int = 0) -> dict[str, Any]:
     """Constants and options of a launch. sizes: `PrefillPlan`'s; values_at: the page at which the array of keys has values."""
     heads, group, size, width, page = sizes
-    consumers = _consumers(size, width, params, variant.copied)
-    registers, keys = _REGISTERS[consumers], _keys(size, width, params, variant.copied)
+    consumers = _consumers(size, width, params, variant.copied, group)
+    registers, keys = _REGISTERS[consumers], _keys(size, width, params, variant.copied, group)
     return {
         "cap": params.cap, "left": params.left, "right": params.right, "min_query": params.min_query, "H": heads, "G": group,
         "D": size, "DV": width, "BLOCK_D": _padded(size), "BLOCK_V": min(_padded(width), 256), "P": page,
@@ -174,10 +174,11 @@ def _padded(size: int) -> int:
     return max(64, power_of_two(size))
 
 
-def _keys(size: int, width: int, params: PrefillParams, copied: bool) -> int:
+def _keys(size: int, width: int, params: PrefillParams, copied: bool, group: int) -> int:
     """Keys per tile, for sizes of keys and of values: as many as registers and two stages of shared memory hold, but fewer
     where rows see few: less of a tile is masked, and a unit's first and last tile, which nothing overlaps, are shorter.
-    copied: whether the engine copies queries; those that consumers store take more memory above 128.
+    copied: whether the engine copies queries; those that consumers store take more memory above 128. group: query heads of a kv
+    head.
 
     Measured on H200s: three consumers (heads of 64) are faster with 64 keys than with 128 below 2,000 keys seen (causal, 700 to
     1,000 keys: 0.75 of the time). Without causality only batches of equal lengths were timed there.
@@ -185,10 +186,10 @@ def _keys(size: int, width: int, params: PrefillParams, copied: bool) -> int:
     few = params.right < UNBOUNDED if params.keys_below is None else params.keys_below <= 2000
     # 128 keys of 192 columns and of 128 columns of values, two stages each, and queries of 192 take 208 KiB of 227.
     tall = size <= (192 if copied else 128) and width <= 128 and not (size <= 64 and few)
-    return 128 if tall and _consumers(size, width, params, copied) > 1 else 64
+    return 128 if tall and _consumers(size, width, params, copied, group) > 1 else 64
 
 
-def _consumers(size: int, width: int, params: PrefillParams, copied: bool) -> int:
+def _consumers(size: int, width: int, params: PrefillParams, copied: bool, group: int) -> int:
     """Consumers of a program, each of 64 rows: three where the exponentials take as long as the products, so that they keep
     both units busy, or two. Where rows see few keys, one, if two such programs share a multiprocessor: one computes while the
     other begins or ends a unit, and short batches have more units. Arguments: as of `_keys`.
@@ -202,7 +203,8 @@ def _consumers(size: int, width: int, params: PrefillParams, copied: bool) -> in
     few = params.keys_below is not None and params.keys_below <= (
         (600 if causal else 400) if size <= 64 else (1000 if causal else 600)
     )
-    if few and _bytes_of_one(size, width, copied) <= _HALF:
+    # A unit is whole tokens, and one consumer's 64 rows hold none of more query heads.
+    if few and group <= 64 and _bytes_of_one(size, width, copied) <= _HALF:
         return 1
     return 3 if size <= 64 else 2
 

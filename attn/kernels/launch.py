@@ -319,7 +319,8 @@ def _wave(kv_heads: int, multiprocessors: int) -> int:
 def _shares(tiles: Any, split_kv: SplitKV) -> tuple[int, int, int]:
     """(the fewest and the most tiles per part that the device may choose, the most of a request), as `split_tiles_of`."""
     total, longest = int(tiles.sum()), int(tiles.max())
-    # Parts of `high` tiles always fit: each request has at most one part that is not full. Smaller parts than `low` never fit.
+    # Parts of `high` tiles always fit: each request has at most one part that is not full. Smaller parts than `low` would be
+    # too many, of all requests or of one.
     low = max(split_kv.split_tiles, -(-total // (split_kv.max_splits + len(tiles))), -(-longest // MOST_SPLITS))
     high = max(low, -(-total // split_kv.max_splits))
     if len(tiles) >= split_kv.whole_from and 4 * longest * len(tiles) <= 5 * total:
@@ -402,8 +403,7 @@ def prefill_programs(flops: float, nbytes: float, multiprocessors: int) -> int:
     predicted to take a tenth less time than running in sequence, where the decode begins as the prefill's last programs
     end.
     """
-    # Seconds of either alone. 4 prompts of 4,096 ran at 479 to 509 TFLOP/s on four H200s, and
-    # these copy 4.3 TB/s.
+    # Seconds of either alone. 4 prompts of 4,096 ran at 479 to 509 TFLOP/s on four H200s, which copy 4.3 TB/s.
     whole, decode = flops / 480e12, nbytes / 4e12
     if decode == 0:
         return multiprocessors

@@ -66,7 +66,7 @@ def item_of(  # type: ignore[no-untyped-def]
         room = max_splits + tl.sum(blocks, 0)
     # the smallest number that makes few enough items, by four halvings (`split_tiles_of` is the counterpart on the host)
     # 64 bits: 2**24 tiles of one request times its blocks, and the sum over requests, exceed 32. `high` always fits, since each
-    # block of rows has at most one part that is not full; nothing below `low` does.
+    # block of rows has at most one part that is not full. Below `low` the parts are too many, of all requests or of one.
     total = tl.sum(tiles.to(tl.int64) * blocks, 0)
     longest = tl.max(tiles, 0)
     low = tl.maximum(tl.maximum(split_tiles, tl.cdiv(total, room).to(tl.int32)), tl.cdiv(longest, _MOST_SPLITS))

@@ -250,6 +250,20 @@ def test_two_programs_of_one_consumer_share_a_multiprocessor() -> None:
         assert plan.programs(1000) == plan.tiles
 
 
+@pytest.mark.parametrize("below", [None, 400, 2000])
+@pytest.mark.parametrize("group", [1, 33, 64, 65, 71, 128])
+def test_a_unit_holds_a_token(group: int, below: int | None) -> None:
+    """One consumer has 64 rows: fewer than a token's where a kv head has more query heads."""
+    params = launch.PrefillParams(right=0, keys_below=below)
+    query, keys = ((300, heads, 64) for heads in (group, 1))
+    strides = [(heads * 64, 64, 1) for heads in (group, 1, 1, group)]
+    plan = launch.plan_of(launch.Arrays(query, keys, keys, *strides), 3, 128, False, params, True)
+    variant = launch.Variant(False, False, plan.maps[0] is not None, False, False)
+    constants = launch.constants(plan.sizes, params, variant)
+    assert constants["BLOCK_Q"] >= 1 and plan.tiles == 300 // constants["BLOCK_Q"] + 3
+    assert plan.resident == (2 if constants["CONSUMERS"] == 1 else 1)
+
+
 @pytest.mark.parametrize(("size", "below"), [(64, 400), (64, None), (128, None), (512, None), (72, 600)])
 def test_consumers_of_a_token_or_none(size: int, below: int | None) -> None:
     """64 rows are 32 tokens: of units of 64 or 96 tokens, the last one has one token of a later consumer, or none."""
