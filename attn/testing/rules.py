@@ -113,6 +113,9 @@ def compare(case: Case, result: Result, expected: Expected, score: Score | None 
     if case.lse:
         if result.lse is None:
             violations.append(Violation("D", "no lse was returned", case))
+        # One head's or one row's would be broadcast to all. A backend may leave padding rows out.
+        elif result.lse.ndim != 2 or result.lse[:, :live].shape != expected.lse[:, :live].shape:
+            violations.append(Violation("D", "lse has another shape", case, got=result.lse.shape, want=expected.lse.shape))
         else:
             noise = 0.0 if expected.noise is None else expected.noise[:, :live]
             violations += _lse(case, result.lse[:, :live].astype(np.float64), expected.lse[:, :live], noise, score)

@@ -138,6 +138,21 @@ def test_another_shape_or_dtype_is_a_violation() -> None:
     assert rules(judged(shape)) == rules(judged(dtype)) == {"A"}
 
 
+def test_an_lse_of_another_shape_is_a_violation() -> None:
+    """NumPy would broadcast the LSE of one head, or of one row, to all."""
+    one_head, one_row = CASE.replace(num_heads=1, num_kv_heads=1), Case("a row", (1,), (5,), lse=True)
+
+    def more_heads(result: Result) -> None:
+        assert result.lse is not None
+        result.lse = np.repeat(result.lse, 3, 0)
+
+    def more_rows(result: Result) -> None:
+        assert result.lse is not None
+        result.lse = result.lse[0]
+
+    assert rules(judged(more_heads, one_head)) == rules(judged(more_rows, one_row)) == {"D"}
+
+
 def test_rule_w_sees_one_byte() -> None:
     call = draw(CASE)
     slot = int(call.batch.slot_mapping[3])
