@@ -91,7 +91,8 @@ def mask(
     """Implement transformers' mask interface: None for a plain pattern, bool [B, T'] with padding, else bool [B, 1, S, T].
 
     None means that every row sees every key, or that rows and keys are the same tokens and the call is causal. If T' of a mask
-    [B, T'] is below the number of keys, the rest are unused slots of a static cache.
+    [B, T'] is below the number of keys, the rest are unused slots of a static cache. A model whose layers may not say whether
+    they are causal gets a mask instead of None.
 
     Chunks, and blocks of tokens that see each other, are described as well (docs/semantics.md §18), by an empty mask
     [B, 1, 0, T']: models take one with four dimensions as it is, and it fails where the description is lost. Over a static
@@ -121,7 +122,9 @@ def mask(
     mask_function = causal_mask_function if mask_function is None else mask_function  # torch 2.11 traces no truth of functions
     known_offset = not isinstance(q_offset, torch.Tensor)
     # Known without a look at any element: the case of each token that is decoded.
+    says_causal = "config" not in kwargs or _says_causal(type(kwargs["config"]))
     plain = attention_mask is None and mask_function is causal_mask_function and allow_is_causal_skip and known_offset
+    plain = plain and (says_causal or q_length == 1)
     if plain and q_length in (1, kv_length) and q_offset + q_length == kv_offset + kv_length:
         return None  # the rows are those of the last key, or of all keys
     make: Any = sdpa_mask
@@ -149,7 +152,7 @@ def mask(
         skip = allow_is_causal_skip if causal else allow_is_bidirectional_skip  # else models read a tensor
         placed = not causal or q_length in (1, kv_length)  # else None would leave the rows' positions open
         hides = not described.whole or described.seen.layer.window[0] is not None or described.end < kv_length
-        if skip and placed and not hides:
+        if skip and placed and not hides and says_causal:
             return None
         result = described.present if skip and not kv_offset and not sliced else draw()
     result.attn_described, described.shared = described, True
@@ -473,9 +476,10 @@ def recognised(call: ModuleCall, drawn: torch.Tensor) -> Described | None:
 #: Layers that pass a window of which their cache is already cut: every row sees every key (see their model's decoder mask).
 _CUT_BY_CACHE = {"DiffusionGemmaDecoderTextAttention"}
 #: Types of models in which some layers call the implementation and those that take this mask do not.
-_PARTLY = {"git"}
+_PARTLY = {"bigbird_pegasus", "git", "informer"}
 
 
+@functools.cache
 def _model_of(config_class: Any) -> Any:
     """Return the class of transformers' own model with a configuration, or None."""
     from transformers import MODEL_MAPPING
@@ -485,6 +489,14 @@ def _model_of(config_class: Any) -> Any:
     except KeyError:
         return None
     return models[0] if isinstance(models, tuple) else models
+
+
+@torch.compiler.assume_constant_result
+def _says_causal(config_class: Any) -> bool:
+    """Whether `is_causal` of a configuration's layers can be relied on: it is wrong or missing in models that do not declare
+    SDPA or other implementations, and eager does not read it (NLLB-MoE's decoder, Splinter). True for unknown models."""
+    model = _model_of(config_class)
+    return model is None or model._supports_sdpa or model._supports_attention_backend
 
 
 @functools.cache

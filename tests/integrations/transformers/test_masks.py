@@ -521,6 +521,13 @@ def test_a_copy_of_a_described_mask_is_rejected():
 
 
 OWN = {
+    "BigBirdPegasus": {
+        "d_model": 32,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 48,
+        "attention_type": "original_full",
+    },
     "Bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
     "CodeGen": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 64},
     "Mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
@@ -547,3 +554,37 @@ def test_models_that_compute_attention_themselves_are_rejected(kind, padding):
     model.set_attn_implementation("attn")
     with pytest.raises(UnsupportedError, match=rf'{kind}Model: attn_implementation="attn" not supported.*"eager"'):
         model(**inputs)
+
+
+UNSAID = {
+    "Splinter": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_attention_heads": 4},
+    "NllbMoe": {
+        "d_model": 32,
+        "encoder_layers": 1,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48,
+        "num_experts": 2,
+        "dropout": 0.0,
+        "decoder_start_token_id": 1,
+    },
+}
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("kind", UNSAID)
+def test_models_whose_layers_do_not_say_whether_they_are_causal(kind, padding):
+    """An encoder without `is_causal`, and a decoder where it is False: None for a mask would mean the other."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(
+        **{"hidden_size": 32, "intermediate_size": 48, **UNSAID[kind]}, vocab_size=64
+    )
+    model = sharpened(transformers.AutoModel.from_config(config, attn_implementation="eager"))
+    inputs = batch(padding)
+    live = inputs["attention_mask"].bool()
+    if kind == "NllbMoe":
+        inputs["decoder_input_ids"], live = batch("none")["input_ids"][:, :9], slice(None)
+    want, got = found_by(model, lambda model: model(**inputs)[0][live])
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
