@@ -279,10 +279,12 @@ def _cached_get_attn_backend(
     loaded = ("torch" in sys.modules, "jax" in sys.modules) if type(dtype) is str else None
     # Read once: the flag of ATTN_PREFERENCES and the rest of the key must be of the same moment.
     environment = envs.selecting()
-    sizes = head_size, type(head_size), dtype, kv_cache_dtype, block_size, type(block_size)
-    state = loaded, _forced.get(), _per_kind.get(), generation(), environment, environment[_PREFERENCES] and _measuring(dtype)
     # A plain tuple in `_Key`'s order: it equals the NamedTuple, whose constructor takes as long as the look-up.
-    plain = sizes + (is_attention_free, is_blocksparse, use_mla) + state
+    plain = (
+        head_size, type(head_size), dtype, kv_cache_dtype, block_size, type(block_size), is_attention_free, is_blocksparse,
+        use_mla, loaded, _forced.get(), _per_kind.get(), generation(), environment,
+        environment[_PREFERENCES] and _measuring(dtype),
+    )  # fmt: skip
     try:
         return _cache[plain]  # type: ignore[index]
     except (KeyError, TypeError):  # TypeError: an unhashable argument; make_request reports it

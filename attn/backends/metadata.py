@@ -566,11 +566,21 @@ def _check_array(name: str, array: Any, want: tuple[int | None, ...], dtypes: tu
     shape = getattr(array, "shape", None)
     if shape is None:
         raise DTypeError(f"{name} is a {type(array).__name__}: must be an array of {' or '.join(dtypes)}")
-    if len(shape) != len(want) or any(w is not None and w != s for w, s in zip(want, shape, strict=True)):
+    if shape != want and not _has_extents(shape, want):
         words = ", ".join("*" if w is None else str(w) for w in want)
         raise ShapeError(f"{name} has shape {list(shape)}: must be [{words}]")
     if _dtype_name(array.dtype) not in dtypes:
         raise DTypeError(f"{name} has dtype {_dtype_name(array.dtype)}: must be {' or '.join(dtypes)}")
+
+
+def _has_extents(shape: Sequence[int], want: Sequence[int | None]) -> bool:
+    # a loop, since every batch passes here: a generator would take half a microsecond longer
+    if len(shape) != len(want):
+        return False
+    for extent, wanted in zip(shape, want, strict=True):  # noqa: SIM110
+        if wanted is not None and wanted != extent:
+            return False
+    return True
 
 
 def _check_mirror(name: str, array: Any, extent: int) -> None:

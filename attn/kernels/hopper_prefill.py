@@ -1153,8 +1153,14 @@ def _nan_safe(  # type: ignore[no-untyped-def]
         until = gl.convert_layout(seen[3], ROW)
     top = gl.full([64], float("-inf"), gl.float32, ROW)
     norm = gl.zeros([64], gl.float32, ROW)
+    # A unit's first tile may begin before the first key that a row sees, in pages whose entries name none, as a server may have
+    # freed them: the engine fills in zeros there, but loads would be out of the cache.
+    least = gl.where(gl.convert_layout(valid, ROW), lower, _FAR)
+    if TWO:
+        has_span = gl.convert_layout(valid, ROW) & (until >= gl.maximum(since, 0))
+        least = gl.minimum(least, gl.where(has_span, since, _FAR))
     # Rare, so simple: it reads the cache again by plain loads, whatever the ring holds by now.
-    for j in range(low, high):
+    for j in range(gl.maximum(low, gl.min(least, 0)), high):
         if PAGED:
             page = gl.load(block_table + r.to(gl.int64) * table_r + j // P).to(gl.int64)
             k_at = page * k_block + (j % P) * k_slot

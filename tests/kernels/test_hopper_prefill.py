@@ -38,12 +38,14 @@ def run(
     programs: int = 2,
     rules: dict[str, Any] | None = None,
     wild: bool = False,
+    freed: bool = False,
     scores_of: Any = None,
     bfloat16: Any = np.float32,
     again: bool = True,
 ) -> None:
     """Compare output and log-sum-exp of every row with the definition; memory that no row may use is NaN.
 
+    freed: whether entries of pages before the first key that a row sees name no page, while a later value is not finite.
     scores_of: a function of keys' positions, which is added to their scores; bfloat16: see `gluon.module`; again: whether
     rows may be computed again, key by key.
     """
@@ -71,6 +73,11 @@ def run(
             cache[own[at // page], at % page] = np.nan  # keys that no row sees
         if wild and n > 1 and m > 40:
             value[own[2], 3] = np.nan
+        if freed and n > 1:
+            value[own[-1], 0] = np.nan
+    pages = table.copy()
+    for r in range(len(lens) if freed else 0):
+        pages[r, : int(np.argmax(seen_of[r].any(0))) // page] = 2**31 - 1
     left, right = mask.layer.window
     module = gluon.module("hopper_prefill")
     settings = {"left": UNBOUNDED if left is None else left, "right": UNBOUNDED if right is None else right}
@@ -84,7 +91,7 @@ def run(
     masks, lengths = mask.batch._asdict(), np.array([m for _, m in lens], np.int32)
     del masks["tree"]
     arrays = {"output": output, "lse": lse, "query": query, "key_cache": key, "value_cache": value, "query_start_loc": starts}
-    arrays |= {"seq_lens": lengths, "block_table": table, "sinks": None, **masks, "counters": counters}
+    arrays |= {"seq_lens": lengths, "block_table": pages, "sinks": None, **masks, "counters": counters}
     for program in range(programs):
         module = gluon.module("hopper_prefill", (program, programs), bfloat16)
         if not again:
@@ -160,6 +167,14 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 def test_rows_see_what_the_definition_says(name: str, wild: bool) -> None:
     run(LENS, mask=MASKS[name], wild=wild, rules={"keys_below": 400 if wild else UNBOUNDED})  # tiles of 64 keys and of 128
+
+
+@pytest.mark.parametrize("spans", [False, True])
+def test_pages_before_every_window_may_be_freed(spans: bool) -> None:
+    """Also where rows are computed again key by key, by plain loads: only the engine fills in zeros for what is no page."""
+    lens = [(20, 141)]
+    batch = BatchMask(spans=spans_of(lens, 16, 10, False) if spans else None)
+    run(lens, mask=Visibility(LayerMask(True, (30, None), None, False), batch), freed=True, programs=1)
 
 
 SCORES = {
