@@ -577,8 +577,8 @@ def _has_extents(shape: Sequence[int], want: Sequence[int | None]) -> bool:
     # a loop, since every batch passes here: a generator would take half a microsecond longer
     if len(shape) != len(want):
         return False
-    for extent, wanted in zip(shape, want, strict=True):  # noqa: SIM110
-        if wanted is not None and wanted != extent:
+    for extent, required in zip(shape, want, strict=True):  # noqa: SIM110
+        if required is not None and required != extent:
             return False
     return True
 

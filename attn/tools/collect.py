@@ -109,8 +109,8 @@ class Collection:
         frameworks = list(dict.fromkeys(framework for registry, _, framework in backends if registry == "attention"))
         for i, framework in enumerate(frameworks):
             # An equal share of what remains: a framework that needs less leaves the rest to the next.
-            own = [name for registry, name, of in backends if names and (registry, of) == ("attention", framework)]
-            self._bench(framework, (self.left - bench_until) / (len(frameworks) - i), own)
+            members = [name for registry, name, of in backends if names and (registry, of) == ("attention", framework)]
+            self._bench(framework, (self.left - bench_until) / (len(frameworks) - i), members)
         self._conformance(backends, _LEVELS[1])
         counts = f"{len(self.rows)} runs, {len(self.failures)} with failures, {len(self.left_out)} left out"
         print(f"{counts}, {time.monotonic() - self.began:.0f} s: {self.file}")

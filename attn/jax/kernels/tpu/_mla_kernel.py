@@ -281,7 +281,7 @@ def _stream(cfg: MLAConfig, refs: MLARefs, rows: RowRefs, step: MLAStep, first: 
     starts = step.begin + step.start == 0
     scores: list[jax.Array] = []
     weights: list[jax.Array] = []
-    found: list[_Sums] = []
+    row_sums: list[_Sums] = []
     spoilt: list[jax.Array] = []
 
     def keys(at: Any, tile: Any) -> jax.Array:
@@ -324,8 +324,8 @@ def _stream(cfg: MLAConfig, refs: MLARefs, rows: RowRefs, step: MLAStep, first: 
         if 1 <= n <= len(units):
             at, tile = units[n - 1]
             if tile == 0:
-                found.append(begin(at, scores[n - 1]))
-            one = found[-1]
+                row_sums.append(begin(at, scores[n - 1]))
+            one = row_sums[-1]
             p = jnp.exp2((scores[n - 1] - widen(one.m, rows.key_tile)) * factor)
             for lane in range(0, rows.key_tile, LANES):
                 one.sums += p[:, lane : lane + LANES]
@@ -335,13 +335,13 @@ def _stream(cfg: MLAConfig, refs: MLARefs, rows: RowRefs, step: MLAStep, first: 
                 rows.m[at, :], rows.l[at, :] = one.m, one.l
         if n >= 2:
             at, tile = units[n - 2]
-            one = found[(n - 2) // len(tiles)]
+            one = row_sums[(n - 2) // len(tiles)]
             one.acc += dot(weights[n - 2], values(tiles[tile]), 1, 0)
             if tile == len(tiles) - 1:
                 rows.acc[at, :] = one.acc
                 if step.masked or rows is refs.single:
                     _result(cfg, refs, rows, item, one, refs.factors[OUTPUTS] / one.l)  # which is at least 1
-    _mark(refs, item, found, spoilt)
+    _mark(refs, item, row_sums, spoilt)
 
 
 def _exact(cfg: MLAConfig, refs: MLARefs, rows: RowRefs, step: MLAStep) -> None:
@@ -381,9 +381,9 @@ def _result(cfg: MLAConfig, refs: MLARefs, rows: RowRefs, item: Item, one: _Sums
         rows.lse_rows[item.q_slot, one.at, :] = (one.m * refs.factors[SCORES] + jnp.log2(one.l)) * (1 / LOG2_E)
 
 
-def _mark(refs: MLARefs, item: Item, found: list[_Sums], spoilt: list[jax.Array]) -> None:
+def _mark(refs: MLARefs, item: Item, row_sums: list[_Sums], spoilt: list[jax.Array]) -> None:
     """Mark an item that must be repeated with `_exact`. spoilt: products with keys that some row may not see."""
-    total = functools.reduce(jnp.add, [jnp.sum(one.l.reshape(-1, 8, LANES), axis=0) for one in found])
+    total = functools.reduce(jnp.add, [jnp.sum(one.l.reshape(-1, 8, LANES), axis=0) for one in row_sums])
     zero = sum(jnp.sum(x * 0.0, axis=1, keepdims=True) for x in spoilt)
     lost = 0 if refs.lost is None else refs.lost[...]
     good = (total <= 2.0**_MAX_LOG2_SUM) & (zero == 0.0)
