@@ -1,5 +1,6 @@
 """The diffusion backends under torch: the dense suite, on the device at hand or on stand-ins."""
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -32,7 +33,18 @@ VENDORS = [
 
 
 #: Backends with a log-sum-exp, and the stand-in that they need.
-EMPTY = [("TORCH_SDPA", ""), ("TRITON_ATTN", ""), ("FLASH_ATTN", "fa3"), ("FLASHINFER_ATTN", "flashinfer_pkg")]
+EMPTY = [
+    ("TORCH_SDPA", ""),
+    pytest.param(
+        "TRITON_ATTN",
+        "",
+        marks=pytest.mark.skipif(
+            importlib.util.find_spec("triton") is None, reason="no triton here: tests/torch/test_interpreted.py runs it"
+        ),
+    ),
+    ("FLASH_ATTN", "fa3"),
+    ("FLASHINFER_ATTN", "flashinfer_pkg"),
+]
 
 
 @pytest.fixture
