@@ -19,8 +19,8 @@ T = TypeVar("T")
 
 def path(prefix: str, device: str) -> Path:
     """Return the path, in the cache directory, of the file `<prefix>-<device>.json` of measurements."""
-    # Devices' names have spaces, slashes and parentheses ("NVIDIA H100 80GB HBM3", "TPU v5 lite"); what is not a letter
-    # or a digit becomes a dash. Two names that become one file are told apart by the owner in it.
+    # Devices' names have spaces, slashes and parentheses ("NVIDIA H100 80GB HBM3", "TPU v5 lite"); the pattern
+    # replaces everything but letters and digits by dashes. Two devices may get one path; `read` then compares the owner.
     return envs.cache_dir() / f"{prefix}-{re.sub(r'[^A-Za-z0-9]+', '-', device).strip('-')}.json"
 
 

@@ -218,7 +218,7 @@ class Visibility(NamedTuple):
         """
         left, right = self.layer.window
         # The last row's window begins last, and the first row's causality ends first: between them every row sees every
-        # key. `low` may be negative, and above `high` if there is no such key.
+        # key. `low` may be negative; if no key is seen by every row, it may exceed `high`.
         low = 0 * last if left is None else last - left
         high = end if right is None else xp.minimum(end, first + right + 1)
         high = xp.where(self.layer.causal if ordered is None else ordered, xp.minimum(high, first + 1), high)

@@ -139,7 +139,8 @@ def crowded_launch(arch: str, rows: int, head_size: int, itemsize: int, stored: 
     (`SplitKV.crowded`); None: that of other parts.
 
     Measured (H200) on seven batches of 23 to 238 requests: 32 rows by tensor instructions of 64 took 0.71, 0.77, 0.86, 1.00 and
-    1.05 of the time, 64 rows 0.94 to 1.00. On seven batches whose items fit at once they took up to 1.2 of it.
+    1.05 of the time, 64 rows 0.94 to 1.00 (one of them 1.07 in a second run). On seven batches whose items fit at once they
+    took up to 1.2 of it.
     """
     measured = arch == "sm_90" and 16 < rows <= 64 and power_of_two(head_size) == 128 and itemsize == stored == 2
     return Launch(64, 64, 4, 5) if measured else None
@@ -172,20 +173,22 @@ def run_together(q_lens: Any, keys: Any, group: int, kv_heads: int, multiprocess
 
     q_lens, keys: the tokens and visible keys of each request (NumPy, [R]). group: query heads of a kv head.
 
-    By a count of work, in tiles of 64 rows and 64 keys: all of them, prompts' and decodes', and three eighths of one for each
-    row of a request whose keys are cut, which is merged, spread over the multiprocessors; against the longest program of the
-    launch that prompts have otherwise, whose tiles of 128 keys take five quarters each. With a merge one launch begins and ends
-    two later than that one, without a merge two earlier; a launch of decodes beside prompts takes six. Over 86 batches on an
-    H200 the choice takes 1.002 of the faster one's time (geometric mean; at most 1.10), where all tiles against that program
-    and five took 1.09 (at most 3.5); the numbers were chosen by the same batches.
+    The work of one launch is counted in tiles of 64 rows and 64 keys: those of all requests, and 3/8 of a tile for each row
+    that has to be merged, because the keys of its request are split. The multiprocessors share it. Otherwise prompts have a
+    launch of their own, whose longest program takes 5/4 of such a tile for 128 keys. For its beginning and end, one launch
+    takes 2 tiles more than that launch if it has a merge, and 2 less if it has none; a second launch, of decodes, takes 6.
+
+    Measured (H200): the numbers were set by 46 batches, with 1 instead of 5/4, and then took 1.01 of the faster form's time on
+    40 batches drawn at random (geometric mean; at most 1.20); with 5/4, which was set by all 86, they take 1.002 (1.10). The
+    rule before this one, without merged rows, took 1.09 on the 40 (at most 3.5).
     """
     if not 1 < q_lens.max(initial=0) <= TOGETHER:
         return False
     tiles = -(-keys // 64)
-    cut = tiles > LEAST
-    work = int(tiles @ blocks_of(q_lens, group)) + 3 * group * int(q_lens[cut].sum()) // 8
+    split = tiles > LEAST
+    work = int(tiles @ blocks_of(q_lens, group)) + 3 * group * int(q_lens[split].sum()) // 8
     longest = -(-int(keys[q_lens > 1].max()) // 128)
-    spare = 1.25 * longest + (-2 if cut.any() else 2) + (6 if (q_lens == 1).any() else 0)
+    spare = 1.25 * longest + (-2 if split.any() else 2) + (6 if (q_lens == 1).any() else 0)
     return work * kv_heads <= spare * multiprocessors
 
 

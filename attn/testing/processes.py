@@ -181,8 +181,8 @@ class Worker:
             process = self._process
         if process is not None:
             if hasattr(os, "killpg"):
-                # There is no such group before `_serve` has called setsid, nor after the process is gone; `process.kill` below
-                # serves the first.
+                # The group does not exist until `_serve` has called setsid, nor once the process has ended. In the first case
+                # `process.kill` ends the process.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
             process.kill()
