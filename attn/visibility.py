@@ -30,6 +30,17 @@ if TYPE_CHECKING:
 Window = tuple[int | None, int | None]
 
 
+def _fields_set(mask: Any) -> str:
+    """Return a mask's class and the fields that are not its defaults, arrays by dtype and shape."""
+    text = []
+    for name, value in mask._asdict().items():
+        if hasattr(value, "shape") and hasattr(value, "dtype"):
+            text.append(f"{name}={str(value.dtype).removeprefix('torch.')}{list(value.shape)}")
+        elif value != mask._field_defaults[name]:
+            text.append(f"{name}={value!r}")
+    return f"{type(mask).__name__}({', '.join(text)})"
+
+
 class LayerMask(NamedTuple):
     """The mask of a layer: constants, hashable.
 
@@ -56,16 +67,8 @@ class LayerMask(NamedTuple):
         # Exact for keys by position only: whether a window cuts a span has to be the same for both, and so has the chunk.
         return LayerMask(self.causal or other.causal, (left, right), chunk, cuts)
 
-    def __str__(self) -> str:
-        left, right = self.window
-        parts = [
-            "causal" if self.causal else "both directions",
-            "" if left is None else f"{left} keys to the left",
-            "" if not right else f"{right} keys to the right",
-            "" if self.chunk_size is None else f"chunks of {self.chunk_size}",
-            "window cuts spans" if self.span_window else "",
-        ]
-        return ", ".join(part for part in parts if part)
+    def __repr__(self) -> str:
+        return _fields_set(self)
 
 
 class BatchMask(NamedTuple):
@@ -89,6 +92,9 @@ class BatchMask(NamedTuple):
         """Return the mask of some requests, and of their rows."""
         # Spans are the one array with an entry per row; the others have one per request.
         return BatchMask(*(x if x is None else x[rows if name == "spans" else requests] for name, x in self._asdict().items()))
+
+    def __repr__(self) -> str:
+        return _fields_set(self)
 
     @property
     def is_plain(self) -> bool:
@@ -234,6 +240,5 @@ class Visibility(NamedTuple):
         context = num_keys - num_rows
         return self.allowed(rows + context, keys, 0, rows, context, num_rows)
 
-    def __str__(self) -> str:
-        arrays = [f"{name} {list(x.shape)}" for name, x in self.batch._asdict().items() if x is not None]
-        return ", ".join([str(self.layer), *arrays])
+    def __repr__(self) -> str:
+        return f"Visibility({self.layer})" if self.batch.is_plain else f"Visibility({self.layer}, {self.batch})"

@@ -1,5 +1,6 @@
 """The formulas of visibility against the oracle's, in every framework; bounds against what rows see."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -102,11 +103,24 @@ def test_masks_compose():
 
 
 def test_a_mask_says_what_it_is():
-    batch = BatchMask(spans=np.zeros((5, 2), np.int32), prefix=np.zeros(2, np.int32))
-    assert str(Visibility(LayerMask(True, (127, 0), 512, True), batch)) == (
-        "causal, 127 keys to the left, chunks of 512, window cuts spans, spans [5, 2], prefix [2]"
-    )
-    assert str(LayerMask(False, (3, 2))) == "both directions, 3 keys to the left, 2 keys to the right"
+    mask = Visibility(LayerMask(window=(127, 0), chunk_size=512), BatchMask(spans=np.zeros((5, 2), np.int32)))
+    line = "Visibility(LayerMask(window=(127, 0), chunk_size=512), BatchMask(spans=int32[5, 2]))"
+    assert repr(mask) == str(mask) == f"{mask}" == line
+    assert [repr(x) for x in (LayerMask(), BatchMask())] == ["LayerMask()", "BatchMask()"]
+    assert repr(Visibility(LayerMask(False, span_window=False))) == "Visibility(LayerMask(causal=False, span_window=False))"
+
+
+@pytest.mark.parametrize("xp", [np, torch, jnp], ids=["numpy", "torch", "jax"])
+def test_arrays_of_a_mask_are_printed_by_dtype_and_shape(xp):
+    batch = BatchMask(xp.ones((2, 4, 4), dtype=bool if xp is np else xp.bool), prefix=xp.zeros(2, dtype=xp.int32))
+    assert repr(batch) == "BatchMask(tree=bool[2, 4, 4], prefix=int32[2])"
+
+
+def test_a_traced_mask_is_printed_too():
+    lines = []
+    jax.jit(lambda spans: lines.append(repr(BatchMask(spans=spans))))(jnp.zeros((5, 2), jnp.int32))
+    assert lines == ["BatchMask(spans=int32[5, 2])"]
+    assert repr(BatchMask(spans=0, prefix="rows")) == "BatchMask(spans=0, prefix='rows')"  # a tree of other leaves
 
 
 def test_one_request_of_a_batch():
