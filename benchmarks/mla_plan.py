@@ -11,7 +11,7 @@ form, absorbed or expanded, and how many of them would be absorbed.
 The second table is about the other requests, on 132 multiprocessors of which each runs one program of 64 rows at a time. Times
 are in tiles of 64 keys. "least" is the sum of all tiles by the multiprocessors: no plan ends sooner. "equal parts" is the plan
 of paged attention: requests are cut into parts of at most one size, each a program, started in the plan's order as
-multiprocessors become free. "equal shares" is what runs (`plan.shares`): all requests in a line are cut into a share for each
+multiprocessors become free. "equal shares" is what runs (`plan.stream_k`): all requests in a line are cut into a share for each
 program. The time of a program is its tiles and STARTED more for each of its pieces. Megabytes are of the states of parts that
 are merged, written and read.
 """
@@ -25,8 +25,8 @@ import numpy as np
 from attn.backends.abstract import KVCacheSpec
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.dtypes import DTYPES
-from attn.kernels.launch import LEAST, STARTED, split_kv_for, split_tiles_of
-from attn.kernels.mla_launch import mla_shares, mla_split
+from attn.kernels.launch import MIN_SPLIT_TILES, STARTED, split_kv_for, split_tiles_of
+from attn.kernels.mla_launch import mla_split, mla_stream_k
 from attn.reports.machines import pairs
 from attn.tables import Column, block, cells
 from attn.tools.bench.case import NOPE, ROPE, VALUE, BenchCase, abbreviated, parse
@@ -149,11 +149,11 @@ def equal_parts(tiles: "IntArray", row_tiles: int) -> tuple[list[int], int]:
 
 def equal_shares(tiles: "IntArray", row_tiles: int) -> tuple[int, int, int]:
     """Return the longest program's time, how many pieces there are, and how many of them are merged, of a block's row tiles."""
-    plan = mla_shares(len(tiles), row_tiles, 1 << 20, MULTIPROCESSORS)
+    plan = mla_stream_k(len(tiles), row_tiles, 1 << 20, MULTIPROCESSORS)
     assert plan is not None
     work = np.repeat(tiles.clip(min=1), -(-row_tiles // plan.span))
     ends = np.cumsum(work + STARTED)
-    share = max(-(-int(ends[-1]) // plan.groups), LEAST)
+    share = max(-(-int(ends[-1]) // plan.groups), MIN_SPLIT_TILES)
     begins = ends - work - STARTED
     first, last = begins // share, (begins + work - 1) // share  # the group of each block's first and last tile
     time = np.zeros(plan.groups, int)

@@ -5,10 +5,10 @@ this kernel writes the rest: an output that was filled beforehand would be writt
 some percent of its time.
 
 It also prepares the launches that follow: it sets the counters of `hopper_prefill` to 0, and decides which of two launches has
-the decodes. Those of about equal length are best left whole, by another launch than their parts would have: `whole` and `cut`
-are `query_start_loc` for one of these and zeros for the other, which then finds requests without tokens.
+the decodes. Those of about equal length are best left whole, by another launch than their splits would have: `whole` and
+`split` are `query_start_loc` for one of these and zeros for the other, which then finds requests without tokens.
 
-Layouts: output [T, H, D], dense; lse [H, T] float32 or None; counters [2] or None; query_start_loc, whole, cut [R + 1] and
+Layouts: output [T, H, D], dense; lse [H, T] float32 or None; counters [2] or None; query_start_loc, whole, split [R + 1] and
 seq_lens [R], int32, the last three None where decodes have one launch. Grid: a program for every ROWS rows.
 """
 
@@ -23,10 +23,10 @@ ROWS = 8  #: per program
 
 
 @triton.jit
-def _whole_or_cut(  # type: ignore[no-untyped-def]
-    whole, cut, query_start_loc, seq_lens, num_reqs, left, most, keys_per_tile, whole_from, BLOCK_R: tl.constexpr
+def _whole_or_split(  # type: ignore[no-untyped-def]
+    whole, split, query_start_loc, seq_lens, num_reqs, left, most, keys_per_tile, whole_from, BLOCK_R: tl.constexpr
 ):
-    """Whether the plan of the batch (`plan.item_of`) would cut no decode, a request of up to `most` rows, for the sake of the
+    """Whether the plan of the batch (`plan.item_of`) would split no decode, a request of up to `most` rows, for the sake of the
     others. left: keys that rows see to the left."""
     # one program reads all lengths and writes both lists
     if tl.program_id(0) == 0:
@@ -41,20 +41,20 @@ def _whole_or_cut(  # type: ignore[no-untyped-def]
         # A launch whose list is zeros finds no rows and ends at once. The host cannot choose instead: it does not know the
         # lengths.
         tl.store(whole, 0)
-        tl.store(cut, 0)
+        tl.store(split, 0)
         tl.store(whole + 1 + i, tl.where(even, end, 0), mask=i < num_reqs)
-        tl.store(cut + 1 + i, tl.where(even, 0, end), mask=i < num_reqs)
+        tl.store(split + 1 + i, tl.where(even, 0, end), mask=i < num_reqs)
 
 
 @triton.jit
 def fill(  # type: ignore[no-untyped-def]
-    output, lse, counters, whole, cut, query_start_loc, seq_lens, num_reqs, tokens, lse_h, left, most, keys_per_tile,
+    output, lse, counters, whole, split, query_start_loc, seq_lens, num_reqs, tokens, lse_h, left, most, keys_per_tile,
     whole_from,
     H: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     if whole is not None:
-        _whole_or_cut(whole, cut, query_start_loc, seq_lens, num_reqs, left, most, keys_per_tile, whole_from, BLOCK_R)
+        _whole_or_split(whole, split, query_start_loc, seq_lens, num_reqs, left, most, keys_per_tile, whole_from, BLOCK_R)
     if counters is not None:
         tl.store(counters + tl.arange(0, 2), tl.zeros([2], tl.int32))
     first = tl.program_id(0).to(tl.int64) * ROWS
@@ -79,7 +79,7 @@ def fill_rows(  # type: ignore[no-untyped-def]
 
 def constants(heads: int, size: int) -> dict[str, Any]:
     """The constants and options of `fill`, and the arguments of a launch that chooses nothing."""
-    columns, chooses = heads * size, dict.fromkeys(("whole", "cut", "seq_lens"))
+    columns, chooses = heads * size, dict.fromkeys(("whole", "split", "seq_lens"))
     numbers = dict.fromkeys(("left", "most", "keys_per_tile", "whole_from"), 0) | {"BLOCK_R": 1}
     blocks = {"BLOCK_H": power_of_two(heads), "BLOCK": min(1024, power_of_two(columns)), "ROWS": ROWS}
     return {"H": heads, "COLUMNS": columns, **blocks, **chooses, **numbers, "num_warps": 4, **FUSED}

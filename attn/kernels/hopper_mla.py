@@ -1,6 +1,6 @@
 """Absorbed MLA on Hopper for many rows, over all keys or selected keys: `mla_decode`'s first stage in Gluon for sm_90.
 
-A program computes 64 (token, head) rows of one request over a part of its keys, with two consumers of four warps and a
+A program computes 64 (token, head) rows of one request over a split of its keys, with two consumers of four warps and a
 producer that loads tiles for them. The result [64, 512] fills the registers of both consumers: consumer h holds columns 256
 h to 256 h + 255. Consumer w computes the scores and weights of the tiles w, w + 2, ... of 64 keys. It shares the weights
 through shared memory, and both consumers multiply them with their half of the tile's values, so that every product is
@@ -58,7 +58,7 @@ def _items_of(batch, row_tiles, PLANNED: gl.constexpr):  # type: ignore[no-untyp
 
 
 @gluon.jit
-def _part(  # type: ignore[no-untyped-def]
+def _item(  # type: ignore[no-untyped-def]
     item, batch, row_tiles, split, topk, H: gl.constexpr, HAS_LIMITS: gl.constexpr, SPARSE: gl.constexpr, PLANNED: gl.constexpr
 ):
     """(request, its first token, tokens, keys, first row; keys that all rows, some row see, first key, tiles, state).
@@ -68,7 +68,7 @@ def _part(  # type: ignore[no-untyped-def]
     query_start_loc, seq_lens, limits, items = batch
     group = gl.program_id(0) // row_tiles
     tile = gl.program_id(0) % row_tiles
-    # With a plan, group g of `row_tiles` programs has the items of its share, each for one tile of 64 rows of the item's block.
+    # With a plan, group g of `row_tiles` programs has the items of the table, each for one tile of 64 rows of the item's block.
     # Its numbers are loaded by every partition itself: they are few, and handing them over would need barriers of its own.
     entry = items
     if PLANNED:
@@ -103,17 +103,17 @@ def _part(  # type: ignore[no-untyped-def]
     if PLANNED:
         begins = gl.load(entry + 5)
         stop = gl.load(entry + 6)
-        # A group has at most two parts of blocks: one that begins its block (place 1) and one that does not (place 0), see
-        # `attn.torch.kernels.plan.shares`.
+        # A group has at most two splits of blocks: one that begins its block (place 1) and one that does not (place 0), see
+        # `attn.torch.kernels.plan.stream_k`.
         slot = (2 * group + gl.where(begins == 0, 1, 0)) * row_tiles + tile
         state = gl.where(gl.load(entry + 7) > 1, slot, -1)
     else:
         begins = gl.program_id(1) * split
         stop = begins + split
         # Programs beyond the rows' last split do nothing, but the first one always writes: rows without keys are 0.
-        count = (high + split - 1) // split
-        state = gl.where(count > 1, gl.program_id(1), -1)
-        q_len = gl.where(gl.program_id(1) < gl.maximum(count, 1), q_len, 0)
+        num_splits = (high + split - 1) // split
+        state = gl.where(num_splits > 1, gl.program_id(1), -1)
+        q_len = gl.where(gl.program_id(1) < gl.maximum(num_splits, 1), q_len, 0)
     tiles = gl.where(first < q_len, (gl.maximum(gl.minimum(high, stop) - begins, 0) + 63) // 64, 0)
     return r, begin, q_len, seq_len, first_row, low, high, begins, tiles, state
 
@@ -144,11 +144,11 @@ def _gather(  # type: ignore[no-untyped-def]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     # 256 columns of 16 bits are four swizzled blocks of 64, each 64 rows of 128 bytes: 4 pieces of 4 blocks.
-    parts = reinterpret(k_ring, k_ring.dtype, [16, 64, 64], swizzled)
+    blocks = reinterpret(k_ring, k_ring.dtype, [16, 64, 64], swizzled)
     first, last = _items_of(batch, row_tiles, PLANNED)
     used_0, used_1 = 0, 0  # how often each stage of the rings was used by earlier items
     for item in range(first, last):
-        r, begin, q_len, seq_len, first_row, low, high, begins, tiles, state = _part(
+        r, begin, q_len, seq_len, first_row, low, high, begins, tiles, state = _item(
             item, batch, row_tiles, split, topk, H, HAS_LIMITS, SPARSE, PLANNED
         )
         table = block_table + r.to(gl.int64) * table_r
@@ -174,7 +174,7 @@ def _gather(  # type: ignore[no-untyped-def]
                 mbarrier.wait(k_empty.index(piece), phase ^ 1)
                 # each half has a barrier of its own, so that products with the first start before the second is there
                 for c in gl.static_range(4):
-                    copy_rows(parts.index(piece * 4 + c), rows + (h * 256 + c * 64), mask=real[:, None])
+                    copy_rows(blocks.index(piece * 4 + c), rows + (h * 256 + c * 64), mask=real[:, None])
                 async_copy.mbarrier_arrive(k_full.index(piece), increment_count=False)
         used_0 += (tiles + 1) // 2
         used_1 += tiles // 2
@@ -194,7 +194,7 @@ def _produce(  # type: ignore[no-untyped-def]
     first, last = _items_of(batch, row_tiles, PLANNED)
     used_0, used_1 = 0, 0  # how often each stage of the rings was used by earlier items
     for item in range(first, last):
-        r, begin, q_len, seq_len, first_row, low, high, begins, tiles, state = _part(
+        r, begin, q_len, seq_len, first_row, low, high, begins, tiles, state = _item(
             item, batch, row_tiles, split, topk, H, HAS_LIMITS, SPARSE, PLANNED
         )
         table = block_table + r.to(gl.int64) * table_r
@@ -274,13 +274,13 @@ def _clean(k_ring, least, CONSUMER: gl.constexpr):  # type: ignore[no-untyped-de
     """Replace non-finite latents of this consumer's tile by 0 from row `least` on, after its scores were computed."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     # Stage s has blocks 8 s to 8 s + 7 of 64 columns, each four groups of 16 rows: few values a thread at a time.
-    parts = reinterpret(k_ring, k_ring.dtype, [64, 16, 64], gl.NVMMASharedLayout(128, 16, rank=2))
+    boxes = reinterpret(k_ring, k_ring.dtype, [64, 16, 64], gl.NVMMASharedLayout(128, 16, rank=2))
     for column in range(8):
         for i in range(gl.maximum(least, 0) // 16, 4):
-            part = parts.index(CONSUMER * 32 + column * 4 + i)
-            x = part.load(LAYOUT)
+            box = boxes.index(CONSUMER * 32 + column * 4 + i)
+            x = box.load(LAYOUT)
             wide = x.to(gl.float32)
-            part.store(gl.where((wide - wide) != 0.0, gl.zeros([16, 64], k_ring.dtype, LAYOUT), x))
+            box.store(gl.where((wide - wide) != 0.0, gl.zeros([16, 64], k_ring.dtype, LAYOUT), x))
 
 
 @gluon.jit
@@ -357,7 +357,7 @@ def _consume(  # type: ignore[no-untyped-def]
     first, last = _items_of(batch, row_tiles, PLANNED)
     k0, other, item_phase = 0, 0, 0  # tiles of earlier items, this consumer's and the other's; the item's number modulo 2
     for item in range(first, last):
-        r, begin, q_len, seq_len, first_row, low, high, begins, tiles, state = _part(
+        r, begin, q_len, seq_len, first_row, low, high, begins, tiles, state = _item(
             item, batch, row_tiles, split, topk, H, HAS_LIMITS, SPARSE, PLANNED
         )
 
@@ -430,15 +430,15 @@ def _consume(  # type: ignore[no-untyped-def]
         mbarrier.wait(end.index(1 - CONSUMER), item_phase)
         norm += norms.index(1 - CONSUMER).load(ROW)
         sum_ = gl.convert_layout(norm, gl.SliceLayout(1, O_LAYOUT))
-        share = v_factor / gl.where(sum_ == 0, 1.0, sum_)
-        acc = gl.where((sum_ == 0)[:, None], 0.0, acc * share[:, None])
+        scale = v_factor / gl.where(sum_ == 0, 1.0, sum_)
+        acc = gl.where((sum_ == 0)[:, None], 0.0, acc * scale[:, None])
         log = gl.where(norm == 0, float("-inf"), top + gl.log2(norm))
-        # the state of a part is already divided by its sum, in float32: `merge` weighs it by its log-sum-exp alone
+        # the state of a split is already divided by its sum, in float32: `merge` weighs it by its log-sum-exp alone
         if state >= 0:
             column = CONSUMER * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, O_LAYOUT))
             o_token, o_at, o_head, o_live = _rows(begin, q_len, first_row, H, gl.SliceLayout(1, O_LAYOUT))
-            part = _state(state, o_at, o_head, splits, H, PLANNED, gl.SliceLayout(1, O_LAYOUT)) * 512
-            gl.store(partial + part[:, None] + column[None, :], acc, mask=o_live[:, None])
+            partial_at = _state(state, o_at, o_head, splits, H, PLANNED, gl.SliceLayout(1, O_LAYOUT)) * 512
+            gl.store(partial + partial_at[:, None] + column[None, :], acc, mask=o_live[:, None])
             if CONSUMER == 0:
                 gl.store(partial_lse + _state(state, row_at, row_head, splits, H, PLANNED, ROW), log, mask=row_live)
         else:

@@ -157,7 +157,7 @@ def _extent(  # type: ignore[no-untyped-def]
         for token in range(first, end, 32):
             valid = token + lane < end
             low, high = _span(spans, begin + token + lane, valid, context + token + lane, left, CHUNK, SPAN_RIGHT)
-            # (-1, -1) is no span, and a window or chunk may have cut one to nothing
+            # (-1, -1) is no span, and a window or chunk may have left nothing of one
             valid = valid & (high >= gl.maximum(low, 0))
             lowest = gl.minimum(lowest, gl.where(valid, low, _FAR))
             highest = gl.maximum(highest, gl.where(valid, high, -1))
@@ -453,9 +453,9 @@ def _produce_values(  # type: ignore[no-untyped-def]
                     if (c * 16 < seen - start) | (c * 16 + 16 > valid):
                         kept = (row + c * 16 >= seen - start) & (row + c * 16 < valid)
                         for h in gl.static_range(HALVES):
-                            part = v_rows.index((stage * HALVES + h) * (BLOCK_N // 16) + c)
+                            box = v_rows.index((stage * HALVES + h) * (BLOCK_N // 16) + c)
                             nothing = gl.zeros([16, 64], dtype, clear_layout)
-                            part.store(gl.where(kept[:, None], part.load(clear_layout), nothing))
+                            box.store(gl.where(kept[:, None], box.load(clear_layout), nothing))
                 # stores of threads, before the consumers' products, which read shared memory through another proxy
                 fence_async_shared()
                 barrier()

@@ -96,7 +96,7 @@ def decode_launch(
 ) -> Launch:
     """The launch for few query rows against many keys: memory-bound, so many small programs with loads in flight.
 
-    split_kv: whether requests are cut into parts of equal size (`SplitKV`). beside: whether a prefill runs at the same time.
+    split_kv: whether requests are split (`SplitKV`). beside: whether a prefill runs at the same time.
     """
     # Products have at least 16 rows (`tl.dot`), and vectors of Triton a power of two of elements.
     block_m, block_d = max(16, power_of_two(group)), power_of_two(head_size)
@@ -135,8 +135,8 @@ def decode_launch(
 
 
 def crowded_launch(arch: str, rows: int, head_size: int, itemsize: int, stored: int) -> Launch | None:
-    """The launch for tiles of `rows` rows that are in parts where items do not fit on the device at once
-    (`SplitKV.crowded`); None: that of other parts.
+    """The launch for tiles of `rows` rows of split requests where items do not fit on the device at once
+    (`SplitKV.crowded`); None: that of other splits.
 
     Measured (H200) on seven batches of 23 to 238 requests: 32 rows by tensor instructions of 64 took 0.71, 0.77, 0.86, 1.00 and
     1.05 of the time, 64 rows 0.94 to 1.00 (one of them 1.07 in a second run). On seven batches whose items fit at once they
@@ -185,7 +185,7 @@ def run_together(q_lens: Any, keys: Any, group: int, kv_heads: int, multiprocess
     if not 1 < q_lens.max(initial=0) <= TOGETHER:
         return False
     tiles = -(-keys // 64)
-    split = tiles > LEAST
+    split = tiles > MIN_SPLIT_TILES
     work = int(tiles @ blocks_of(q_lens, group)) + 3 * group * int(q_lens[split].sum()) // 8
     longest = -(-int(keys[q_lens > 1].max()) // 128)
     spare = 1.25 * longest + (-2 if split.any() else 2) + (6 if (q_lens == 1).any() else 0)
@@ -255,7 +255,7 @@ def int8_launch(arch: str, head_size: int) -> Launch:
 class SplitKV:
     """The split-KV plan of decodes; each program derives the items from the lengths on the device.
 
-    split_tiles: tiles of keys in every part, or, if max_splits > 0, the least number of tiles that a part has; the device then
+    split_tiles: tiles of keys in every split, or, if max_splits > 0, the least number of tiles of a split; the device then
     chooses the smallest number that makes at most `max_splits` items more than there are requests. whole_from: the number of
     requests from which those of about equal length stay whole. items: the bound of work items per kv head. block_r: requests
     per vector in the device's search. crowded: whether requests take at least half of the items that fit on the device at once,
@@ -275,15 +275,16 @@ def block_of(num_reqs: int) -> int:
     return next((size for size in (32, 256, 2048) if num_reqs <= size), power_of_two(num_reqs))
 
 
-LEAST = 2  #: tiles of keys below which a part costs more than it saves
-#: Parts of a request beyond which merging them costs more than shorter parts save: 2 x 16k keys of one kv head took 23.1 us in
-#: 128 parts each and 19.6 in 64, 4 rows of 20k keys 45.8 and 28.5 (H200).
+MIN_SPLIT_TILES = 2  #: tiles of keys below which a split costs more than it saves
+#: Splits of a request beyond which merging costs more than shorter splits save: 2 x 16k keys of one kv head took 23.1 us in
+#: 128 each and 19.6 in 64, 4 rows of 20k keys 45.8 and 28.5 (H200).
 MOST_SPLITS = 64
-CUT = LEAST * 256 + 1  #: keys, of more than `LEAST` tiles in any launch: without a fixed split, longer requests are cut alike
-#: Tiles of keys that beginning and ending a block of rows takes as long as, in equal shares: on an H200, 1.8 us a tile and
+#: Keys, of more than `MIN_SPLIT_TILES` tiles in any launch: without a fixed split, longer requests are launched alike.
+MIN_KEYS_TO_SPLIT = MIN_SPLIT_TILES * 256 + 1
+#: Tiles of keys that beginning and ending a block of rows takes as long as, in stream-K: on an H200, 1.8 us a tile and
 #: 11.5 us an item of the program with most of both are within 10 % of what seven of nine batches took.
 STARTED = 6
-FIELDS = 8  #: of an item of the table of equal shares (`plan`)
+FIELDS = 8  #: of an item of the table of stream-K (`plan`)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -299,13 +300,13 @@ def split_kv_for(num_reqs: int, kv_heads: int, tiles: int, fixed: int, multiproc
     """
     if fixed:
         return SplitKV(fixed, 0, 0, num_reqs * max(1, -(-tiles // fixed)), block_of(num_reqs))
-    if tiles <= LEAST:
+    if tiles <= MIN_SPLIT_TILES:
         return None
     wave = _wave(kv_heads, multiprocessors)
     crowded = is_crowded(num_reqs, kv_heads, multiprocessors, rows)
     max_splits = (3 * wave // 2 if rows >= 64 else wave) if crowded else wave - num_reqs
-    # From four fifths of a wave on, requests of equal length keep the device busy without being cut (`plan.item_of`).
-    return SplitKV(LEAST, max_splits, -(-4 * wave // 5), max_splits + num_reqs, block_of(num_reqs), crowded)
+    # From four fifths of a wave on, requests of equal length keep the device busy without being split (`plan.item_of`).
+    return SplitKV(MIN_SPLIT_TILES, max_splits, -(-4 * wave // 5), max_splits + num_reqs, block_of(num_reqs), crowded)
 
 
 def is_crowded(num_reqs: int, kv_heads: int, multiprocessors: int, rows: int) -> bool:
@@ -319,10 +320,10 @@ def _wave(kv_heads: int, multiprocessors: int) -> int:
     return max(1, 2 * multiprocessors // kv_heads)
 
 
-def _shares(tiles: Any, split_kv: SplitKV) -> tuple[int, int, int]:
-    """(the fewest and the most tiles per part that the device may choose, the most of a request), as `split_tiles_of`."""
+def _split_tiles_range(tiles: Any, split_kv: SplitKV) -> tuple[int, int, int]:
+    """(the fewest and the most tiles per split that the device may choose, the most of a request), as `split_tiles_of`."""
     total, longest = int(tiles.sum()), int(tiles.max())
-    # Parts of `high` tiles always fit: each request has at most one part that is not full. Smaller parts than `low` would be
+    # Splits of `high` tiles always fit: each request has at most one split that is not full. Smaller splits than `low` would be
     # too many, of all requests or of one.
     low = max(split_kv.split_tiles, -(-total // (split_kv.max_splits + len(tiles))), -(-longest // MOST_SPLITS))
     high = max(low, -(-total // split_kv.max_splits))
@@ -332,11 +333,11 @@ def _shares(tiles: Any, split_kv: SplitKV) -> tuple[int, int, int]:
 
 
 def split_tiles_of(tiles: Any, split_kv: SplitKV, least: int = 0) -> int:
-    """The tiles per part that the device chooses for requests of `tiles` tiles (NumPy, [R]): `plan.item_of`.
+    """The tiles per split that the device chooses for requests of `tiles` tiles (NumPy, [R]): `plan.item_of`.
 
     least: any number below it may be returned for a smaller one.
     """
-    low, high, _ = _shares(tiles, split_kv)
+    low, high, _ = _split_tiles_range(tiles, split_kv)
     room = split_kv.max_splits + int(np.count_nonzero(tiles))  # a request without keys has one item
     # As many halvings as on the device, which may leave several candidates: the host's answer must be the device's.
     for _ in range(4):
@@ -351,7 +352,7 @@ def split_tiles_of(tiles: Any, split_kv: SplitKV, least: int = 0) -> int:
 
 
 def are_whole(keys: Any, kv_heads: int, multiprocessors: int) -> bool:
-    """Whether decodes of `keys` visible keys (NumPy, [R]) are better left whole: no part would be shorter than the longest.
+    """Whether decodes of `keys` visible keys (NumPy, [R]) are better left whole: no split would be shorter than the longest.
 
     The search and the merge cost about 6 us (H200), 2 % of 64 decodes of 4,096 keys, which fill the device without them.
     """
@@ -359,7 +360,7 @@ def are_whole(keys: Any, kv_heads: int, multiprocessors: int) -> bool:
     split_kv = split_kv_for(len(keys), kv_heads, int(tiles.max(initial=0)), 0, multiprocessors)
     if split_kv is None:
         return True
-    low, high, longest = _shares(tiles, split_kv)  # most batches are decided without the search
+    low, high, longest = _split_tiles_range(tiles, split_kv)  # most batches are decided without the search
     return low >= longest or (high >= longest and split_tiles_of(tiles, split_kv, longest) >= longest)
 
 

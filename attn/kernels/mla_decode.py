@@ -1,13 +1,13 @@
 """Absorbed MLA over a paged cache of latents, over all keys or a list of selected keys: split keys, one merge.
 
 All H heads attend to the same row [latent L | rotary Dr], and the latent is also the value. A program computes BLOCK_M
-rows, each a (token, head) pair of one request, over a part of its keys, BLOCK_N at a time, with an online softmax in base 2
+rows, each a (token, head) pair of one request, over a split of its keys, BLOCK_N at a time, with an online softmax in base 2
 (Dao et al., FlashAttention-2, 2023; Flash-Decoding for the split). A tile of keys is loaded once and used twice, transposed
 for the scores and unchanged for the values: this keeps the bytes per operation low, of which MLA has 2 (2 L + Dr) per key
 and head.
 
     grid (requests x row tiles, splits); row tiles vary fastest, so that heads that share keys run together and share L2. In a
-    batch of uneven lengths (groups x row tiles of a group), each of which has an equal share of all keys (`plan.shares`).
+    batch of uneven lengths (groups x row tiles of a group), which have equally many tiles of keys (stream-K, `plan.stream_k`).
     dense   the rows of a request's tokens in order; row i sees its first seq_len - q_len + i + 1 keys (or limits[i]).
     sparse  a tile is one token's heads; its keys are those in `indices`, where -1 (or beyond the sequence) means no key.
 
@@ -188,7 +188,7 @@ def _rows(  # type: ignore[no-untyped-def]
     SEVERAL: tl.constexpr, HAS_SPLITS: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
     BYTES: tl.constexpr, PLANNED: tl.constexpr, ROPE_T: tl.constexpr, ROPE_H: tl.constexpr, ROPE_AT: tl.constexpr,
 ):  # fmt: skip
-    """Compute one row tile of a request over a part of its keys: the program's split, or keys begins..stop of an item.
+    """Compute one row tile of a request over a split of its keys: the program's, or keys begins..stop of an item.
 
     state: the first of the item's rows among all states, -1 if the item is all keys of its rows.
     """
@@ -219,19 +219,19 @@ def _rows(  # type: ignore[no-untyped-def]
         high = tl.minimum(tl.max(seen, 0), seq_len)  # keys that some row of the tile sees
         low = tl.min(tl.where(live, seen, high), 0)  # keys that every live row sees
     has_work = first < q_len
-    is_part = False
-    part_at = at * 0
+    is_partial = False
+    partial_at = at * 0
     if PLANNED:
         stop = tl.minimum(high, stop)
-        is_part = state >= 0
-        part_at = state.to(tl.int64) + row
+        is_partial = state >= 0
+        partial_at = state.to(tl.int64) + row
     elif HAS_SPLITS:
         s = tl.program_id(1)
-        # a tile's rows have equally many parts, by the keys of the one that sees most: `merge` computes the same
-        count = tl.cdiv(high, split)
-        has_work = has_work & (s < tl.maximum(count, 1))
-        is_part = count > 1
-        part_at = (at * H + head) * splits + s
+        # a tile's rows have equally many splits, by the keys of the one that sees most: `merge` computes the same
+        num_splits = tl.cdiv(high, split)
+        has_work = has_work & (s < tl.maximum(num_splits, 1))
+        is_partial = num_splits > 1
+        partial_at = (at * H + head) * splits + s
         begins = s * split
         stop = tl.minimum(high, begins + split)
     else:
@@ -259,12 +259,12 @@ def _rows(  # type: ignore[no-untyped-def]
         else:
             last = high - 1
         if PACKED:
-            part = tl.arange(0, 128)
+            column = tl.arange(0, 128)
             # the four quarters of 512 latents, as the cache has a scale for each
-            q0 = tl.load(q_at + part[None, :], mask=live[:, None], other=0.0)
-            q1 = tl.load(q_at + 128 + part[None, :], mask=live[:, None], other=0.0)
-            q2 = tl.load(q_at + 256 + part[None, :], mask=live[:, None], other=0.0)
-            q3 = tl.load(q_at + 384 + part[None, :], mask=live[:, None], other=0.0)
+            q0 = tl.load(q_at + column[None, :], mask=live[:, None], other=0.0)
+            q1 = tl.load(q_at + 128 + column[None, :], mask=live[:, None], other=0.0)
+            q2 = tl.load(q_at + 256 + column[None, :], mask=live[:, None], other=0.0)
+            q3 = tl.load(q_at + 384 + column[None, :], mask=live[:, None], other=0.0)
             a0 = tl.zeros((BLOCK_M, 128), tl.float32)
             a1, a2, a3 = a0, a0, a0
             for start in tl.range(begins, stop, BLOCK_N):
@@ -272,10 +272,10 @@ def _rows(  # type: ignore[no-untyped-def]
                     a0, a1, a2, a3, norm, top, q0, q1, q2, q3, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot,
                     seq_len, factor, P, BLOCK_R, BLOCK_N, WIDE, PRECISION, BYTES,
                 )  # fmt: skip
-            _store(out, partial, a0, norm, v_factor, at, head, live, 0, o_t, o_h, part_at, L, 128, is_part)
-            _store(out, partial, a1, norm, v_factor, at, head, live, 128, o_t, o_h, part_at, L, 128, is_part)
-            _store(out, partial, a2, norm, v_factor, at, head, live, 256, o_t, o_h, part_at, L, 128, is_part)
-            _store(out, partial, a3, norm, v_factor, at, head, live, 384, o_t, o_h, part_at, L, 128, is_part)
+            _store(out, partial, a0, norm, v_factor, at, head, live, 0, o_t, o_h, partial_at, L, 128, is_partial)
+            _store(out, partial, a1, norm, v_factor, at, head, live, 128, o_t, o_h, partial_at, L, 128, is_partial)
+            _store(out, partial, a2, norm, v_factor, at, head, live, 256, o_t, o_h, partial_at, L, 128, is_partial)
+            _store(out, partial, a3, norm, v_factor, at, head, live, 384, o_t, o_h, partial_at, L, 128, is_partial)
         else:
             q = tl.load(q_at + d[None, :], mask=live[:, None] & (d < L)[None, :], other=0.0)
             acc = tl.zeros((BLOCK_M, BLOCK_L), tl.float32)
@@ -283,18 +283,18 @@ def _rows(  # type: ignore[no-untyped-def]
             DENSE: tl.constexpr = indices is None
             tail = tl.maximum(begins, tl.minimum(low, stop) // BLOCK_N * BLOCK_N) if DENSE else begins
             # dense masked tiles are the last few, so their loop is not pipelined
-            for part in tl.static_range(0 if DENSE else 1, 2):
-                end = stop if part else tail
-                for start in tl.range(tail if part else begins, end, BLOCK_N, num_stages=1 if part and DENSE else None):
+            for phase in tl.static_range(0 if DENSE else 1, 2):
+                end = stop if phase else tail
+                for start in tl.range(tail if phase else begins, end, BLOCK_N, num_stages=1 if phase and DENSE else None):
                     acc, norm, top = _step(
                         acc, norm, top, q, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len, factor,
-                        part == 1, part == 1 and DENSE and SEVERAL, P, L, DR, BLOCK_L, BLOCK_R, BLOCK_N, WIDE, PRECISION,
+                        phase == 1, phase == 1 and DENSE and SEVERAL, P, L, DR, BLOCK_L, BLOCK_R, BLOCK_N, WIDE, PRECISION,
                     )  # fmt: skip
-            _store(out, partial, acc, norm, v_factor, at, head, live, 0, o_t, o_h, part_at, L, BLOCK_L, is_part)
+            _store(out, partial, acc, norm, v_factor, at, head, live, 0, o_t, o_h, partial_at, L, BLOCK_L, is_partial)
 
         log = tl.where(norm == 0, float("-inf"), top + tl.log2(norm))
-        if is_part:
-            tl.store(partial_lse + part_at, log, mask=live)
+        if is_partial:
+            tl.store(partial_lse + partial_at, log, mask=live)
         elif lse is not None:
             tl.store(lse + head * lse_h + at, log * 0.6931471805599453, mask=live)
 
@@ -315,7 +315,7 @@ def attend(  # type: ignore[no-untyped-def]
     group = tl.program_id(0) // TILES
     tile = tl.program_id(0) % TILES
     if PLANNED:
-        # the items follow two numbers for each group (`attn.torch.kernels.plan.shares`)
+        # the items follow two numbers for each group (`attn.torch.kernels.plan.stream_k`)
         table = items + 2 * (tl.num_programs(0) // TILES)
         for i in tl.range(tl.load(items + 2 * group), tl.load(items + 2 * group + 1), num_stages=1):
             item = table + i * FIELDS_OF_ITEM
@@ -348,7 +348,7 @@ def merge(  # type: ignore[no-untyped-def]
     H: tl.constexpr, L: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_S: tl.constexpr,
     SPARSE: tl.constexpr, EARLY: tl.constexpr, PLANNED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The second stage: one program merges the parts of one row. Parts without keys are not read.
+    """The second stage: one program merges the splits of one row. Splits without keys are not read.
 
     Grid (R x max_query, H), or, in a plan, (groups, ROWS) for the ROWS rows of the block that a group begins and does not end.
     """
@@ -360,8 +360,8 @@ def merge(  # type: ignore[no-untyped-def]
         # Only a group's last item can begin a block without ending it. Others' blocks are whole, or merged by the group that
         # began them.
         item = items + 2 * groups + (end - 1) * FIELDS_OF_ITEM
-        count = tl.load(item + 7)
-        if (count == 1) | (tl.load(item + 5) > 0):
+        num_splits = tl.load(item + 7)
+        if (num_splits == 1) | (tl.load(item + 5) > 0):
             return
         r = tl.load(item)
         begin = tl.load(item + 1)
@@ -396,33 +396,33 @@ def merge(  # type: ignore[no-untyped-def]
     if PLANNED:
         state = tl.program_id(1).to(tl.int64)
     else:
-        count = tl.cdiv(high, split)
+        num_splits = tl.cdiv(high, split)
         state = (at * H + head) * splits
-    if count <= 1:
+    if num_splits <= 1:
         return
     d = tl.arange(0, BLOCK_L)
-    part = tl.arange(0, BLOCK_S)
+    lane = tl.arange(0, BLOCK_S)
     # The plan and the lengths are older than the first stage, which is not launched early, so they are read before the wait.
     if EARLY:
         tl.extra.cuda.gdc_wait()
     top = -float("inf")
-    # The maximum first: a second pass over few log-sum-exps costs less than multiplying L sums for each part.
-    for s in tl.range(0, count, BLOCK_S, num_stages=1):
-        at_state = state + s + part
+    # The maximum first: a second pass over few log-sum-exps costs less than multiplying L sums for each split.
+    for s in tl.range(0, num_splits, BLOCK_S, num_stages=1):
+        at_state = state + s + lane
         if PLANNED:
-            # the block's first part is the second state of this group, its later ones are the first states of the groups that
+            # the block's first split is the second state of this group, its later ones are the first states of the groups that
             # follow
-            at_state = state + (2 * (group + s + part) + (s + part == 0)).to(tl.int64) * ROWS
-        logs = tl.load(partial_lse + at_state, mask=s + part < count, other=float("-inf"))
+            at_state = state + (2 * (group + s + lane) + (s + lane == 0)).to(tl.int64) * ROWS
+        logs = tl.load(partial_lse + at_state, mask=s + lane < num_splits, other=float("-inf"))
         top = tl.maximum(top, tl.max(logs, 0))
     guard = tl.where(top == float("-inf"), 0.0, top)
     acc = tl.zeros((BLOCK_L,), tl.float32)
     norm = 0.0
-    for s in tl.range(0, count, BLOCK_S, num_stages=1):
-        at_state = state + s + part
+    for s in tl.range(0, num_splits, BLOCK_S, num_stages=1):
+        at_state = state + s + lane
         if PLANNED:
-            at_state = state + (2 * (group + s + part) + (s + part == 0)).to(tl.int64) * ROWS
-        logs = tl.load(partial_lse + at_state, mask=s + part < count, other=float("-inf"))
+            at_state = state + (2 * (group + s + lane) + (s + lane == 0)).to(tl.int64) * ROWS
+        logs = tl.load(partial_lse + at_state, mask=s + lane < num_splits, other=float("-inf"))
         full = logs != float("-inf")
         weight = tl.exp2(logs - guard)
         rows = at_state[:, None] * L + d[None, :]

@@ -8,7 +8,7 @@ import functools
 from typing import Any, NamedTuple
 
 from attn.kernels import hopper
-from attn.kernels.launch import FUSED, LEAST, STARTED, Launch, converts_e4m3, power_of_two
+from attn.kernels.launch import FUSED, MIN_SPLIT_TILES, STARTED, Launch, converts_e4m3, power_of_two
 from attn.kernels.memory import SHARED_MEMORY, UNKNOWN
 
 
@@ -90,7 +90,7 @@ def _splits(units: int, tiles: int, multiprocessors: int) -> tuple[float, int]:
     """(time in tiles, splits) of the number of splits that takes least time."""
 
     def cost(splits: int) -> float:
-        # A wave lasts as long as its tiles and STARTED more; parts are merged, which takes about as long as 4 tiles and more
+        # A wave lasts as long as its tiles and STARTED more; splits are merged, which takes about as long as 4 tiles and more
         # for each.
         waves = -(-units * splits // multiprocessors)
         return waves * (-(-tiles // splits) + STARTED) + (0.0 if splits == 1 else 4 + splits / 8)
@@ -98,37 +98,37 @@ def _splits(units: int, tiles: int, multiprocessors: int) -> tuple[float, int]:
     return min((cost(splits), splits) for splits in range(1, min(tiles, 64) + 1))
 
 
-class Shares(NamedTuple):
-    """The stream-K plan of a batch of decodes (`plan.shares`): `groups` of `span` programs, one for each row tile of a block of
-    rows, and the capacity of the table of items."""
+class StreamK(NamedTuple):
+    """The stream-K plan of a batch of decodes (`plan.stream_k`): `groups` of `span` programs, one for each row tile of a block
+    of rows, and the capacity of the table of items."""
 
     groups: int
     span: int
     items: int
 
 
-def mla_shares(requests: int, row_tiles: int, tiles: int, multiprocessors: int, uneven: bool = True) -> Shares | None:
-    """The shares of requests of at most `tiles` tiles of keys and `row_tiles` of rows; None: splits of equal size are as good.
+def mla_stream_k(requests: int, row_tiles: int, tiles: int, multiprocessors: int, uneven: bool = True) -> StreamK | None:
+    """The stream-K plan of requests of at most `tiles` tiles of keys and `row_tiles` of rows; None: equal splits are as good.
 
     A group reads a tile of keys once for its row tiles, through L2: with three of 64 rows memory is faster than the products.
     More leave multiprocessors over, or rows of the last block.
     """
-    if tiles <= LEAST:
+    if tiles <= MIN_SPLIT_TILES:
         return None
 
     def busy(span: int) -> float:
-        # Multiprocessors in whole groups, times the part of the last block that has rows, times memory's speed below three row
-        # tiles.
+        # Multiprocessors in whole groups, times the fraction of the last block that has rows, times memory's speed below three
+        # row tiles.
         return multiprocessors // span * span * row_tiles / -(-row_tiles // span) / span * min(1, span / 3)
 
     span = max(range(1, min(row_tiles, multiprocessors, 8) + 1), key=lambda span: (busy(span), span))
     groups, blocks = multiprocessors // span, requests * -(-row_tiles // span)
-    # splits take whole waves; shares take a share of all tiles, the plan, and the merge
+    # splits take whole waves; stream-K takes a group's tiles, the plan, and the merge
     split, _ = _splits(requests * row_tiles, tiles, multiprocessors)
-    # Requests of equal length gain from shares only where whole waves leave the device idle; 8 tiles stand for plan and merge.
+    # Requests of equal length gain only where whole waves leave the device idle; 8 tiles stand for plan and merge.
     if not uneven and 0.95 * split <= blocks * (tiles + STARTED) / groups + 8:
         return None
-    return Shares(groups, span, groups + blocks)
+    return StreamK(groups, span, groups + blocks)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -144,7 +144,7 @@ def mla_prefill_launch(arch: str, size: int, width: int, itemsize: int) -> Launc
         choices = [Launch(128, 128, 8, 2), Launch(128, 64, 8, 3), Launch(128, 64, 8, 2), Launch(64, 32, 4, 2)]
     else:
         choices = [Launch(64, n, 4, s) for n, s in ((64, 2), (32, 2), (32, 1))]
-    key, value = _in_two_parts(size), power_of_two(width)
+    key, value = _as_two_powers(size), power_of_two(width)
     limit = SHARED_MEMORY.get(arch, UNKNOWN)
     for launch in choices:
         m, n = launch.block_m, launch.block_n
@@ -158,7 +158,7 @@ def mla_prefill_launch(arch: str, size: int, width: int, itemsize: int) -> Launc
     return choices[-1]
 
 
-def _in_two_parts(size: int) -> int:
+def _as_two_powers(size: int) -> int:
     """The width of a row of `size` as the sum of two powers of two, the larger first (`mla_prefill`)."""
     first = power_of_two(size) // 2
     return first + max(16, power_of_two(size - first))
@@ -185,7 +185,7 @@ class Decode(NamedTuple):
     arch, processors, early: as in `paged_launch.Kinds`. on_hopper: whether `hopper_mla` runs the first stage. requests,
     max_query_len: of the batch; keys: the most keys of a row, or the length of a list of them. page: tokens of one. itemsize,
     stored: bytes of an element of queries and of the cache. fixed_split: keys per program, 0 for the rule's choice. sparse:
-    whether rows have lists of keys. packed: whether rows of the cache are fp8_ds_mla's. uneven: cut keys by all lengths.
+    whether rows have lists of keys. packed: whether rows of the cache are fp8_ds_mla's. uneven: split keys by all lengths.
     rope_from: as in `RopeFrom`.
     """
 
@@ -212,15 +212,15 @@ class Decode(NamedTuple):
 class MLALaunches(NamedTuple):
     """The launch of a batch, by its extents alone.
 
-    tiles: of rows, per request, or per group of a plan. split: keys per program. shares: how a batch of uneven lengths is cut
-    instead, or None. block_m, block_n: rows and keys per tile. attend, merge: the constants and options of the two stages (of
-    the first on Hopper, `hopper_mla` has its own).
+    tiles: of rows, per request, or per group of a plan. split: keys per program. stream_k: how a batch of uneven lengths is
+    split instead, or None. block_m, block_n: rows and keys per tile. attend, merge: the constants and options of the two stages
+    (of the first on Hopper, `hopper_mla` has its own).
     """
 
     tiles: int
     splits: int
     split: int
-    shares: Shares | None
+    stream_k: StreamK | None
     block_m: int
     block_n: int
     attend: dict[str, Any]
@@ -228,18 +228,18 @@ class MLALaunches(NamedTuple):
 
     def programs(self, requests: int) -> int:
         """Programs of the first stage, in each of `splits` columns of the grid."""
-        return self.tiles * (requests if self.shares is None else self.shares.groups)
+        return self.tiles * (requests if self.stream_k is None else self.stream_k.groups)
 
     def merge_grid(self, requests: int, heads: int, max_query_len: int) -> tuple[int, int]:
         """The grid of the second stage."""
-        if self.shares is None:
+        if self.stream_k is None:
             return requests * max_query_len, heads
-        return self.shares.groups, min(self.tiles * self.block_m, heads * max_query_len)
+        return self.stream_k.groups, min(self.tiles * self.block_m, heads * max_query_len)
 
     def states(self, rows: int) -> int:
         """The number of split states of a batch of `rows` (token, head) pairs."""
-        if self.shares is not None:
-            return 2 * self.shares.groups * self.tiles * self.block_m
+        if self.stream_k is not None:
+            return 2 * self.stream_k.groups * self.tiles * self.block_m
         return rows * self.splits if self.splits > 1 else 0
 
 
@@ -254,16 +254,16 @@ def launches_of(of: Decode) -> MLALaunches:
     split = of.fixed_split or mla_split(of.requests * tiles, of.keys, rule.block_n, of.processors)
     # the grid's bound for the longest request; programs beyond a request's own splits end at once
     splits = max(1, -(-of.keys // split))
-    shares = None
+    stream_k = None
     if not (of.sparse or of.fixed_split):
-        shares = mla_shares(of.requests, tiles, -(-of.keys // rule.block_n), of.processors, of.uneven)
-    if shares is not None:
+        stream_k = mla_stream_k(of.requests, tiles, -(-of.keys // rule.block_n), of.processors, of.uneven)
+    if stream_k is not None:
         # a plan's grid is one-dimensional: a program takes its items in turn
-        tiles, splits = shares.span, 1
-    # without parts there is no merge whose launch could overlap
-    early = of.early and (splits > 1 or shares is not None)
+        tiles, splits = stream_k.span, 1
+    # without splits there is no merge whose launch could overlap
+    early = of.early and (splits > 1 or stream_k is not None)
     common = {"H": of.heads, "L": of.rank, "BLOCK_M": rule.block_m, "BLOCK_L": power_of_two(of.rank), "EARLY": early, **FUSED}
-    common["PLANNED"] = shares is not None
+    common["PLANNED"] = stream_k is not None
     sizes = {"DR": of.rope, "P": of.page, "BLOCK_N": rule.block_n, "BLOCK_R": max(16, power_of_two(of.rope)), "TILES": tiles}
     attend: dict[str, Any] = {**common, **sizes, "SEVERAL": of.max_query_len > 1, "HAS_SPLITS": splits > 1, "PACKED": of.packed}
     attend["PRECISION"] = "tf32x3" if of.itemsize == 4 and of.arch.startswith("sm") else "ieee"
@@ -272,4 +272,4 @@ def launches_of(of: Decode) -> MLALaunches:
     merge = {**common, "SPARSE": of.sparse, "ROWS": tiles * rule.block_m, "BLOCK_S": 8, "num_warps": 4}
     if early:
         merge["launch_pdl"] = True
-    return MLALaunches(tiles, splits, split, shares, rule.block_m, rule.block_n, attend, merge)
+    return MLALaunches(tiles, splits, split, stream_k, rule.block_m, rule.block_n, attend, merge)

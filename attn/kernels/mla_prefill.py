@@ -96,11 +96,11 @@ def attend(  # type: ignore[no-untyped-def]
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     # whole tiles that every row sees, without a mask; then the diagonal, or the last keys
     tail = full // BLOCK_N * BLOCK_N
-    for part in tl.static_range(2):
-        for start in tl.range(tail if part else 0, stop if part else tail, BLOCK_N):
+    for phase in tl.static_range(2):
+        for start in tl.range(tail if phase else 0, stop if phase else tail, BLOCK_N):
             acc, norm, top = _step(
                 acc, norm, top, q, q_tail, start, upper, k_len - 1, k_base, v_base, k_t, v_t, factor,
-                part == 1, D, D1, D2, DV, BLOCK_V, BLOCK_N, PRECISION,
+                phase == 1, D, D1, D2, DV, BLOCK_V, BLOCK_N, PRECISION,
             )  # fmt: skip
     result = tl.where(norm[:, None] == 0, 0.0, acc / norm[:, None])
     lanes = live[:, None] & (dv < DV)[None, :]

@@ -1,7 +1,7 @@
 """The launch before a decode of latents: it writes new rows to the cache, splits the keys, and clears rows of no request.
 
 A launch that waits for the one before takes some microseconds, and an absorbed decode of 64 requests not much more than a
-hundred. None of the three needs another: programs 0 to groups - 1 fill the table of shares (`plan`), the next store a new
+hundred. None of the three needs another: programs 0 to groups - 1 fill the table of stream-K (`plan`), the next store a new
 token's latents each (`latent_write`), the last write the rows of no request (`fill`).
 """
 
@@ -13,7 +13,7 @@ import triton.language as tl
 from attn.kernels import fill, latent_write, plan
 from attn.kernels.fill import fill_rows
 from attn.kernels.latent_write import write_row
-from attn.kernels.plan import share
+from attn.kernels.plan import stream_k_items
 
 
 @triton.jit(do_not_specialize=("num_reqs", "groups", "rows", "new", "tokens"))
@@ -27,7 +27,7 @@ def prepare(  # type: ignore[no-untyped-def]
     program = tl.program_id(0)
     if program < groups:
         if table is not None:
-            share(program, table, query_start_loc, seq_lens, num_reqs, groups, rows, H, BLOCK_N, BLOCK_Q)
+            stream_k_items(program, table, query_start_loc, seq_lens, num_reqs, groups, rows, H, BLOCK_N, BLOCK_Q)
     elif program < groups + new:
         if kv_c is not None:
             token, at = (program - groups).to(tl.int64), (kv_c_t, k_pe_t, c_block, c_slot)
@@ -37,13 +37,22 @@ def prepare(  # type: ignore[no-untyped-def]
         fill_rows(first, output, lse, query_start_loc, num_reqs, tokens, lse_h, H, COLUMNS, BLOCK_H, BLOCK, ROWS)
 
 
-def constants(shares: tuple[int, int, int], row: tuple[int, int, int], code: str) -> dict[str, Any]:
-    """The constants and options of `prepare`. shares: heads, keys of a tile, `launch.block_of`; row: L, Dr, and the page;
+def constants(stream_k: tuple[int, int, int], row: tuple[int, int, int], code: str) -> dict[str, Any]:
+    """The constants and options of `prepare`. stream_k: heads, keys of a tile, `launch.block_of`; row: L, Dr, and the page;
     code: as in `latent_write.constants`."""
-    of_shares, of_rows = plan.constants(*shares), latent_write.constants(*row, code, 0, 0)
+    of_stream_k, of_rows = plan.constants(*stream_k), latent_write.constants(*row, code, 0, 0)
     # Arguments that choose launches are `fill`'s alone, in lower case; both `latent_write` and `plan` call a block size
     # BLOCK_R: the plan's is BLOCK_Q here.
-    of_fill = {name: value for name, value in fill.constants(shares[0], row[0]).items() if name.isupper() and name != "BLOCK_R"}
-    made = {**of_rows, **of_shares, **of_fill, "BLOCK_Q": of_shares["BLOCK_R"], "BLOCK_R": of_rows["BLOCK_R"], "num_warps": 4}
+    of_fill = {
+        name: value for name, value in fill.constants(stream_k[0], row[0]).items() if name.isupper() and name != "BLOCK_R"
+    }
+    made = {
+        **of_rows,
+        **of_stream_k,
+        **of_fill,
+        "BLOCK_Q": of_stream_k["BLOCK_R"],
+        "BLOCK_R": of_rows["BLOCK_R"],
+        "num_warps": 4,
+    }
     # no query is copied here, so the kernel has no such parameter
     return {name: value for name, value in made.items() if name != "NOPE"}

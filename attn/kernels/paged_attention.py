@@ -5,11 +5,11 @@ rows, over that request's keys, BLOCK_N at a time, with an online softmax in bas
 Tokens and heads share rows, so one pass over the keys serves the whole group. It is launched in three ways:
 
     prefill  1-D grid, tiles x K, found by bisection in query_start_loc; longest rows of a request first.
-    decode   1-D grid, items x K, one tile of rows per request. Requests are cut into parts of their keys (split-KV) so that
+    decode   1-D grid, items x K, one tile of rows per request. The keys of requests are split (split-KV) so that
              all multiprocessors end together; each program computes this plan from the lengths on the device (`plan.item_of`)
-             and takes one item. Partial results are merged by `merge` (Flash-Decoding); a request in one part is finished
-             at once.
-    together as a decode, but a request has several tiles, and parts of each: few rows of any number of tokens, in one launch.
+             and takes one item. Partial results are merged by `merge` (Flash-Decoding); a request of one split is
+             finished at once.
+    together as a decode, but a request has several tiles, and splits of each: few rows of any number of tokens, in one launch.
 
 A mixed batch uses the first two, each skipping the other's requests, so that a decode never runs on a prefill's large tile, or
 the last if that takes less time than its prompts alone would (`launch.run_together`).
@@ -255,7 +255,7 @@ def attention(  # type: ignore[no-untyped-def]
     if DECODE and (BLOCK_R > 0 or not TILED):
         tile = 0
         if BLOCK_R > 0:
-            r, tile, begin_tile, end_tile, s, count = item_of(
+            r, tile, begin_tile, end_tile, split_index, num_splits = item_of(
                 pid // K, query_start_loc, seq_lens, num_reqs, min_query, max_query, 1 << 30 if FREE else left,
                 1 << 30 if FREE else right, 1 << 30 if FREE else tree_right, tree_w, chunk, split_tiles, max_splits, whole_from,
                 BLOCK_N,
@@ -263,12 +263,12 @@ def attention(  # type: ignore[no-untyped-def]
             )  # fmt: skip
             if r >= num_reqs:
                 return
-            if (s == 0) & (tile == 0) & (kv_head == 0):
-                # Behind the states' rows and log-sum-exps: the request's first item and its number of parts. One program writes
-                # them, so that `merge` need not repeat the search.
+            if (split_index == 0) & (tile == 0) & (kv_head == 0):
+                # Behind the states' rows and log-sum-exps: the request's first item and its number of splits. One program
+                # writes them, so that `merge` need not repeat the search.
                 plan = (scratch + states.to(tl.int64) * (D + 1)).to(tl.pointer_type(tl.int32)) + 2 * r
                 tl.store(plan, pid // K)
-                tl.store(plan + 1, count)
+                tl.store(plan + 1, num_splits)
         else:
             r = pid // K
         begin = tl.load(query_start_loc + r)
@@ -318,7 +318,7 @@ def attention(  # type: ignore[no-untyped-def]
             has_span = span_high >= 0
             low = tl.minimum(low, tl.min(tl.where(has_span, span_low, low)))
             high = tl.maximum(high, tl.minimum(tl.max(span_high) + 1, seq_len))
-        if SPAN_LEFT:  # the window cuts the span
+        if SPAN_LEFT:  # the window bounds the span
             span_low = tl.maximum(span_low, position - left)
             span_high = tl.minimum(span_high, position + span_right)
         span_high = tl.minimum(span_high, seq_len - 1)
@@ -381,7 +381,7 @@ def attention(  # type: ignore[no-untyped-def]
     shifted = head + sparse_offset
     if slots is not None:
         # only the program that has the request's last keys reads the new token, so it writes it, and no other program waits
-        end = count - 1 - s if BLOCK_R > 0 else 0
+        end = num_splits - 1 - split_index if BLOCK_R > 0 else 0
         if end == 0:
             new = slots, key, value, key_t, value_t
             caches = k_base, v_base, k_block, k_slot, v_block, v_slot
@@ -411,16 +411,16 @@ def attention(  # type: ignore[no-untyped-def]
                 since = tl.maximum(since, tl.maximum(last, 0) // chunk * chunk)
             full = tl.minimum(tl.cdiv(since, BLOCK_N), tl.cdiv(high, BLOCK_N)) * BLOCK_N
         tail = tl.maximum(full, tl.maximum(tail, 0) // BLOCK_N * BLOCK_N)
-    for part in tl.static_range(3):
-        if part == 2 or (CLEAR and (part == 1 or HAS_LEFT or HAS_CHUNK)):
-            begin_at = aligned if part == 0 else full if part == 1 else tail
-            end_at = full if part == 0 else tail if part == 1 else stop
+    for phase in tl.static_range(3):
+        if phase == 2 or (CLEAR and (phase == 1 or HAS_LEFT or HAS_CHUNK)):
+            begin_at = aligned if phase == 0 else full if phase == 1 else tail
+            end_at = full if phase == 0 else tail if phase == 1 else stop
             for start in tl.range(begin_at, end_at, BLOCK_N):
                 if SPARSE == 0 or _sparse_tile(
                     start, first, shifted, live, sparse_local, sparse_stride, sparse_shift, BLOCK_N, SPARSE
                 ):
                     acc, norm, top = _step(
-                        acc, norm, top, start, part != 1, EXACT and BLOCK_Q > 1 and SPARSE == 0, q, low, high, upper, table,
+                        acc, norm, top, start, phase != 1, EXACT and BLOCK_Q > 1 and SPARSE == 0, q, low, high, upper, table,
                         k_base, v_base, tree_row, position, shifted, token, context, q_len, slope, span_low, span_high,
                         prefix_end, chunk, left, is_tree, k_block, k_slot, v_block, v_slot, factor, cap, tree_w, sparse_local,
                         sparse_stride, sparse_shift, k_scale, v_scale, scale_block, scale_slot, PER_TOKEN, HAS_LEFT, HAS_SPANS,
@@ -454,7 +454,7 @@ def attention(  # type: ignore[no-untyped-def]
     # docs/semantics.md §1: a row without keys is 0, with a log-sum-exp of -inf
     result = tl.where(norm[:, None] == 0, 0.0, acc / norm[:, None])
     if BLOCK_R > 0:  # noqa: SIM102
-        if count > 1:
+        if num_splits > 1:
             # by item, token of the block and head; all kv heads of an item share its place
             state = (pid // K * BLOCK_Q + row // G).to(tl.int64) * H + head
             tl.store(scratch + state[:, None] * D + d[None, :], result, mask=lanes)
@@ -515,13 +515,13 @@ def _finish(  # type: ignore[no-untyped-def]
     output, lse, sinks, output_scale, result, log, v_factor, at, head, d, live, lanes, o_t, o_h, lse_h
 ):
     """Scale, apply the sink, and store rows (or their e4m3 codes); `log` is the log-sum-exp in base 2."""
-    # after the merge of parts, so that a state is independent of scales, sinks and the output's format
+    # after the merge of splits, so that a state is independent of scales, sinks and the output's format
     result = result * v_factor
     if sinks is not None:
         sink = tl.load(sinks + head, mask=live, other=0.0) * 1.4426950408889634
         # a row without keys is 0 whatever its sink
-        share = 1.0 / (1.0 + tl.exp2(sink - log))
-        result = tl.where((log == float("-inf"))[:, None], 0.0, result * share[:, None])
+        weight = 1.0 / (1.0 + tl.exp2(sink - log))
+        result = tl.where((log == float("-inf"))[:, None], 0.0, result * weight[:, None])
     if output_scale is not None:
         result = fp8_code(tl.math.div_rn(result, tl.zeros_like(result) + tl.load(output_scale)), 3, 7, 448.0)
     head = head.to(tl.int64)
@@ -536,7 +536,7 @@ def merge(  # type: ignore[no-untyped-def]
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_S: tl.constexpr, HAS_V_SCALE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The second stage: grid (R x BLOCK_Q x H, most tiles of a request), one program merges the parts of one row."""
+    """The second stage: grid (R x BLOCK_Q x H, most tiles of a request), one program merges the splits of one row."""
     r = tl.program_id(0) // (BLOCK_Q * H)
     of_tile = tl.program_id(0) // H % BLOCK_Q
     tile = tl.program_id(1)
@@ -546,7 +546,7 @@ def merge(  # type: ignore[no-untyped-def]
     begin = tl.load(query_start_loc + r)
     q_len = tl.load(query_start_loc + r + 1) - begin
     # Requests of more rows were the prefill's, and left no plan. The lengths are older than both stages, so they may be read
-    # before the wait for the parts.
+    # before the wait for the splits.
     if (token >= q_len) | (q_len > BLOCK_Q * tl.num_programs(1)):
         return
     if EARLY:
@@ -555,21 +555,21 @@ def merge(  # type: ignore[no-untyped-def]
     logs_at = scratch + states.to(tl.int64) * D
     plan = (logs_at + states).to(tl.pointer_type(tl.int32)) + 2 * r
     item = tl.load(plan)
-    count = tl.load(plan + 1)
-    if count <= 1:
+    num_splits = tl.load(plan + 1)
+    if num_splits <= 1:
         return
     d = tl.arange(0, BLOCK_D)
-    part = tl.arange(0, BLOCK_S)
-    # parts of a block of rows are adjacent items (`plan.item_of`)
-    state = ((item + tile * count) * BLOCK_Q + of_tile).to(tl.int64) * H + h
-    # in one pass, so that no load waits for another; every part has a result, and one without keys has weight 0
+    lane = tl.arange(0, BLOCK_S)
+    # splits of a block of rows are adjacent items (`plan.item_of`)
+    state = ((item + tile * num_splits) * BLOCK_Q + of_tile).to(tl.int64) * H + h
+    # in one pass, so that no load waits for another; every split has a result, and one without keys has weight 0
     top = -float("inf")
     acc = tl.zeros((BLOCK_D,), tl.float32)
     norm = 0.0
-    for s in tl.range(0, count, BLOCK_S, num_stages=1):
-        rows = state + (s + part) * (BLOCK_Q * H)
-        logs = tl.load(logs_at + rows, mask=s + part < count, other=float("-inf"))
-        present = (s + part < count)[:, None] & (d < D)[None, :]
+    for s in tl.range(0, num_splits, BLOCK_S, num_stages=1):
+        rows = state + (s + lane) * (BLOCK_Q * H)
+        logs = tl.load(logs_at + rows, mask=s + lane < num_splits, other=float("-inf"))
+        present = (s + lane < num_splits)[:, None] & (d < D)[None, :]
         values = tl.load(scratch + rows[:, None] * D + d[None, :], mask=present, other=0.0)
         above = tl.maximum(top, tl.max(logs, 0))
         guard = tl.where(above == float("-inf"), 0.0, above)

@@ -209,15 +209,15 @@ class Launches:
     def decode(self, block_r: int, crowded: bool = False) -> dict[str, Any]:
         """Constants and options of `attention` for decodes. block_r, crowded: of `SplitKV`; 0 for decodes that stay whole."""
         rows = {"DECODE": True, "min_query": 0, "max_query": UNBOUNDED if self.kinds.together else self.tokens}
-        return self._tiled(self._of_parts(crowded) if block_r else self._whole, self.tokens, block_r) | rows
+        return self._tiled(self._split_launch(crowded) if block_r else self._whole, self.tokens, block_r) | rows
 
-    def _of_parts(self, crowded: bool) -> Launch:
-        """The launch of decodes in parts."""
+    def _split_launch(self, crowded: bool) -> Launch:
+        """The launch of split decodes."""
         return self._crowded if crowded and self._crowded is not None else self._split
 
     def keys_per_tile(self, crowded: bool) -> int:
-        """Keys of a tile of decodes in parts."""
-        return self._of_parts(crowded).block_n
+        """Keys of a tile of split decodes."""
+        return self._split_launch(crowded).block_n
 
     def has_decodes(self, singles: bool) -> bool:
         """Whether decodes need their launch. singles: whether there may be requests of one token."""
@@ -227,12 +227,12 @@ class Launches:
         """The most tiles of rows per kv head in a decode's launch: one for each request, or more if all are together."""
         return num_reqs + (tokens // self.tokens if self.kinds.together else 0)
 
-    def parts(self, num_reqs: int, max_seq_len: int, whole: bool) -> SplitKV | None:
-        """How the keys of decodes are cut; None if they stay whole. num_reqs: or `tiles` of rows. whole: whether they are known
-        to be better so."""
+    def split_kv(self, num_reqs: int, max_seq_len: int, whole: bool) -> SplitKV | None:
+        """How the keys of decodes are split; None if they stay whole. num_reqs: or `tiles` of rows. whole: whether they are
+        known to be better so."""
         if whole and not self.layer.fixed_split:
             return None
-        # Both launches of tiles of 17 to 64 rows have as many parts.
+        # Both launches of tiles of 17 to 64 rows have as many splits.
         rows, of = (
             self._whole.block_m if self._crowded is None else self._crowded.block_m,
             (self.kv_heads, self.kinds.processors),
@@ -253,8 +253,8 @@ class Launches:
         return max(1, -(-keys // keys_per_tile))
 
     def states(self, num_reqs: int, split_kv: SplitKV) -> tuple[int, int]:
-        """Return (the number of states of parts, float32 elements of `scratch`): every row's state in every item, the
-        log-sum-exp of each, and the plan."""
+        """Return (the number of partial results, float32 elements of `scratch`): every row's result in every item,
+        the log-sum-exp of each, and the plan."""
         states = split_kv.items * self.rows
         return states, states * (self.kinds.shape[1] + 1) + 2 * num_reqs
 

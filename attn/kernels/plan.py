@@ -1,9 +1,9 @@
 """The plan of a batch of decodes, on the device: it divides the keys of requests of any lengths into work items.
 
 Split-KV (`item_of`): splits of a request are of equal size, and each program computes its own item within the bounds of
-`launch.SplitKV`, which the host knows. Stream-K (`shares`): each program has an equal share of all keys, from the end of one
-request to the beginning of another, and reads its items from a table. Shares are for kernels whose programs fill a
-multiprocessor: there splits of equal size leave a fourth of the device idle (`benchmarks.mla_plan`).
+`launch.SplitKV`, which the host knows. Stream-K (`stream_k`): each program has as many tiles of keys as the others,
+from the end of one request to the beginning of another, and reads its items from a table. It is for kernels whose programs
+fill a multiprocessor: there splits of equal size leave a fourth of the device idle (`benchmarks.mla_plan`).
 """
 
 from typing import Any
@@ -11,10 +11,10 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from attn.kernels.launch import FIELDS, FUSED, LEAST, MOST_SPLITS, STARTED
+from attn.kernels.launch import FIELDS, FUSED, MIN_SPLIT_TILES, MOST_SPLITS, STARTED
 
-FIELDS_OF_ITEM, _LEAST, _STARTED = tl.constexpr(FIELDS), tl.constexpr(LEAST), tl.constexpr(STARTED)
-_MOST_SPLITS = tl.constexpr(MOST_SPLITS)
+FIELDS_OF_ITEM, _STARTED = tl.constexpr(FIELDS), tl.constexpr(STARTED)
+_MIN_SPLIT_TILES, _MOST_SPLITS = tl.constexpr(MIN_SPLIT_TILES), tl.constexpr(MOST_SPLITS)
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def item_of(  # type: ignore[no-untyped-def]
         room = max_splits + tl.sum(blocks, 0)
     # the smallest number that makes few enough items, by four halvings (`split_tiles_of` is the counterpart on the host)
     # 64 bits: 2**24 tiles of one request times its blocks, and the sum over requests, exceed 32. `high` always fits, since each
-    # block of rows has at most one part that is not full. Below `low` the parts are too many, of all requests or of one.
+    # block of rows has at most one split that is not full. Below `low` the splits are too many, of all requests or of one.
     total = tl.sum(tiles.to(tl.int64) * blocks, 0)
     longest = tl.max(tiles, 0)
     low = tl.maximum(tl.maximum(split_tiles, tl.cdiv(total, room).to(tl.int32)), tl.cdiv(longest, _MOST_SPLITS))
@@ -82,7 +82,7 @@ def item_of(  # type: ignore[no-untyped-def]
     split_tiles = tl.where(max_splits > 0, tl.where(even, tl.maximum(high, longest), high), split_tiles)
     splits = tl.maximum(tl.cdiv(tiles, split_tiles), 1)
     counts = blocks * splits
-    # Number the items: those of requests in several parts first, then the others, each in the order of requests. r is the first
+    # Number the items: those of requests in several splits first, then the others, each in requests' order. r is the first
     # request whose items end behind `target`; requests without items end where the one before them does and are passed over.
     long = tl.where(splits > 1, counts, 0)
     before = tl.sum(long, 0)
@@ -91,35 +91,35 @@ def item_of(  # type: ignore[no-untyped-def]
     ends = tl.cumsum(counts, 0)
     r = tl.sum((ends <= target).to(tl.int32), 0)
     selected = n == r
-    count = tl.sum(tl.where(selected & (counts > 0), splits, 0), 0)
-    part = target - tl.sum(tl.where(selected, ends - counts, 0), 0)
-    # A request's items are ordered by block, then by part: `paged_attention.merge` finds the parts of a row at equal distances.
+    num_splits = tl.sum(tl.where(selected & (counts > 0), splits, 0), 0)
+    split_index = target - tl.sum(tl.where(selected, ends - counts, 0), 0)
+    # A request's items are ordered by block, then by split: `paged_attention.merge` finds a row's splits at equal distances.
     block = 0
     if BLOCK_Q > 0:
-        block = part // tl.maximum(count, 1)
-        part -= block * count
+        block = split_index // tl.maximum(num_splits, 1)
+        split_index -= block * num_splits
     whole = tl.sum(tl.where(selected, tiles, 0), 0)
-    of = tl.maximum(count, 1)
-    # Parts differ by one tile at most. With a fixed split they end at multiples of it instead, which depend on the request
+    of = tl.maximum(num_splits, 1)
+    # Splits differ by one tile at most. With a fixed split they end at multiples of it instead, which depend on the request
     # alone (docs/semantics.md §17).
-    first = tl.where(max_splits > 0, part * whole // of, part * split_tiles)
-    last = tl.where(max_splits > 0, (part + 1) * whole // of, tl.minimum((part + 1) * split_tiles, whole))
-    return r, block, first, last, part, count
+    first = tl.where(max_splits > 0, split_index * whole // of, split_index * split_tiles)
+    last = tl.where(max_splits > 0, (split_index + 1) * whole // of, tl.minimum((split_index + 1) * split_tiles, whole))
+    return r, block, first, last, split_index, num_splits
 
 
 @triton.jit(do_not_specialize=("num_reqs", "groups", "rows"))
-def shares(  # type: ignore[no-untyped-def]
+def stream_k(  # type: ignore[no-untyped-def]
     table, query_start_loc, seq_lens, num_reqs, groups, rows, H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr
 ):
-    """Fill the table of equal shares, which `attn.torch.kernels.plan` describes. Grid (groups)."""
-    share(tl.program_id(0), table, query_start_loc, seq_lens, num_reqs, groups, rows, H, BLOCK_N, BLOCK_R)
+    """Fill the table of stream-K, which `attn.torch.kernels.plan` describes. Grid (groups)."""
+    stream_k_items(tl.program_id(0), table, query_start_loc, seq_lens, num_reqs, groups, rows, H, BLOCK_N, BLOCK_R)
 
 
 @triton.jit
-def share(  # type: ignore[no-untyped-def]
+def stream_k_items(  # type: ignore[no-untyped-def]
     g, table, query_start_loc, seq_lens, num_reqs, groups, rows, H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr
 ):
-    """Write the items of group `g` to the table of equal shares."""
+    """Write the items of group `g` to the table."""
     n = tl.arange(0, BLOCK_R)
     begin = tl.load(query_start_loc + n, mask=n < num_reqs, other=0)
     q_len = tl.load(query_start_loc + n + 1, mask=n < num_reqs, other=0) - begin
@@ -127,18 +127,18 @@ def share(  # type: ignore[no-untyped-def]
     blocks = tl.cdiv(q_len * H, rows)
     work = tl.maximum(tl.cdiv(seq_len, BLOCK_N), 1)
     # All blocks in a line, in units of tiles: block b of a request occupies [begins + b cost, begins + (b + 1) cost), of which
-    # the first `work` units are its tiles of keys and the rest stands for its beginning and end. Group g has [g share, (g + 1)
-    # share).
+    # the first `work` units are its tiles of keys and the rest stands for its beginning and end. Group g has
+    # [g per_group, (g + 1) per_group).
     cost = work + _STARTED
     count = tl.sum(blocks, 0)
     total = tl.sum(blocks * cost, 0)
-    share = tl.maximum(tl.cdiv(total, groups), _LEAST)
+    per_group = tl.maximum(tl.cdiv(total, groups), _MIN_SPLIT_TILES)
     longest = tl.max(tl.where(blocks > 0, cost, 0), 0)
     if (count <= groups) & (5 * count >= 4 * groups) & (4 * longest * count <= 5 * total):
         cost = cost * 0 + longest  # blocks of about equal length nearly fill the device: one each
-        share = longest
+        per_group = longest
     begins = tl.cumsum(blocks * cost, 0) - blocks * cost
-    low, high = g * share, (g + 1) * share
+    low, high = g * per_group, (g + 1) * per_group
     # The first block whose tiles end behind `low`, and the one after the last that begins before `high`. Division truncates
     # towards 0 here, so negative numerators are treated apart.
     done = low - begins - work
@@ -163,9 +163,9 @@ def share(  # type: ignore[no-untyped-def]
         tl.store(item + 5, tl.maximum(low - start, 0) * BLOCK_N, mask=in_group)
         tl.store(item + 6, tl.minimum(high - start, work) * BLOCK_N, mask=in_group)
         # how many groups the block's tiles lie in: the block is merged if more than one
-        tl.store(item + 7, (start + work - 1) // share - start // share + 1, mask=in_group)
+        tl.store(item + 7, (start + work - 1) // per_group - start // per_group + 1, mask=in_group)
 
 
 def constants(heads: int, block_n: int, block_r: int) -> dict[str, Any]:
-    """The constants and options of `shares`. block_r: `launch.block_of`."""
+    """The constants and options of `stream_k`. block_r: `launch.block_of`."""
     return {"H": heads, "BLOCK_N": block_n, "BLOCK_R": block_r, "num_warps": max(1, min(8, block_r // 64)), **FUSED}

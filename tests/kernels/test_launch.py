@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from attn.kernels.launch import (
-    CUT,
-    LEAST,
+    MIN_KEYS_TO_SPLIT,
+    MIN_SPLIT_TILES,
     MOST_SPLITS,
     SHARED_MEMORY,
     are_whole,
@@ -45,7 +45,7 @@ def test_tiles_hold_a_group(arch: str) -> None:
                     launch = rule(arch, group, head_size, itemsize, stored)
                     assert launch.block_m >= group
                     assert launch.block_m % 16 == 0 and launch.block_n % 16 == 0
-                    assert LEAST * launch.block_n < CUT
+                    assert MIN_SPLIT_TILES * launch.block_n < MIN_KEYS_TO_SPLIT
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -59,7 +59,7 @@ def test_items_of_any_lengths_are_within_the_grid_and_end_together(seed: int) ->
     split_tiles = split_tiles_of(tiles, split_kv)
     counts = -(-tiles // split_tiles)
     assert counts.sum() <= split_kv.items == split_kv.max_splits + num_reqs
-    assert split_tiles <= max(LEAST, -(-tiles.sum() // split_kv.max_splits), -(-tiles.max() // MOST_SPLITS)), (
+    assert split_tiles <= max(MIN_SPLIT_TILES, -(-tiles.sum() // split_kv.max_splits), -(-tiles.max() // MOST_SPLITS)), (
         "no longer than without the search"
     )
     assert counts.max() <= MOST_SPLITS or split_tiles == tiles.max()
@@ -70,7 +70,7 @@ def test_a_full_device_needs_no_parts_and_an_idle_one_does() -> None:
         assert are_whole(np.array(keys, int), kv_heads, 132)
     for keys in ([32768], [32768] * 16, [500] * 63 + [30000], [200, 500, 1000, 16000] * 16, [131072] * 2):
         assert not are_whole(np.array(keys), 8, 132)
-    assert split_kv_for(4, 8, LEAST, 0, 132) is None
+    assert split_kv_for(4, 8, MIN_SPLIT_TILES, 0, 132) is None
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -121,11 +121,11 @@ def test_crowded_parts_have_a_launch_of_their_own() -> None:
         return Launches(kinds, LayerParams(1.0, right=0, fixed_split=fixed))
 
     rules = launches()
-    many, few = rules.parts(17, 4096, False), rules.parts(16, 4096, False)  # 33 items fit at once, by 8 kv heads
+    many, few = rules.split_kv(17, 4096, False), rules.split_kv(16, 4096, False)  # 33 items fit at once, by 8 kv heads
     assert many is not None and few is not None and (many.crowded, few.crowded) == (True, False)
     tiles = [(x["BLOCK_M"], x["BLOCK_N"], x["BLOCK_Q"]) for x in (rules.decode(32, True), rules.decode(32), rules.decode(0))]
     assert tiles == [(64, 64, 8), (32, 64, 8), (32, 32, 8)]
-    assert many.items == 17 + 3 * 33 // 2 and rules.parts(17, 4096, True) is None
+    assert many.items == 17 + 3 * 33 // 2 and rules.split_kv(17, 4096, True) is None
     for other in (launches(queries=1), launches(size=256), launches(fixed=2048), launches(arch="sm_100")):
         assert other.decode(32, True) == other.decode(32)
 

@@ -2,7 +2,7 @@
 
 They read pages where they are, and scores never leave a multiprocessor; XLA_ATTN gathers the pages and stores a chunk's
 scores. The cache is XLA_ATTN's, [2, N, P, K, D], and is written in place where it is donated. One program serves every batch of
-a bucket: the plan that cuts the keys of decodes into parts of equal size is computed on the device, from the lengths.
+a bucket: the plan that divides the keys of decodes into splits of equal size is computed on the device, from the lengths.
 """
 
 from typing import Any

@@ -414,7 +414,7 @@ def _launch_fill(choice: Choice) -> None:
     args |= {"lse": torch.empty(heads, 9) if choice["lse"] else None, "lse_h": 9 if choice["lse"] else 0}
     args |= {"counters": starts[:2].clone() if choice["counters"] else None, "query_start_loc": starts, "num_reqs": requests}
     if choice["chooses"]:
-        args |= {"whole": torch.empty_like(starts), "cut": torch.empty_like(starts), "seq_lens": starts[1:].clone()}
+        args |= {"whole": torch.empty_like(starts), "split": torch.empty_like(starts), "seq_lens": starts[1:].clone()}
         args |= {"left": 1 << 30, "most": 1, "keys_per_tile": 64, "whole_from": 26, "BLOCK_R": block_of(requests)}
     fill.fill[-(-9 // fill.ROWS),](**fill.constants(heads, size) | args)
 

@@ -24,7 +24,7 @@ from attn.backends.paged import PagedCall
 from attn.capabilities import ATTN_TYPES, PAGED_FEATURES, Capabilities, Device, Feature, MultipleOf, Request
 from attn.dtypes import PER_TOKEN_HEAD
 from attn.kernels.hopper_prefill_launch import keys_below
-from attn.kernels.launch import CUT, FIXED_SPLIT, TOGETHER, TUNED, UNBOUNDED
+from attn.kernels.launch import FIXED_SPLIT, MIN_KEYS_TO_SPLIT, TOGETHER, TUNED, UNBOUNDED
 from attn.kernels.memory import group_reason
 from attn.kernels.paged_launch import GENERAL
 from attn.torch import kv_cache as caches
@@ -157,8 +157,8 @@ class TritonPagedImpl(PagedAttentionImpl):
     def _kind_of_batch(self, attn_metadata: PagedAttentionMetadata, kv_cache: Any) -> Any:
         plan, keys = _UNKNOWN if kv_cache is None else self._plan(attn_metadata, kv_cache), attn_metadata.max_seq_len
         if not self._fixed_split():
-            # Bounds above CUT are launched alike, so that a step with another longest request is of a known kind.
-            keys = min(keys, CUT)
+            # Bounds above it are launched alike, so that a step with another longest request is of a known kind.
+            keys = min(keys, MIN_KEYS_TO_SPLIT)
         # tiles of keys are of a multiple of 16; another number of measured launches: some were measured since
         return plan, -(-keys // 16), len(TUNED), envs.switch("ATTN_AUTOTUNE")
 

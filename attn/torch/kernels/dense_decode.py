@@ -163,8 +163,8 @@ def _store(  # type: ignore[no-untyped-def]
     if HAS_SINKS:
         sink = tl.load(sinks + kv_head * G + row, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
         # sigmoid(lse - sink), docs/semantics.md §7, both in base 2; applied once, to the merged state.
-        share = 1.0 / (1.0 + tl.exp2(sink - log))
-        result = tl.where((log == float("-inf"))[:, None], 0.0, result * share[:, None])
+        weight = 1.0 / (1.0 + tl.exp2(sink - log))
+        result = tl.where((log == float("-inf"))[:, None], 0.0, result * weight[:, None])
     at_d = output + (at * G + row)[:, None] * D + d[None, :]
     tl.store(at_d, result.to(output.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
 

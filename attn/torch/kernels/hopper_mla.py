@@ -28,7 +28,7 @@ def attend(arrays: tuple[Any, ...], factors: tuple[float, float], plan: MLALaunc
 
     arrays: the kernel's pointers; factors: of scores, into base 2, and of values.
     """
-    # (out, lse, partial, partial_lse, query, None, cache, starts, lengths, limits, table of shares, block table, indices)
+    # (out, lse, partial, partial_lse, query, None, cache, starts, lengths, limits, table of items, block table, indices)
     out, lse, _, _, query, _, cache, *_, block_table, indices = arrays
     strides = (*out.stride()[:2], *query.stride()[:2], *cache.stride()[:2])
     # Pages are copied in boxes by a tensor map; rows that a list names one by one are copied by threads.
@@ -40,7 +40,7 @@ def attend(arrays: tuple[Any, ...], factors: tuple[float, float], plan: MLALaunc
     # one split of all keys, longer than any sequence
     split, lse_h = plan.split if plan.splits > 1 else 1 << 30, 0 if lse is None else lse.stride(0)
     numbers = plan.tiles, plan.splits, split, topk, cache.shape[0], lse_h, block_table.stride(0), indices_t
-    kernel = _prepared(signature_of(arrays, strides), query.shape[1], cache.shape[1], plan.shares is not None)
+    kernel = _prepared(signature_of(arrays, strides), query.shape[1], cache.shape[1], plan.stream_k is not None)
     try:
         kernel(plan.programs(requests), arrays, desc, *factors, *numbers, *strides, columns=plan.splits)
     # as in `hopper_prefill`: only the compiler's errors turn it off

@@ -161,11 +161,11 @@ def _attend(  # type: ignore[no-untyped-def]
     norm = tl.zeros((BLOCK_M,), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     # One loop in the source, two in the program: a mask under an `if` would become a select in every tile.
-    for part in tl.static_range(2):
-        for start in tl.range(full if part else 0, high if part else full, BLOCK_N):
+    for phase in tl.static_range(2):
+        for start in tl.range(full if phase else 0, high if phase else full, BLOCK_N):
             acc, norm, top = _step(
                 acc, norm, top, q, q_scale, k_at, scales_at, v_at, start, length, upper, v_s,
-                part == 1, CAUSAL, WIDE, D, BLOCK_D, BLOCK_N,
+                phase == 1, CAUSAL, WIDE, D, BLOCK_D, BLOCK_N,
             )  # fmt: skip
     live = row < rows
     result = tl.where(norm[:, None] == 0, 0.0, acc / norm[:, None])

@@ -10,7 +10,7 @@ from attn.kernels.launch import LOG2E, can_launch_early
 from attn.kernels.mla_decode import attend, merge
 from attn.kernels.mla_launch import Decode, MLALaunches, launches_of, prefers_hopper
 from attn.torch.kernels.direct import Prepared, Signature, arch, multiprocessors, operator, signature_of, temporary
-from attn.torch.kernels.plan import shares
+from attn.torch.kernels.plan import stream_k
 
 
 @functools.lru_cache(maxsize=1024)
@@ -65,7 +65,7 @@ def mla_decode(
     [R], block_table: [R, B], int32. k_scale: 0-d float32 on the device, or k_factor if the host has the value: a row is
     code * scale. limits: [T] int32, the number of keys that each row sees. indices: [T, topk] int32, the key positions that
     each row attends to instead of the causal ones. fixed_split: keys per split; 0 lets the rule choose by the batch.
-    uneven: cut keys by all lengths, by a plan on the device, instead of each request as the longest one is (all keys only).
+    uneven: split keys by all lengths, by a plan on the device, instead of each request as the longest one is (all keys only).
     """
     requests, (tokens, heads, width), rank = query_start_loc.shape[0] - 1, query.shape, out.shape[2]
     # the driver refuses a grid of no programs
@@ -102,10 +102,10 @@ def mla_decode(
     )
     # The kernels take every pointer in any case; where there are no states and no table, any tensor will do.
     groups, rows, partial, partial_lse, table = 0, plan.tiles * plan.block_m, out, out, out
-    if plan.shares is not None:
-        groups = plan.shares.groups
-        # made on the device in each layer: a graph that is replayed with other lengths cuts them anew
-        table = shares(query_start_loc, seq_lens, heads, rows, groups, plan.shares.items, plan.block_n)
+    if plan.stream_k is not None:
+        groups = plan.stream_k.groups
+        # made on the device in each layer: a graph that is replayed with other lengths splits them anew
+        table = stream_k(query_start_loc, seq_lens, heads, rows, groups, plan.stream_k.items, plan.block_n)
     # 0 where one program attends all keys of a row, and stores the result itself
     if states := plan.states(tokens * heads):
         partial = temporary(out.new_empty(states * rank, dtype=torch.float32))

@@ -53,7 +53,7 @@ class _Launches:
         factor, v_factor = layer.factor(factors[0]), factors[1]
         lse_h, table_r = 0 if lse is None else lse.stride(0), 0 if table is None else table.stride(0)
         tree_w = 0 if tree is None else tree.shape[1]
-        # In the order of the kernel's parameters; a launch without parts has no states, tiles of parts, and so on.
+        # In the order of the kernel's parameters; a launch without splits has no states, tiles of a split, and so on.
         numbers, no_plan = (factor, *factors, num_reqs), (0, lse_h, table_r, tree_w, 0, 0, 0)
         if rules.on_hopper:
             pointers = output, lse, query, key_cache, value_cache, starts, seq_lens, table, sinks, *mask
@@ -70,14 +70,14 @@ class _Launches:
         if not (rules.paged and rules.has_decodes(prompts[2])):
             return
         tiles = rules.tiles(num_reqs, query.shape[0])  # type: ignore[union-attr]
-        split_kv = rules.parts(tiles, max_seq_len, whole)
+        split_kv = rules.split_kv(tiles, max_seq_len, whole)
         if split_kv is None:
             # one program more beside a prefill: it waits for that, so that no later launch starts before the prefill ends
             self._decode(0, False)(tiles * kv_heads + rules.beside, (None, *arrays), *numbers, *no_plan, *strides)
             return
         states, floats = rules.states(num_reqs, split_kv)
-        # One allocation: the parts' states, their log-sum-exps, and behind these the plan, which tells the merge each request's
-        # parts.
+        # One allocation: the splits' partial results, their log-sum-exps, and behind these the plan, which tells the merge each
+        # request's splits.
         scratch = temporary(query.new_empty(floats, dtype=torch.float32))  # type: ignore[union-attr]
         plan = states, lse_h, table_r, tree_w, split_kv.split_tiles, split_kv.max_splits, split_kv.whole_from
         programs = split_kv.items * kv_heads + rules.beside
@@ -155,7 +155,7 @@ def paged_attention(
     output is then float8_e4m3fn and holds result / output_scale, saturated and rounded to nearest even. prefill_programs:
     number of multiprocessors for the prefill of a mixed batch that runs concurrently with the decode (Hopper); 0 for all.
     keys_below: `hopper_prefill_launch.keys_below` of rows of prompts, None if that is not known.
-    whole: do not cut the keys of decodes into parts (`launch.are_whole`). together: prompts, of at most `launch.TOGETHER`
+    whole: do not split the keys of decodes (`launch.are_whole`). together: prompts, of at most `launch.TOGETHER`
     rows, are in the launch of the decodes (`launch.run_together`). singles: whether there may be requests of one token.
     key, value: [T, K, D] to be written at slots [T] as by `kv_write.write_kv` before anything is read, to caches without a
     scale per token: at most one token of each request, at its last position, in a page of no other request; not in a traced

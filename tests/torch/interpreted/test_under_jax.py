@@ -249,11 +249,11 @@ def test_one_of_two_launches_has_a_batchs_decodes(
     output = jnp.empty((int(starts[-1]) + 3, 2, 40), jnp.bfloat16)
     given = {
         **fill.constants(2, 40), "output": output, "lse": jnp.empty((2, len(output)), jnp.float32), "counters": None,
-        "whole": made[0], "cut": made[1], "query_start_loc": starts, "seq_lens": np.asarray(lens, np.int32),
+        "whole": made[0], "split": made[1], "query_start_loc": starts, "seq_lens": np.asarray(lens, np.int32),
         "num_reqs": len(lens), "tokens": len(output), "lse_h": len(output), "left": 1 << 30 if left is None else left,
         "most": 1, "keys_per_tile": 64, "whole_from": 26, "BLOCK_R": 256,
     }  # fmt: skip
-    names = ["output", "lse", "whole", "cut"]
+    names = ["output", "lse", "whole", "split"]
     output, lse, *made = _launch(fill.fill, "interpreter", (-(-len(output) // fill.ROWS),), given, names)
     for of, wanted in zip(made, (whole, not whole), strict=True):
         assert np.asarray(of).tolist() == (starts.tolist() if wanted else [0] * len(starts))

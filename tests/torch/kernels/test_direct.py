@@ -335,7 +335,7 @@ for of, *arguments in calls:
 wanted = {
     attend: "attention merge", attend_prompts: "attention prefill", attend_row: "_decode", attend_bound: "_decode",
     prompts_bound: "prefill",
-    merge: "merge", write: "write", write_latents: "write", decode: "attend shares merge", prefill: "attend prefill",
+    merge: "merge", write: "write", write_latents: "write", decode: "attend stream_k merge", prefill: "attend prefill",
 }
 assert used == {(of.__name__, name) for of, names in wanted.items() for name in names.split()}, used
 print("equal", len(calls))

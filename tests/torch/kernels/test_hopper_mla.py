@@ -114,7 +114,7 @@ def test_it_is_attention(name: str, uneven: bool, monkeypatch: pytest.MonkeyPatc
     )  # fmt: skip
     assert len(calls) == 1, "another kernel served"
     _, _, plan, _ = calls[0]
-    assert not uneven or (plan.shares is not None) == (most_keys > 128), "a plan, unless the keys are too few"
+    assert not uneven or (plan.stream_k is not None) == (most_keys > 128), "a plan, unless the keys are too few"
     for r, (n, s) in enumerate(lens):
         own = cache[table[r, : counts[r]].long()].flatten(0, 1)[:s].double()
         for i in range(n):

@@ -174,13 +174,13 @@ def forget(metadata):
     shared_calls.cache_clear()
 
 mla = [
-    (plain, "write bmm shares attend merge bmm"),
-    (dict(lens=DECODES, cache="fp8", lse=True), "write bmm shares attend merge bmm"),
-    (dict(lens=DECODES, arrangement="flat"), "write bmm shares attend merge bmm"),
-    (dict(lens=DECODES, arrangement="new", padding=3), "write bmm shares attend merge bmm"),
-    (dict(lens=DECODES, scale=-0.1), "write bmm shares attend merge bmm"),  # the queries are copied
-    (dict(lens=DECODES, arrangement="cached"), "copy bmm shares attend merge bmm"),
-    (dict(lens=MIXED), "write bmm shares attend merge bmm copy copy"),  # the copies are of the prompt
+    (plain, "write bmm stream_k attend merge bmm"),
+    (dict(lens=DECODES, cache="fp8", lse=True), "write bmm stream_k attend merge bmm"),
+    (dict(lens=DECODES, arrangement="flat"), "write bmm stream_k attend merge bmm"),
+    (dict(lens=DECODES, arrangement="new", padding=3), "write bmm stream_k attend merge bmm"),
+    (dict(lens=DECODES, scale=-0.1), "write bmm stream_k attend merge bmm"),  # the queries are copied
+    (dict(lens=DECODES, arrangement="cached"), "copy bmm stream_k attend merge bmm"),
+    (dict(lens=MIXED), "write bmm stream_k attend merge bmm copy copy"),  # the copies are of the prompt
     (dict(lens=([1] * 5, [900] * 5)), "write bmm attend bmm"),
     (dict(lens=DECODES, backend="TRITON_MLA_SPARSE"), "write bmm attend bmm"),
 ]
@@ -249,7 +249,7 @@ for lens, plan, names in (
     assert len(one(metadata)) == 2 and not used
     _triton.is_captured = is_captured
 
-# requests are cut alike from some length on, and shorter ones if they need as many tiles
+# requests are split alike from some length on, and shorter ones if they need as many tiles
 for lens, most, is_same in (
     ([40, 899, 7, 60, 65], 900, True), ([40, 600, 7, 60, 65], 900, True), ([40, 512, 7, 60, 65], 900, False),
     ([40, 900, 7, 60, 65], 512, False), ([40, 90, 7, 81, 65], 96, True), ([40, 80, 7, 30, 65], 96, False),
@@ -304,7 +304,7 @@ one(metadata)
 copies = MLALayer(**plain, arrangement="copied")
 batch = copies.build()
 copies(batch)
-assert [name for name, *_ in copies(batch)] == "write bmm shares attend merge bmm".split() and len(used) == 4
+assert [name for name, *_ in copies(batch)] == "write bmm stream_k attend merge bmm".split() and len(used) == 4
 known, = metadata.kept().calls.values()
 steps = known.launches._idle.pop()
 one(metadata)

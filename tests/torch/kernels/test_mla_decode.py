@@ -1,4 +1,4 @@
-"""Decodes of latents by equal shares of their keys, against float64: cuts anywhere, drafts, limits, no keys. 15 s."""
+"""Decodes of latents by stream-K, against float64: splits anywhere, drafts, limits, no keys. 15 s."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_shares_of_uneven_requests_are_attention(name: str) -> None:
+def test_stream_k_of_uneven_requests_are_attention(name: str) -> None:
     given: dict[str, Any] = {"heads": 4, "limits": False, "most": None, **CASES[name]}
     lens, heads = given["lens"], given["heads"]
     g = torch.Generator().manual_seed(0)

@@ -162,7 +162,7 @@ def test_parts_of_a_decode_have_the_scales_of_their_kv_head() -> None:
 
 _TOGETHER: dict[str, dict[str, Any]] = {
     "causal": {},
-    "window": {"left": 100},  # more keys than `LEAST` tiles of any launch
+    "window": {"left": 100},  # more keys than `MIN_SPLIT_TILES` tiles of any launch
     "not causal": {"right": None},
     "some causal": {"right": None, "is_causal": [True, False, True, True, False]},
     "spans": {"spans": (6, 12)},
@@ -399,7 +399,7 @@ def test_items_are_every_tile_of_every_decode_once(seed: int, left: int, fixed: 
 class _Recorded:
     """Stands for a kernel: records what each launch compiles, which is constants, options, strides and dtypes.
 
-    Of BLOCK_R only whether a decode is cut: its size changes the integers of the plan alone.
+    Of BLOCK_R only whether a decode is split: its size changes the integers of the plan alone.
     """
 
     def __init__(self, kernel: Any) -> None:

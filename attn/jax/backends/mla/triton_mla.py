@@ -2,7 +2,7 @@
 
 A tile of latents is read from its page once, for scores and values, where XLA_MLA gathers pages and stores a chunk's scores.
 The cache is XLA_MLA's, and is written in place where it is donated. One program serves every batch of a bucket: the table
-that cuts its keys into equal shares is computed on the device, from the lengths.
+that divides its keys evenly between programs is computed on the device, from the lengths.
 """
 
 from typing import Any

@@ -86,7 +86,7 @@ def _attend(
     flat, whole = query.reshape(-1, heads, size), np.full(batch, length, np.int32) if lens is None else lens
     made = None
     if rows > _FEW and target()[0] == "sm_90" and hopper.is_on("hopper_prefill"):
-        # few rows are a decode: its keys are cut into parts, which the prefill kernel cannot
+        # few rows are a decode: its keys are split, which the prefill kernel cannot
         made = _on_hopper(flat, starts, key, value, whole, layer, return_lse)
     if made is None:
         keys = KVInputs(keys=key.reshape(-1, kv_heads, size), values=value.reshape(-1, kv_heads, size))

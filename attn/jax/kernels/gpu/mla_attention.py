@@ -1,6 +1,6 @@
 """Absorbed MLA over a paged cache of latents, and the write to it: `attn.kernels` launched by XLA.
 
-Keys are cut by all lengths: a launch before the others (`mla_prepare`) fills the table of equal shares from the lengths on the
+Keys are split by all lengths: a launch before the others (`mla_prepare`) fills the table of stream-K from the lengths on the
 device, so that one program serves every batch of its shapes; it also stores new latents. Rows of no request are 0, their
 log-sum-exp -inf.
 """
@@ -114,11 +114,14 @@ def _attend_on_hopper(of: Decode, made: MLALaunches, args: dict[str, Any]) -> di
     from attn.kernels import hopper_mla
 
     cache = args["cache"]
-    flags = {name: args[name] is not None for name in ("limits", "lse")} | {"sparse": False, "planned": made.shares is not None}
+    flags = {name: args[name] is not None for name in ("limits", "lse")} | {
+        "sparse": False,
+        "planned": made.stream_k is not None,
+    }
     arguments = args | {
         "desc": Boxed(cache, *hopper_mla.map_of(cache.shape, dense_strides(cache.shape))),
         "row_tiles": made.tiles,
-        # more than any request's keys: the only part has all of them
+        # more than any request's keys: the only split has all of them
         "split": made.split if made.splits > 1 else 1 << 30,
         "num_pages": cache.shape[0],
         **hopper_mla.constants(of.heads, of.page, rope_from=of.rope_from, **flags),
@@ -167,7 +170,7 @@ def _numbers(of: Decode, made: MLALaunches, args: dict[str, Any]) -> dict[str, A
     return {
         "splits": made.splits,
         "split": made.split,
-        "groups": 0 if made.shares is None else made.shares.groups,
+        "groups": 0 if made.stream_k is None else made.stream_k.groups,
         "max_query": of.max_query_len,
         "lse_h": 0 if args["lse"] is None else tokens,
         "table_r": args["block_table"].shape[1],
@@ -180,9 +183,9 @@ def _numbers(of: Decode, made: MLALaunches, args: dict[str, Any]) -> dict[str, A
 
 
 def _prepared(of: Decode, made: MLALaunches, args: dict[str, Any], new: New | None) -> dict[str, jax.Array]:
-    """Fill the table of shares, store new latents, and write the rows of no request; return what it wrote by name."""
+    """Fill the table of stream-K, store new latents, and write the rows of no request; return what it wrote by name."""
     (tokens, _, rank), cache = args["out"].shape, args["cache"]
-    groups, _, items = made.shares or (0, 0, 0)
+    groups, _, items = made.stream_k or (0, 0, 0)
     # No new rows: the programs that would store them are none, and the cache is no operand of this launch.
     kv_c, k_pe, slots = new or (None, None, None)
     code, rows = "" if kv_c is None else latent_write.code_of(kv_c.dtype.name, cache.dtype.name), 0 if kv_c is None else tokens
@@ -212,7 +215,7 @@ def _prepared(of: Decode, made: MLALaunches, args: dict[str, Any], new: New | No
     written = {"out": "output", "lse": "lse", "items": "table", "cache": "cache"}
     written = {name: parameter for name, parameter in written.items() if arguments[parameter] is not None}
     codes = {"cache": "uint8"} if code in ("e4m3", "e5m2") else {}
-    # programs for shares, then for new rows, then for rows of no request: `mla_prepare` tells them apart by number
+    # programs for the table, then for new rows, then for rows of no request: `mla_prepare` tells them apart by number
     grid = (groups + rows - (-tokens // fill.ROWS),)
     return dict(zip(written, launch(mla_prepare.prepare, of.arch, grid, arguments, [*written.values()], **codes), strict=True))
 

@@ -184,7 +184,7 @@ class _LaunchSequence:
     def run(self, num_reqs: int, max_seq_len: int) -> tuple[jax.Array, jax.Array | None]:
         rules = self.rules
         # Whether decodes are better left whole depends on lengths, so `_fill` decides on the device.
-        split_kv = rules.parts(num_reqs, max_seq_len, False) if rules.paged else None
+        split_kv = rules.split_kv(num_reqs, max_seq_len, False) if rules.paged else None
         made = self._fill(num_reqs, split_kv)
         if rules.on_hopper:
             self._on_hopper(made["counters"])
@@ -200,18 +200,18 @@ class _LaunchSequence:
             self.arrays["query_start_loc"] = made.get("whole", self.arrays["query_start_loc"])
             self._attend(num_reqs * rules.kv_heads, rules.decode(0))
         if split_kv is not None:
-            self.arrays["query_start_loc"] = made.get("cut", self.arrays["query_start_loc"])
-            self._in_parts(num_reqs, split_kv)
+            self.arrays["query_start_loc"] = made.get("split", self.arrays["query_start_loc"])
+            self._attend_splits(num_reqs, split_kv)
         return self.arrays["output"], self.arrays["lse"]
 
     def _fill(self, num_reqs: int, split_kv: SplitKV | None) -> dict[str, jax.Array]:
         """Write rows of no request. Return the counters that a Hopper prefill needs, and, where decodes may be either, `whole`
-        and `cut` (`attn.kernels.fill`)."""
+        and `split` (`attn.kernels.fill`)."""
         rules, arrays, (tokens, heads, size) = self.rules, self.arrays, self.arrays["query"].shape
         chooses: dict[str, Any] = {"counters": jnp.empty(2, jnp.int32) if rules.on_hopper else None}
-        # With a fixed split nothing is chosen (`max_splits` is 0), and fewer requests are always cut (`plan.item_of`).
+        # With a fixed split nothing is chosen (`max_splits` is 0), and fewer requests are always split (`plan.item_of`).
         if split_kv is not None and split_kv.max_splits and num_reqs >= split_kv.whole_from:
-            chooses |= {name: jnp.empty(num_reqs + 1, jnp.int32) for name in ("whole", "cut")}
+            chooses |= {name: jnp.empty(num_reqs + 1, jnp.int32) for name in ("whole", "split")}
             chooses |= {"seq_lens": arrays["seq_lens"], "left": bound(None if rules.free else rules.layer.left)}
             chooses |= {
                 "most": rules.tokens,
@@ -222,7 +222,7 @@ class _LaunchSequence:
         of_rows = {name: arrays[name] for name in ("output", "lse", "query_start_loc")}
         numbers = {"tokens": tokens, "num_reqs": num_reqs, "lse_h": self.numbers["lse_h"]}
         arguments = filling.constants(heads, size) | of_rows | numbers | chooses
-        return self._launch(filling.fill, -(-tokens // filling.ROWS), arguments, "counters", "whole", "cut")
+        return self._launch(filling.fill, -(-tokens // filling.ROWS), arguments, "counters", "whole", "split")
 
     def _on_hopper(self, counters: Any) -> None:
         from attn.jax.kernels.gpu.hopper_prefill import Out, prefill
@@ -232,7 +232,7 @@ class _LaunchSequence:
         out = Out(arrays["output"], arrays["lse"], counters)
         arrays["output"], arrays["lse"], _ = prefill(out, _prompts(arrays), rules, factor, self.arch, kinds.processors)
 
-    def _in_parts(self, num_reqs: int, split_kv: SplitKV) -> None:
+    def _attend_splits(self, num_reqs: int, split_kv: SplitKV) -> None:
         rules = self.rules
         states, floats = rules.states(num_reqs, split_kv)
         # `attention` returns it written, and `merge` takes that: XLA runs them in this order because one needs the other's

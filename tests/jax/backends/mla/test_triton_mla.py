@@ -87,7 +87,7 @@ def calls(*args, **kwargs):
     return lowered(lambda *x: impl.apply(*x, meta, **weights, k_scale=0.5), *given, cache, donate=(3,)).count(CALL)
 
 assert calls([1, 1], [20, 9]) == 2  # the write with rows of no request, and decodes whose keys are too few to cut
-assert calls([1, 1], [20, 300]) == 3  # the write with the plan, the shares, and their merge
+assert calls([1, 1], [20, 300]) == 3  # the write with the plan, stream-K, and its merge
 assert calls([4, 1], [20, 300], causal=False) == calls([4, 1], [20, 300], dtype="float32") == 3
 assert calls([1, 1], [20, 300], cache_dtype="fp8") == 3
 assert calls([1, 1], [20, 300], cache_dtype="fp8_ds_mla", rank=512, rope=64) == 3

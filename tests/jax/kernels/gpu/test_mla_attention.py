@@ -37,8 +37,8 @@ def by_jax(kernel, arch, grid, arguments, writes, **types):
             apart = dict(tokens=given["new"], copied=0, q_t=0, q_h=0, a_t=0, a_h=0, NOPE=0, H=0, BLOCK_H=1)
             found["jax"].append(("write", (given["new"], 1), of_rows | apart))
         if given["table"] is not None:
-            of_shares = {x: given[x] for x in plan.shares.arg_names} | {"BLOCK_R": given["BLOCK_Q"]}
-            found["jax"].append(("shares", (given["groups"], 1), of_shares))
+            of_stream_k = {x: given[x] for x in plan.stream_k.arg_names} | {"BLOCK_R": given["BLOCK_Q"]}
+            found["jax"].append(("stream_k", (given["groups"], 1), of_stream_k))
         rest = -(-given["tokens"] // fill.ROWS)
         assert grid == ((given["groups"] if given["table"] is not None else 0) + given["new"] + rest,)
         columns = given["output"].shape[1] * given["output"].shape[2]
@@ -66,7 +66,7 @@ def compare():
     assert len(found["torch"]) == len(found["jax"]) > 0, [[x[0] for x in y] for y in found.values()]
     for (name, programs, theirs), (mine, grid, given) in zip(*found.values()):
         assert (name, programs) == (mine, grid), (name, programs, mine, grid)
-        options = {"num_warps", "enable_fp_fusion"} if name in ("shares", "write") else set()
+        options = {"num_warps", "enable_fp_fusion"} if name in ("stream_k", "write") else set()
         for key in sorted({*theirs, *given} - DIFFER - options):
             if key == "desc":
                 assert given[key][1:] == (tuple(theirs[key].shape), tuple(theirs[key].strides), tuple(theirs[key].block_shape))
@@ -110,16 +110,16 @@ def both(lens, tokens, dtype="bfloat16", stored=None, heads=16, rank=512, rope=6
     return compare()
 
 for on_hopper in (False, True):
-    cut = ["shares", "attend", "merge"]
-    assert both([900, 70], [1, 1]) == cut
+    split = ["stream_k", "attend", "merge"]
+    assert both([900, 70], [1, 1]) == split
     assert both([30, 7], [1, 1]) == ["attend"]
-    assert both([900, 70], [4, 3], heads=128, lse=False) == cut
-    assert both([900, 70], [4, 3], causal=False, page=16) == cut
-    assert both([900, 70], [1, 1], "float16", heads=40) == cut
-    assert both([900, 70], [1, 1], page=8) == cut
+    assert both([900, 70], [4, 3], heads=128, lse=False) == split
+    assert both([900, 70], [4, 3], causal=False, page=16) == split
+    assert both([900, 70], [1, 1], "float16", heads=40) == split
+    assert both([900, 70], [1, 1], page=8) == split
     others = ("bfloat16", "float8_e4m3fn"), ("float16", "float8_e5m2"), ("bfloat16", "uint8"), ("float32", "float32")
     for dtype, stored in others:
-        assert both([900, 70], [2, 1], dtype, stored) == cut
+        assert both([900, 70], [2, 1], dtype, stored) == split
 
 # writes
 for given, stored, scaled in (("bfloat16", "bfloat16", False), ("float32", "bfloat16", False), ("bfloat16", "uint8", False),
@@ -176,7 +176,7 @@ for stored, width in (("bfloat16", 576), ("float8_e4m3fn", 576), ("uint8", 656))
     with compiling_for("sm_90"):
         made = jax.jit(step, donate_argnums=4).trace(*shapes).lower().compile()
     text = made.as_text()
-    # the write with the plan and rows of no request, the shares and their merge
+    # the write with the plan and rows of no request, stream-K and its merge
     assert text.count('custom_call_target="triton_kernel_call_ffi"') == 3, text
     nbytes, memory = N * P * width * jnp.dtype(stored).itemsize, made.memory_analysis()
     assert memory.alias_size_in_bytes >= nbytes, "the cache is changed in place, in a scan too"
