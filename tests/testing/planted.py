@@ -1122,10 +1122,10 @@ DEFECTS = (
     Defect(
         "triton_merge_of_another_tile",
         "kernels/paged_attention.py",
-        "((item + tile * count) * BLOCK_Q + of_tile)",
+        "((item + tile * num_splits) * BLOCK_Q + of_tile)",
         "(item * BLOCK_Q + of_tile)",
         INTERPRETED,
-        "Rows of a request's later tiles are merged from the parts of its first.",
+        "Rows of a request's later tiles are merged from the splits of its first.",
     ),
     Defect(
         "triton_wild_not_repeated",
