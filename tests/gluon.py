@@ -66,6 +66,41 @@ class Pointer:
         return np.where(there, at, 0), there
 
 
+class Apart:
+    """An array in memory in which a dimension has a stride of its own, beyond all others: offsets are those of that memory, of
+    which only the elements exist."""
+
+    def __init__(self, array: Any, dimension: int, stride: int) -> None:
+        self.array, self.stride, self.dtype = np.moveaxis(array, dimension, 0), stride, array.dtype
+        self.within = self.array.shape[1:]
+        dense = [int(np.prod(self.within[i + 1 :])) for i in range(len(self.within))]
+        self.strides = (*dense[:dimension], stride, *dense[dimension:])
+        self.size = len(self.array) * stride
+
+    def reshape(self, *_: int) -> "Apart":
+        return self
+
+    def _index(self, at: Any) -> Any:
+        first, rest = np.divmod(at, self.stride)
+        return (first, *np.unravel_index(rest, self.within))
+
+    def __getitem__(self, at: Any) -> Any:
+        return self.array[self._index(at)]
+
+    def __setitem__(self, at: Any, values: Any) -> None:
+        self.array[self._index(at)] = values
+
+
+def strides(array: Any) -> tuple[int, ...]:
+    """Strides in elements."""
+    return array.strides if isinstance(array, Apart) else tuple(s // array.itemsize for s in array.strides)
+
+
+def integer(value: int) -> Tensor:
+    """A kernel's argument: of 32 bits if it fits."""
+    return tensor(value, np.int32 if -(2**31) <= value < 2**31 else np.int64)
+
+
 class Shared:
     """Shared memory of a shape: rows of more than 64 columns lie as pieces of 64, as the engine writes them."""
 
@@ -311,7 +346,7 @@ def _language(program: tuple[int, int], bfloat16: Any) -> types.SimpleNamespace:
         reshape=lambda values, shape: tensor(np.reshape(values, shape)),
         static_range=range,
         store=_store,
-        sum=lambda values, axis: tensor(np.asarray(values).sum(axis)),
+        sum=lambda values, axis: tensor(np.asarray(values).sum(axis, dtype=values.dtype)),  # 32 bits stay 32
         warp_specialize=_specialise,
         where=lambda condition, yes, no: tensor(np.where(condition, yes, no)),
         zeros=lambda shape, dtype, layout: tensor(np.zeros(shape, dtype)),

@@ -49,7 +49,7 @@ def write(  # type: ignore[no-untyped-def]
         e = tl.arange(0, BLOCK_R)
         # some heads at a time: 2,048 elements, whatever the number of heads (`constants`)
         for first in tl.range(0, H, BLOCK_H):
-            h = (first + tl.arange(0, BLOCK_H))[:, None]
+            h = (first + tl.arange(0, BLOCK_H))[:, None].to(tl.int64)  # heads may be outermost, and far apart
             live = (h < H) & (e < DR)[None, :]
             rope = tl.load(query + token * q_t + h * q_h + NOPE + e[None, :], mask=live)
             tl.store(absorbed + token * a_t + h * a_h + L + e[None, :], rope, mask=live)

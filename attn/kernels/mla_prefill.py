@@ -73,7 +73,7 @@ def attend(  # type: ignore[no-untyped-def]
         return
     k_begin = tl.load(key_start_loc + r)
     k_len = tl.load(key_start_loc + r + 1) - k_begin
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)  # heads may be outermost, and far apart
     token = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     live = token < q_len
     at = (begin + token).to(tl.int64)

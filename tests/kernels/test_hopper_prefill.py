@@ -42,12 +42,15 @@ def run(
     scores_of: Any = None,
     bfloat16: Any = np.float32,
     again: bool = True,
+    apart: str = "",
 ) -> None:
     """Compare output and log-sum-exp of every row with the definition; memory that no row may use is NaN.
 
     freed: whether entries of pages before the first key that a row sees name no page, while a later value is not finite.
     scores_of: a function of keys' positions, which is added to their scores; bfloat16: see `gluon.module`; again: whether
     rows may be computed again, key by key.
+    apart: "heads" of all arrays, or "slots" of caches that have a page for each request, if these are so far apart that offsets
+    do not fit in 32 bits.
     """
     (H, K), rng = heads, np.random.default_rng(1)
     starts = np.cumsum([0, *(n for n, _ in lens)]).astype(np.int32)
@@ -72,7 +75,8 @@ def run(
             at = np.arange(m)[unseen]
             cache[own[at // page], at % page] = np.nan  # keys that no row sees
         if wild and n > 1 and m > 40:
-            value[own[2], 3] = np.nan
+            broken = min(2 * page + 3, m - 10)
+            value[own[broken // page], broken % page] = np.nan
         if freed and n > 1:
             value[own[-1], 0] = np.nan
     pages = table.copy()
@@ -92,6 +96,12 @@ def run(
     del masks["tree"]
     arrays = {"output": output, "lse": lse, "query": query, "key_cache": key, "value_cache": value, "query_start_loc": starts}
     arrays |= {"seq_lens": lengths, "block_table": pages, "sinks": None, **masks, "counters": counters}
+    if apart == "heads":
+        arrays |= {x: gluon.Apart(arrays[x], arrays[x].ndim - 2, 2**30) for x in list(arrays)[:5]}
+    if apart == "slots":
+        page = launch.ONE_PAGE
+        arrays |= {x: gluon.Apart(arrays[x], 1, 2**24) for x in ("key_cache", "value_cache")}
+    own = [gluon.strides(arrays[name])[:-1] for name in ("output", "query", "key_cache", "value_cache", "lse", "block_table")]
     for program in range(programs):
         module = gluon.module("hopper_prefill", (program, programs), bfloat16)
         if not again:
@@ -103,13 +113,12 @@ def run(
         constants = launch.constants(plan.sizes, its, given)
         for option in ("num_warps", "maxnreg", "enable_fp_fusion"):
             constants.pop(option, None)
-        names = ("o_t", "o_h", "q_t", "q_h", "k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head")
+        names = ("o_t", "o_h", "q_t", "q_h", "k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head", "lse_h", "table_r")
         module.prefill(
             **{name: None if x is None else gluon.Pointer(x) for name, x in arrays.items()},
             q_desc=None if q_map is None else gluon.Boxes(query, *q_map), k_desc=gluon.Boxes(key, *k_map),
             v_desc=gluon.Boxes(value, *v_map), factor=size**-0.5 * LOG2E, v_factor=1.0, num_reqs=len(lens),
-            num_pages=len(key), lse_h=tokens, table_r=table.shape[1],
-            **{name: gluon.tensor(x, np.int64) for name, x in zip(names, plan.strides, strict=True)}, **constants,
+            num_pages=len(key), **{name: gluon.integer(x) for name, x in zip(names, sum(own, ()), strict=True)}, **constants,
         )  # fmt: skip
     assert counters.tolist() == [0, 0]
     for r, (n, m) in enumerate(lens):
@@ -217,6 +226,18 @@ def test_float16_needs_the_maximum(name: str) -> None:
 @pytest.mark.parametrize("name", ["images in a window", "everything"])
 def test_other_heads_and_pages(name: str, heads: tuple[int, int], size: int, page: int) -> None:
     run(LENS, mask=MASKS[name], heads=heads, size=size, page=page)
+
+
+@pytest.mark.parametrize("wild", [False, True])
+@pytest.mark.parametrize("heads", [(3, 3), (9, 3)])
+def test_heads_that_are_far_apart(heads: tuple[int, int], wild: bool) -> None:
+    """More than 2**31 elements: heads may be outermost in every array. The engine copies queries of one head a kv head."""
+    run([(70, 90), (5, 60)], mask=MASKS["causal"], heads=heads, wild=wild, apart="heads")
+
+
+def test_slots_that_are_far_apart() -> None:
+    """A request's one page may have more than 2**31 elements. Only what is computed again is read without the engine."""
+    run([(20, 141)], mask=MASKS["causal"], page=144, wild=True, apart="slots")
 
 
 @pytest.mark.parametrize("size", [96, 512])

@@ -118,6 +118,20 @@ def test_rotary_part_of_queries(heads: int, copied: int) -> None:
     assert torch.equal(bits(ours), bits(want)) and torch.equal(there.cpu(), copies)
 
 
+def test_heads_that_are_far_apart() -> None:
+    """More than 2**31 elements from the first: of the 4 GiB, a CPU backs with memory only what is written."""
+    from attn.torch.kernels.latent_write import write_latents
+
+    far, tokens, heads = 2**30, 5, 3
+    memory = torch.empty(2 * far + 3 * tokens * 64, dtype=torch.float16, device=DEVICE)
+    query, absorbed = (memory[at:].as_strided((tokens, heads, 64), (64, far, 1)) for at in (0, tokens * 64))
+    query.copy_(torch.randn(tokens, heads, 64))
+    kv_c, k_pe = (x.to(DEVICE) for x in rows(torch.float16, 48, 16))
+    cache, nowhere = filled(torch.float16, 64).to(DEVICE), torch.full((tokens,), -1, device=DEVICE)
+    write_latents(kv_c, k_pe, cache, nowhere, None, 1.0, query, absorbed)
+    assert torch.equal(absorbed[..., 48:], query[..., 48:])
+
+
 def test_no_tokens() -> None:
     from attn.torch.kernels.latent_write import write_latents
 
