@@ -30,6 +30,7 @@ from attn.tools.bench.deadline import deadline
 from attn.tools.bench.peers import Peer, peers_on
 from attn.tools.bench.stopwatches import CODE_SCALE, LATENT_SCALE, BaseBench, BaseWorkload, timing
 from attn.torch import kv_cache as caches
+from attn.torch.backends._paged import of_one_batch
 from attn.torch.backends.mla import _rows
 
 logger = init_logger(__name__)
@@ -38,11 +39,12 @@ _PACKAGES = ("flashinfer-python", "flash-attn-4", "flash-attn-3", "flash-attn", 
 _CPU_GEMM = 1024  #: rows of the matrices whose product is timed on a CPU
 
 
-def clocks_now() -> str:
-    """The SM and memory clocks of the first NVIDIA GPU as its driver reports them, or an empty string."""
+def clocks_now(uuid: object) -> str:
+    """The SM and memory clocks of the NVIDIA GPU of this UUID as its driver reports them, or an empty string."""
+    # by UUID: the driver's tool counts all GPUs of the machine, torch those that CUDA_VISIBLE_DEVICES leaves, in its order
     if not shutil.which("nvidia-smi"):
         return ""
-    ask = ["nvidia-smi", "--id=0", "--query-gpu=clocks.sm,clocks.mem", "--format=csv,noheader"]
+    ask = ["nvidia-smi", f"--id=GPU-{uuid}", "--query-gpu=clocks.sm,clocks.mem", "--format=csv,noheader"]
     try:
         done = subprocess.run(ask, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -165,7 +167,7 @@ class TorchBench(BaseBench):
             import triton
 
             facts["triton"] = triton.__version__
-            facts |= {"clocks": clocks} if (clocks := clocks_now()) else {}
+            facts |= {"clocks": clocks} if (clocks := clocks_now(torch.cuda.get_device_properties().uuid)) else {}
         else:
             facts["threads"] = str(torch.get_num_threads())
         facts |= {name: version for name in _PACKAGES if (version := version_of(name))}
@@ -305,8 +307,12 @@ class TorchBench(BaseBench):
             call()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call()
+        token = of_one_batch.set(True)  # every replay is of this batch
+        try:
+            with torch.cuda.graph(graph):
+                call()
+        finally:
+            of_one_batch.reset(token)
         return graph.replay
 
     def _copy(self) -> float:

@@ -8,6 +8,7 @@ unsupported layer is rejected before any weight is loaded.
 
 import functools
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -97,6 +98,20 @@ class Known(NamedTuple):
 def is_captured(x: torch.Tensor) -> bool:
     """Whether a call on tensor `x` is being captured in a graph, which is replayed for other lengths too."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+#: Whether graphs that are captured now are replayed with the lengths of their capture alone, as a benchmark's are.
+of_one_batch: ContextVar[bool] = ContextVar("of_one_batch", default=False)
+
+
+def check_replays(name: str, x: torch.Tensor) -> None:
+    """Raise `UnsupportedError` if a call on tensor `x`, which depends on lengths on the host, is captured in a graph: its
+    replays would attend the same lengths, whatever the batch's arrays hold by then."""
+    if is_captured(x) and not of_one_batch.get():
+        raise UnsupportedError(
+            f"{name}: lengths are read on the host, so every replay of a CUDA graph would attend those of its capture: call "
+            "the layer outside of the capture, or use a backend that reads them on the device (TRITON_ATTN, TRITON_MLA)"
+        )
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from attn.dtypes import PER_TOKEN_HEAD
 from attn.errors import MetadataError
 from attn.torch import kv_cache as caches
 from attn.torch.alignment import aligned
-from attn.torch.backends._paged import PagedAttentionImpl
+from attn.torch.backends._paged import PagedAttentionImpl, check_replays
 from attn.visibility import BatchMask, LayerMask, Visibility
 
 if TYPE_CHECKING:
@@ -296,6 +296,7 @@ class RaggedAttentionImpl(PagedAttentionImpl):
         """Attend the given requests of a call."""
         key_cache, value_cache, scales = self._parts(call.kv_cache)
         block_size = key_cache.shape[1]
+        check_replays(self.backend.get_name(), call.query)
         starts, lengths = call.meta.host_lens()
         mask = Visibility(call.mask.layer, call.meta.host_mask())
         for r in requests:
@@ -356,6 +357,7 @@ class RaggedAttentionImpl(PagedAttentionImpl):
 
     def _attend_ragged(self, call: PagedCall) -> None:
         rules = self._rules(call.mask)
+        check_replays(self.backend.get_name(), call.query)
         starts, _ = call.meta.host_lens()
         for r in range(call.meta.num_reqs):
             rows = slice(int(starts[r]), int(starts[r + 1]))

@@ -31,7 +31,7 @@ from attn.errors import MetadataError, UnsupportedError
 from attn.torch import records
 from attn.torch.backends import _flashinfer_trtllm as trtllm
 from attn.torch.backends._flashinfer import Group, capturing, plan, workspace, wrapper_for
-from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
+from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl, of_one_batch
 from attn.torch.backends._vendor import LN2, arch_of, canonical, decodes_first, fill, int32, page_list
 from attn.torch.metadata import PagedAttentionMetadataBuilder
 
@@ -56,12 +56,14 @@ class FlashInferMetadata(trtllm.UnplannedMetadata):
     def planned(self, group: Group) -> Any:
         """Return a group's wrapper, planned if it is new. Raises `UnsupportedError` for a new one during graph capture."""
         # A plan is of the fields it was made from: others may have been assigned since. A graph's plans are `build`'s.
-        if group not in self.plans or not (self.captured or group in self.kept().plans):
-            if capturing(self.seq_lens.device):
-                raise UnsupportedError(
-                    "FLASHINFER: planning runs on the host and cannot be captured in a CUDA graph: run the layer once before "
-                    "the capture, with the metadata of build_for_cudagraph_capture"
-                )
+        planned = group in self.plans and (self.captured or group in self.kept().plans)
+        # Replays of any other plan would attend the lengths of the capture.
+        if capturing(self.seq_lens.device) and not (planned and (self.captured or of_one_batch.get())):
+            raise UnsupportedError(
+                "FLASHINFER: planning runs on the host and cannot be captured in a CUDA graph: run the layer once before "
+                "the capture, with the metadata of build_for_cudagraph_capture"
+            )
+        if not planned:
             if group not in self.plans:
                 self.plans[group] = self._wrapper(group)
             self.plan(group)

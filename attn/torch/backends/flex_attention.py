@@ -32,7 +32,7 @@ from attn.imports import installed
 from attn.torch import records
 from attn.torch.backends import _flex, _flex_flash
 from attn.torch.backends._flex import FlexPlan, FlexRules, MaskKey, ProgramShape
-from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
+from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl, is_captured
 from attn.torch.backends._vendor import fill
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
 
@@ -46,6 +46,9 @@ class FlexAttentionMetadata(PagedAttentionMetadata):
     def planned(self, num_pages: int, page: int, block: int, masks: MaskKey) -> FlexPlan:
         """Return the plan for a cache of `num_pages` pages, made at the first call; page 0: for the call's own keys."""
         key, plans = (num_pages, page, block, masks), self.kept().plans
+        # A graph makes its own, of the lengths of each replay; what a capture makes has no value before the first one.
+        if is_captured(self.seq_lens):
+            plans = {}
         if key not in plans:
             table, lens = self.block_table, self.seq_lens
             if page == 0:  # a request's keys are laid out like its rows

@@ -12,7 +12,7 @@ import torch
 from attn.backends.paged import PagedCall
 from attn.capabilities import Feature
 from attn.torch import records
-from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
+from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl, check_replays
 from attn.torch.backends._vendor import decodes_first, fill, token_list
 
 _PARTITION = 256  #: keys per part of a decode
@@ -75,6 +75,7 @@ class AiterFlashAttentionImpl(PagedAttentionImpl, backend=AiterFlashAttentionBac
         """Attend requests `first` and later; those before have one row each."""
         import aiter
 
+        check_replays(self.backend.get_name(), call.query)
         meta, rows = call.meta, slice(first, call.meta.num_actual_tokens)
         assert meta.block_size is not None
         starts, lens = meta.host_lens()

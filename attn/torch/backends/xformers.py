@@ -24,7 +24,7 @@ from attn.backends.paged import PagedCall
 from attn.capabilities import ATTN_TYPES, Device, Feature, MultipleOf, Request, arch_matches
 from attn.imports import assumed, installed, resolve_obj_by_qualname, version_of
 from attn.torch import records
-from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
+from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl, check_replays
 from attn.torch.backends._vendor import arch_of, fill, lacking, token_slots
 from attn.torch.metadata import PLANNED_BY, PagedAttentionMetadata, PagedAttentionMetadataBuilder
 
@@ -69,6 +69,7 @@ class XFormersMetadata(PagedAttentionMetadata):
 
     def planned(self, rule: Rule) -> list[OperatorCall]:
         """Return the parts of the batch under a rule, planned if the rule is new. No part has a row without a key."""
+        check_replays("XFORMERS", self.seq_lens)
         self.host_lens()  # first: lengths that are fetched are fields, and plans are kept by the fields
         plans: dict[Rule, list[OperatorCall]] = self.kept().plans
         if rule not in plans:

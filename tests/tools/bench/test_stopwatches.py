@@ -12,16 +12,19 @@ pytestmark = pytest.mark.usefixtures("jax_compiles_fast")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell script stands in for the driver's tool")
-@pytest.mark.parametrize(("script", "reported"), [("echo '1980 MHz, 3201 MHz'", "1980 MHz, 3201 MHz"), ("exit 9", "")])
+@pytest.mark.parametrize(
+    ("script", "reported"), [('[ "$1" = --id=GPU-7f1c-02 ] && echo "1980 MHz, 3201 MHz"', "1980 MHz, 3201 MHz"), ("exit 9", "")]
+)
 def test_clocks_are_reported_if_the_driver_reports_them(
     script: str, reported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = pytest.importorskip("attn.tools.bench.on_torch")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert bench.clocks_now() == ""
+    assert bench.clocks_now("7f1c-02") == ""
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
-    assert bench.clocks_now() == reported
+    assert bench.clocks_now("7f1c-02") == reported
+    assert bench.clocks_now("7f1c-01") == ""  # another GPU's
 
 
 @pytest.mark.parametrize(("framework", "backend"), [("torch", "TORCH_SDPA"), ("jax", "XLA_ATTN")])

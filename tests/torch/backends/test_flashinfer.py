@@ -273,6 +273,15 @@ def test_nothing_is_planned_within_a_capture(monkeypatch: pytest.MonkeyPatch) ->
     torch.testing.assert_close(step(captured), step.want(WIDE))
 
 
+def test_a_graph_of_a_batch_that_was_built_for_eager_calls_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its plan would be overwritten, or attend the lengths of the capture at every replay."""
+    step, meta = _Step(), FlashInferMetadataBuilder(SPEC).build(0, FIRST)
+    step(meta)
+    monkeypatch.setattr(flashinfer, "capturing", lambda device: True)
+    with pytest.raises(UnsupportedError, match="with the metadata of build_for_cudagraph_capture"):
+        step(meta)
+
+
 def test_a_workspace_that_a_graph_makes_serves_no_call_outside_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its zeros are written when the graph is replayed."""
     device = torch.device("cpu")

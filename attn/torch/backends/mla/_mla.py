@@ -40,6 +40,7 @@ from attn.errors import DeviceError, ShapeError, UnsupportedError
 from attn.imports import installed
 from attn.torch import kv_cache as caches
 from attn.torch.arrays import Facts
+from attn.torch.backends._paged import check_replays
 from attn.torch.backends.mla import _rows
 from attn.torch.backends.mla._metadata import (
     MLACommonMetadata,
@@ -213,6 +214,8 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
                 self._run_stage(stages, "write", write, *new, kv_cache, self._scale(layer, kv_cache)[0])
             if decode is not None and decode.num_tokens:
                 parts = decode.parts(1)  # products of all tokens would depend on how many there are
+        if attn_metadata.short is not None or attn_metadata.prefill is not None:
+            check_replays(self.backend.get_name(), query)
         if attn_metadata.short is not None:
             # one part after another, which bounds the memory of absorbed queries
             # an absorbed query of L + Dr and its result of L for each row and head

@@ -14,6 +14,7 @@ from attn.capabilities import Device, Feature, Request
 from attn.torch import kv_cache as caches
 from attn.torch import records
 from attn.torch.backends._flashinfer import plan, workspace, wrapper_for
+from attn.torch.backends._paged import check_replays
 from attn.torch.backends._vendor import LN2, arch_of, int32, page_list
 from attn.torch.backends.mla._mla import DecodeCall, MLACommonBackend
 from attn.torch.backends.mla._vendor import UniformMLAImpl, state
@@ -48,6 +49,7 @@ class FlashInferMLAImpl(UniformMLAImpl, backend=FlashInferMLABackend):
         q, kv_cache, meta = call.q, call.kv_cache, call.meta
         if arch_of(q.device).startswith("sm_10"):
             return super()._decode(call)
+        check_replays(self.backend.get_name(), q)
         rank, stored, scales = self.kv_lora_rank, 1.0, {}
         if caches.is_quantised(kv_cache.dtype):
             # the kernel would multiply rows by its scales in the query's dtype, which rounds each number a second time

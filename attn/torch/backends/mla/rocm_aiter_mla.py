@@ -9,6 +9,7 @@ import torch
 
 from attn.capabilities import Feature
 from attn.torch import records
+from attn.torch.backends._paged import check_replays
 from attn.torch.backends._vendor import token_list
 from attn.torch.backends.mla._metadata import MLADecodeMetadata
 from attn.torch.backends.mla._mla import DecodeCall, MLACommonBackend
@@ -29,6 +30,7 @@ class AiterMLAImpl(UniformMLAImpl, backend=AiterMLABackend):
         from aiter.mla import mla_decode_fwd
 
         meta, kv_cache = call.meta, call.kv_cache
+        check_replays(self.backend.get_name(), call.q)
         indptr, slots, ones = self._plan(meta, "slots") or self._keep(meta, _slots(meta), "slots")
         heads = next(known for known in _HEADS if known >= self.num_heads)
         q = with_heads(call.q, heads)

@@ -14,6 +14,7 @@ import torch
 from attn.capabilities import LATENT_CACHE_DTYPES, Feature
 from attn.torch import records
 from attn.torch.backends import _ragged
+from attn.torch.backends._paged import check_replays
 from attn.torch.backends._ragged import RequestParams, Work
 from attn.torch.backends.mla import _rows
 from attn.torch.backends.mla._mla import DecodeCall, MLACommonBackend, MLACommonImpl
@@ -35,6 +36,7 @@ class TorchMLAImpl(MLACommonImpl, backend=TorchMLABackend):
 
     def _decode(self, call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
         q, meta = call.q, call.meta
+        check_replays(self.backend.get_name(), q)
         exact = torch.promote_types(q.dtype, torch.float32)
         out = q.new_empty(*q.shape[:2], self.kv_lora_rank, dtype=exact)
         lse = q.new_empty(q.shape[1], q.shape[0], dtype=exact)

@@ -8,6 +8,7 @@ import torch
 
 from attn.capabilities import LATENT_CACHE_DTYPES, Feature
 from attn.torch import records
+from attn.torch.backends._paged import check_replays
 from attn.torch.backends.mla import _rows
 from attn.torch.backends.mla._mla import DecodeCall
 from attn.torch.backends.mla._sparse import SparseMLABackend, SparseMLAImpl
@@ -29,6 +30,7 @@ class TorchMLASparseImpl(SparseMLAImpl, backend=TorchMLASparseBackend):
 
     def _decode(self, call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
         q, meta = call.q, call.meta
+        check_replays(self.backend.get_name(), q)
         exact = torch.promote_types(q.dtype, torch.float32)
         assert call.indices is not None
         indices = call.indices.long()

@@ -10,12 +10,15 @@ import pytest
 import torch
 
 import attn
+from attn import CommonAttentionMetadata, UnsupportedError
+from attn.backends.abstract import KVCacheSpec
 from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import Device, Feature, Request
 from attn.testing import check_conformance
 from attn.testing.subject import subject_of
 from attn.testing.suite import cases_of
-from attn.torch.backends.mla import _vendor, flashattn_mla, flashinfer_mla, flashmla
+from attn.torch.backends import _paged
+from attn.torch.backends.mla import _mla, _vendor, flashattn_mla, flashinfer_mla, flashmla
 from tests.levels import some
 
 H200, B200 = Device("torch", "cuda", "NVIDIA H200", "sm_90"), Device("torch", "cuda", "NVIDIA B200", "sm_100")
@@ -105,6 +108,28 @@ def test_a_graph_schedules_the_lengths_of_its_replays(standins: Callable[..., No
         monkeypatch.setattr(flashmla, "is_captured", lambda x, captured=captured: captured)
         impl._decode_uniform(call, q, torch.tensor([70]).int(), torch.tensor([[0, 1]]).int())
     assert taken[1] is taken[3] and len(set(map(id, taken))) == 3
+
+
+@pytest.mark.parametrize("name", ["FLASHINFER_MLA", "ROCM_AITER_MLA"])
+def test_no_graph_attends_the_lengths_of_its_capture(
+    name: str, standins: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both plan on the host: after an eager call, the plan of its lengths would serve every replay."""
+    standins(ROOTS[name])
+    backend: Any = AttentionBackendEnum[name].get_class()
+    impl: Any = object.__new__(backend.get_impl_cls())
+    impl.num_heads, impl.kv_lora_rank, impl.qk_rope_head_dim, impl.scale = 16, 512, 64, 0.1
+    spec = KVCacheSpec(block_size=64, num_kv_heads=1, head_size=576, dtype="bfloat16")
+    meta = backend.get_builder_cls()(spec).build(0, CommonAttentionMetadata.from_lens([1], [70], [[0, 1]], 64)).decode
+    q, cache = (torch.randn(*shape, 576, dtype=torch.bfloat16) for shape in ((1, 16), (2, 64)))
+    call = _mla.DecodeCall(SimpleNamespace(), q, cache, meta)  # type: ignore[arg-type]
+    want, _ = impl._decode(call)
+    monkeypatch.setattr(_paged, "is_captured", lambda x: True)
+    with pytest.raises(UnsupportedError, match=f"{name}: lengths are read on the host"):
+        impl._decode(call)
+    token = _paged.of_one_batch.set(True)
+    assert torch.equal(impl._decode(call)[0], want)
+    _paged.of_one_batch.reset(token)
 
 
 def test_a_package_of_its_own_goes_before_the_copy_within_vllm(standins: Callable[..., None]) -> None:
