@@ -96,17 +96,18 @@ class BaseLayer:
 
     def _choose(self, request: Request, backend: Any, return_lse: bool, **arguments: Any) -> None:
         """Select the backend, and make its implementation from the request and the layer's other arguments."""
-        self.recorder = recording.recorder()
         selection = selector.select(request, framework=self.framework, backend=backend)
-        self.backend, self.selection = selection.require(), selection
-        impl_cls: Any = self.backend.get_impl_cls()
+        chosen = selection.require()
+        impl_cls: Any = chosen.get_impl_cls()
         named = ("num_heads", "head_size", "num_kv_heads", "kv_cache_dtype", "attn_type")
-        self.impl = impl_cls(**{name: getattr(request, name) for name in named}, **arguments)
+        impl = impl_cls(**{name: getattr(request, name) for name in named}, **arguments)
         # Set, never unset: under decode context parallelism `AttentionImpl.__new__` has turned it on.
         if return_lse:
-            self.impl.need_to_return_lse_for_decode = True
-        self.impl.batch_invariant = Feature.BATCH_INVARIANT in request.features
-        self.impl.layer_dtype = request.dtype
+            impl.need_to_return_lse_for_decode = True
+        impl.batch_invariant = Feature.BATCH_INVARIANT in request.features
+        impl.layer_dtype = request.dtype
+        # Last, together: a layer whose module is cast to a dtype that its backend refuses stays what it was.
+        self.backend, self.selection, self.impl, self.recorder = chosen, selection, impl, recording.recorder()
 
     def _device(self) -> Any:
         """Return the default device of this layer's batches and caches; None is the framework's default."""

@@ -69,8 +69,10 @@ class BaseDiffusionAttention:
     def _choose(self, request: Any) -> None:
         """Select the backend for a request, and make its implementation."""
         selection = self._select(request)
-        self.backend, self.selection = selection.require(), selection
-        self.impl = self.backend.get_impl_cls()(*self._shape)
+        chosen = selection.require()
+        impl = chosen.get_impl_cls()(*self._shape)
+        # together: a constructor that raises leaves a layer that is cast as it was
+        self.backend, self.selection, self.impl = chosen, selection, impl
 
     @staticmethod
     def _default_dtype() -> Any:

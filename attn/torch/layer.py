@@ -91,8 +91,8 @@ class _Module(BaseLayer, nn.Module):
         return self
 
     def _choose(self, request: Request, backend: Any, return_lse: bool, **arguments: Any) -> None:
-        self._made_from = backend, return_lse, arguments
         super()._choose(request, backend, return_lse, **arguments)
+        self._made_from = backend, return_lse, arguments
 
     def _cast(self, dtype: str) -> None:
         """Select a backend for activations of `dtype`. Raises `UnsupportedError` with every reason if none serves them."""

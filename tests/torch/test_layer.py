@@ -10,6 +10,7 @@ from attn import reference
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.errors import DeviceError, ShapeError, UnsupportedError
 from attn.torch import Attention, MLAAttention
+from attn.torch.diffusion.layer import DiffusionAttention
 
 H, K, D, P = 4, 2, 32, 16
 
@@ -191,6 +192,21 @@ def test_a_dtype_that_no_backend_serves_is_refused_where_it_is_asked_for() -> No
     with pytest.raises(UnsupportedError, match="dtype=float8_e4m3fn"):
         layer.to(torch.float8_e4m3fn)
     assert layer.selection.request.dtype == "float32"
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_cast_that_the_backend_refuses_leaves_the_layer_as_it_was(dense: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer: Any = DiffusionAttention(H, D, backend="TORCH_SDPA") if dense else Attention(H, D, backend="TORCH_SDPA")
+    names = ("backend", "selection", "impl")
+    before = [getattr(layer, name) for name in names]
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise UnsupportedError("not in this dtype")
+
+    monkeypatch.setattr(type(layer.impl), "__init__", refuse)
+    with pytest.raises(UnsupportedError, match="not in this dtype"):
+        layer.half()
+    assert all(getattr(layer, name) is value for name, value in zip(names, before, strict=True))
 
 
 def test_a_latent_layer_follows_the_dtype_of_its_model() -> None:
