@@ -10,7 +10,9 @@ import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from numbers import Integral
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, Self
 
 from attn.arguments import as_flag
@@ -94,6 +96,7 @@ class CommonAttentionMetadata:
             self.query_start_loc_cpu = _on_host(self.query_start_loc)
         if self.seq_lens_cpu is None:
             self.seq_lens_cpu = _on_host(self.seq_lens)
+        self._checked: Checked | None = None
 
     if not TYPE_CHECKING:  # else every name would be an attribute
 
@@ -147,7 +150,8 @@ class CommonAttentionMetadata:
         if len(q) and ends[-1] > INT32_MAX:
             i = int((ends > INT32_MAX).argmax())
             raise MetadataError("query_start_loc", i + 1, int(ends[i]), f"at most {INT32_MAX}")
-        start = np.concatenate([[0], ends]).astype(np.int32)
+        start = np.zeros(len(q) + 1, np.int32)
+        start[1:] = ends
         batch = cls(
             query_start_loc=start,
             seq_lens=s,
@@ -156,8 +160,9 @@ class CommonAttentionMetadata:
             slot_mapping=np.zeros(int(start[-1]), np.int64),
             num_reqs=len(q),
             num_actual_tokens=int(start[-1]),
-            max_query_len=int(q.max(initial=0)),
-            max_seq_len=int(s.max(initial=0)),
+            # `max` takes 2 us more
+            max_query_len=int(q[q.argmax()]) if len(q) else 0,
+            max_seq_len=int(s[s.argmax()]) if len(s) else 0,
             causal=_flags(causal, len(q)),
             tree_mask=tree_mask,
             spans=None if spans is None else _rows_of_ints("spans", spans),
@@ -169,10 +174,21 @@ class CommonAttentionMetadata:
         batch._check_blocks(block_size, INT32_MAX + 1)
         if _flag("writes", writes):
             batch.slot_mapping = slots_of(table, *_rows_of(start, s), block_size)
-            batch._check_slots(None)
         else:
             batch.slot_mapping.fill(PAD_SLOT_ID)
+        largest = batch._check_slots(None)
+        # Arrays of flags and masks are not compared with what they were: a batch with such is checked by each builder.
+        if type(causal) is bool and tree_mask is spans is prefix is None:
+            batch._checked = Checked(batch, largest)
         return batch
+
+    def known(self) -> "Checked | None":
+        """Return the arrays of a batch that is as `from_lens` has checked it, else None."""
+        checked = self._checked
+        return checked if checked is not None and checked.holds(self) else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_checked": None}  # the arrays of a copy have memory of their own
 
     def query_lens_cpu(self) -> "IntArray | None":
         """New tokens per request, [R], from the host mirror."""
@@ -234,19 +250,17 @@ class CommonAttentionMetadata:
     @property
     def mask(self) -> BatchMask:
         """What the batch lets its rows see. A tree mask without nodes, [R, 0, 0], counts as none."""
-        import numpy as np
-
         # Equal flags are not "mixed": such a batch needs no backend with that feature (`all_causal` says which they are).
-        mixed = isinstance(self.causal, np.ndarray) and bool((self.causal != self.causal[:1]).any())
+        causal = None if type(self.causal) is bool else _on_host(self.causal)
+        is_causal = causal if causal is not None and (causal != causal[:1]).any() else None
         tree = self.tree_mask if self.tree_mask is not None and self.tree_mask.shape[1] else None
-        return BatchMask(tree, self.spans, self.prefix, self.causal if mixed else None)
+        return BatchMask(tree, self.spans, self.prefix, is_causal)
 
     @property
     def all_causal(self) -> bool:
         """Whether every request is causal (True for a batch without requests)."""
-        import numpy as np
-
-        return bool(self.causal.all() if isinstance(self.causal, np.ndarray) else self.causal)
+        causal = self.causal
+        return causal if type(causal) is bool else bool(causal if _on_host(causal) is None else causal.all())
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with some fields changed. NumPy's lengths are their own mirrors, unless mirrors are passed too."""
@@ -316,28 +330,34 @@ class CommonAttentionMetadata:
         _check_int("block_size", block_size, 1)
         if self.block_size not in (None, block_size):
             raise MetadataError("block_size", None, self.block_size, f"{block_size}, as in the layer")
+        known = None if strict else self.known()  # which `from_lens(strict=False)` may have made
         # In this order: values are read only once ranks and dtypes are known to be right, and lengths before what they index.
-        self._check_static()
-        # Values are those of the mirrors, by which builders plan too: the arrays on a device are never read here.
-        if self.query_start_loc_cpu is not None:
-            self._check_query_start_loc(self.query_start_loc_cpu)
-        if self.seq_lens_cpu is not None:
-            self._check_seq_lens(self.seq_lens_cpu, block_size, strict)
-        if self.tree_mask is not None:
-            self._check_tree(_on_host(self.tree_mask))
-        if self.spans is not None or self.prefix is not None:
-            self._check_reach(_on_host(self.spans), _on_host(self.prefix))
+        if known is None:
+            self._check_static()
+            # Values are those of the mirrors, by which builders plan too: the arrays on a device are never read here.
+            if self.query_start_loc_cpu is not None:
+                self._check_query_start_loc(self.query_start_loc_cpu)
+            if self.seq_lens_cpu is not None:
+                self._check_seq_lens(self.seq_lens_cpu, block_size, strict)
+            if self.tree_mask is not None:
+                self._check_tree(_on_host(self.tree_mask))
+            if self.spans is not None or self.prefix is not None:
+                self._check_reach(_on_host(self.spans), _on_host(self.prefix))
         if num_blocks is not None:
-            self.check_ids(block_size, num_blocks)
+            self.check_ids(block_size, num_blocks, known=known)
         return self
 
-    def check_ids(self, block_size: int, num_blocks: int, pages: "Pages | None" = None) -> None:
+    def check_ids(self, block_size: int, num_blocks: int, pages: "Pages | None" = None, known: "Checked | None" = None) -> None:
         """Check the block ids and slots of a valid batch, where they are on the host, against `num_blocks`; `validate` does it.
 
-        pages: the rows of the table, where the caller has read them (`Pages.of`). Raises `MetadataError`.
+        pages: the rows of the table, where the caller has read them (`Pages.of`). known: what `known` returned. Raises
+        `MetadataError`.
         """
-        self._check_blocks(block_size, num_blocks, pages)
-        self._check_slots(num_blocks * block_size)
+        table = None if known is None else self.pages
+        if table is None or table.largest >= num_blocks:
+            self._check_blocks(block_size, num_blocks, pages)
+        if known is None or known.largest >= num_blocks * block_size:
+            self._check_slots(num_blocks * block_size)
 
     def _check_static(self) -> None:
         for name in ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len"):
@@ -481,14 +501,15 @@ class CommonAttentionMetadata:
             bound = f"between 0 and {num_blocks - 1} ({why})"
             raise MetadataError("block_table", (r, c), int(self.block_table[r, c]), bound)
 
-    def _check_slots(self, num_slots: int | None) -> None:
-        """Check the slots for duplicates and, if known, against the number of slots, if they are on the host."""
+    def _check_slots(self, num_slots: int | None) -> int:
+        """Check the slots for duplicates and, if known, against the number of slots, if they are on the host; return the
+        largest, -1 for none."""
         import numpy as np
 
         if isinstance(self.slot_mapping, np.ndarray):
             slots = self.slot_mapping[: self.num_actual_tokens]
             if not slots.size:
-                return
+                return PAD_SLOT_ID
             # Sorted, extremes stand at the ends and duplicates beside each other (`np.unique` takes 7 us for 64 slots,
             # the sort 0.6). A stable sort merges runs: 8,192 slots of consecutive pages take 12 us for the default's
             # 40, but of shuffled pages of 16 104 for 38.
@@ -507,6 +528,8 @@ class CommonAttentionMetadata:
                     slot = int(ordered[1:][twice.argmax()])
                     i = int(np.flatnonzero(slots == slot)[1])
                     raise MetadataError("slot_mapping", i, slot, "written by one token only")
+            return int(ordered[-1])
+        return PAD_SLOT_ID
 
 
 def _on_host(array: Any) -> Any:
@@ -744,6 +767,11 @@ class Pages:
             out[:n] = self.ids
             out[n:] = -1
 
+    @property
+    def is_table(self) -> bool:
+        """Whether each row begins where the last one's full width ends, so that the copy is the table itself."""
+        return self.packed and self.size == self.shape[0] * self.shape[1]
+
     @functools.cached_property
     def largest(self) -> int:
         """The largest id as an unsigned number, so that a negative one is larger than any other."""
@@ -796,6 +824,72 @@ class Pages:
         return table
 
 
+class Joined:
+    """int32 arrays [n] as they are put together in one block of `size` words, each aligned to 16 bytes.
+
+    sizes: of the parts of the block, which are the arrays and the padding between them; places: which of them are arrays.
+    """
+
+    def __init__(self, parts: "Sequence[IntArray | Pages | Joined]") -> None:
+        self._parts, self.sizes, self.places = parts, list[int](), list[int]()
+        for part in parts:
+            at = len(self.sizes)
+            if isinstance(part, Joined):
+                self.sizes += part.sizes
+                self.places += [at + place for place in part.places]
+            else:
+                n = part.size
+                self.sizes += (n, -n % 4) if n % 4 else (n,)
+                self.places.append(at)
+        self.size = sum(self.sizes)
+
+    def copy_to(self, out: "IntArray") -> None:
+        """Write the arrays, [size] int32."""
+        begin = 0
+        for part in self._parts:
+            end = begin + part.size
+            if isinstance(part, (Pages, Joined)):  # noqa: UP038 - a union takes three times as long
+                part.copy_to(out[begin:end])
+            else:
+                out[begin:end] = part
+            begin = end + -end % 4
+
+
+class Checked(Joined):
+    """The arrays of a checked batch, which become views of their block: starts, lengths, slots of two words each, and of rows
+    that are not many their ids and, unless they are a table as they are, where they begin. largest: the largest slot."""
+
+    def __init__(self, batch: CommonAttentionMetadata, largest: int) -> None:
+        import numpy as np
+
+        start, seq_lens, slots, pages = batch.query_start_loc, batch.seq_lens, batch.slot_mapping, batch.pages
+        parts = [start, seq_lens, slots.view(np.int32)]
+        if pages is not None and pages.size < _LONG:
+            parts += [pages] if pages.is_table else [pages, pages.begins]
+        super().__init__(parts)
+        self.largest, self._block = largest, np.zeros(self.size, np.int32)
+        super().copy_to(self._block)
+        ends = [*accumulate(self.sizes)]
+        start, seq_lens, slots = (self._block[ends[i] - self.sizes[i] : ends[i]] for i in self.places[:3])
+        batch.query_start_loc = batch.query_start_loc_cpu = start
+        batch.seq_lens = batch.seq_lens_cpu = seq_lens
+        batch.slot_mapping = slots.view(np.int64)
+        # Of the table, rows of `Pages` are never written to, and an array is checked by each builder.
+        self._values = self._block[: ends[self.places[2]]]
+        self._content, self._fields = self._values.tobytes(), [*map(batch.__dict__.get, _FIELDS)]
+
+    def copy_to(self, out: "IntArray") -> None:
+        out[:] = self._block
+
+    def holds(self, batch: CommonAttentionMetadata) -> bool:
+        """Whether a batch is as it was: its fields by identity, and the values of its arrays, which their owner may change."""
+        return all(map(is_, self._fields, map(batch.__dict__.get, _FIELDS))) and self._values.tobytes() == self._content
+
+
+#: What checks and copies of a batch without masks depend on.
+_FIELDS = (*(f.name for f in fields(CommonAttentionMetadata)), "_pages")
+
+
 def _table(
     rows: "Sequence[Sequence[int]] | Sequence[IntArray] | IntArray", seq_lens: "IntArray", block_size: int
 ) -> "IntArray | Pages":
@@ -821,15 +915,21 @@ def _table(
     return Pages(flat, counts, int(counts.max(initial=0)))
 
 
+_ndim, _dtype = attrgetter("ndim"), attrgetter("dtype")
+
+
 def _joined(rows: list[Any]) -> "IntArray | None":
     """Concatenate the entries of all rows as int32; None if they are not all integers of 32 bits."""
     import numpy as np
 
-    if rows and all([isinstance(row, np.ndarray) and row.ndim == 1 and row.dtype.kind in "iu" for row in rows]):
+    types = {*map(type, rows)}
+    if types == {np.ndarray}:
+        if {*map(_ndim, rows)} != {1} or not all(dtype.kind in "iu" for dtype in {*map(_dtype, rows)}):
+            return None
         flat = np.concatenate(rows)
         return flat.astype(np.int32, copy=False) if flat.dtype.kind in "iu" and _fits_int32(flat) else None
     # `struct` takes True for 1; the slow path rejects rows of bools with their position.
-    if not {*map(type, rows)} <= {list, tuple, range} or any(type(row[0]) is bool for row in rows if row):
+    if not types <= {list, tuple, range} or any(type(row[0]) is bool for row in rows if row):
         return None
     try:  # the fastest conversion of a list that accepts only integers within range
         # Row by row: one flat pass over 125,000 ids takes 2.3 ms and more, where this takes 1.1: a list of as many
@@ -869,6 +969,8 @@ def _rows_of(start: "IntArray", seq_lens: "IntArray") -> "tuple[IntArray, IntArr
     import numpy as np
 
     query_lens = start[1:] - start[:-1]
+    if start[-1] == len(query_lens) and not np.count_nonzero(query_lens != 1):  # decodes, in a third of the time
+        return np.arange(len(query_lens)), seq_lens - 1
     request = np.repeat(np.arange(len(query_lens)), query_lens)
     # Row i of n has position i + (m - n), negative if there are more rows than keys (docs/semantics.md §3).
     return request, np.arange(len(request)) - start[request] + (seq_lens - query_lens)[request]
@@ -880,6 +982,10 @@ def slots_of(block_table: "IntArray | Pages", request: "IntArray", position: "In
 
     if not len(position) or not block_table.shape[1]:  # without columns every sequence is empty
         return np.full(len(position), PAD_SLOT_ID, np.int64)
+    page, offset = np.divmod(position, block_size)
+    inside = position[position.argmin()] >= 0
     # A row before its sequence's first key reads any page and is then not written; int64, as block * P may exceed int32.
-    block = block_table[request, np.maximum(position, 0) // block_size].astype(np.int64)
-    return np.where(position < 0, PAD_SLOT_ID, block * block_size + position % block_size)
+    slots = block_table[request, page if inside else np.maximum(page, 0)].astype(np.int64)
+    slots *= block_size
+    slots += offset
+    return slots if inside else np.where(position < 0, PAD_SLOT_ID, slots)

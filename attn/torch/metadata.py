@@ -16,7 +16,7 @@ from torch.utils._pytree import GetAttrKey, register_pytree_node
 from attn import envs
 from attn.arrays import to_framework
 from attn.backends.abstract import AttentionMetadataBuilder
-from attn.backends.metadata import PAD_SLOT_ID, AttentionMetadata, CommonAttentionMetadata, Pages
+from attn.backends.metadata import PAD_SLOT_ID, AttentionMetadata, Checked, CommonAttentionMetadata, Joined, Pages
 from attn.errors import DeviceError, MetadataError
 from attn.torch.alignment import aligned
 from attn.torch.arrays import Facts, facts_of, from_foreign, static
@@ -299,10 +299,12 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         Block ids and slots are also checked if the cache's extent is known and they are on the host, unless `fast_build`.
         """
         batch, spec = common_attn_metadata, self.kv_cache_spec
-        batch.validate(spec.block_size)
-        arrays, pages = self._arrays(batch)
+        known = batch.known() if batch.block_size == spec.block_size else None
+        if known is None:
+            batch.validate(spec.block_size)
+        arrays, pages = self._arrays(batch, known)
         if spec.num_blocks is not None and not fast_build:  # while a device copies the arrays
-            batch.check_ids(spec.block_size, spec.num_blocks, pages)
+            batch.check_ids(spec.block_size, spec.num_blocks, pages, known)
         if envs.debug("device"):
             batch.on_host().validate(spec.block_size, spec.num_blocks)
         mask = batch.mask
@@ -347,15 +349,16 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
     def extend(self, metadata: Any, batch: CommonAttentionMetadata, fast_build: bool) -> None:
         """Fill what `metadata_cls` adds to `PagedAttentionMetadata`, after the batch was validated."""
 
-    def _arrays(self, batch: CommonAttentionMetadata) -> tuple[list[torch.Tensor], Pages | None]:
+    def _arrays(self, batch: CommonAttentionMetadata, known: Checked | None = None) -> tuple[list[torch.Tensor], Pages | None]:
         """Return the batch's `ARRAYS` on the device: those of NumPy's in one copy, which the device makes while the host goes
-        on; tensors that are there already as they are. And the rows of the block table, if they were read."""
+        on; tensors that are there already as they are. And the rows of the block table, if they were read. known: what
+        `batch.known` returned."""
         target = None if self.device is None else torch.device(self.device)
         # a CPU needs no staged copy: tensors share the arrays' memory
         if target is None or target.type == "cpu":
             return [self._put(getattr(batch, name), dtype) for name, dtype in zip(ARRAYS, _DTYPES, strict=True)], None
         arrays = batch.query_start_loc, batch.seq_lens, batch.pages or batch.block_table, batch.slot_mapping
-        on_device, pages = _copies(arrays, batch.seq_lens_cpu, self.kv_cache_spec.block_size, target)
+        on_device, pages = _copies(arrays, batch.seq_lens_cpu, self.kv_cache_spec.block_size, target, known)
         return [self._put(x, _DTYPES[i]) if x is arrays[i] else x for i, x in enumerate(on_device)], pages
 
     def _put(self, array: Any, dtype: torch.dtype) -> Any:
@@ -373,6 +376,7 @@ def _mirror(array: Any) -> "IntArray | None":
 
 #: What is on the host, where in `ARRAYS` the block table and the slots are, and behind them where the table's rows begin.
 _ON_HOST, _TABLE, _SLOTS, _BEGINS = (np.ndarray, Pages), ARRAYS.index("block_table"), ARRAYS.index("slot_mapping"), len(ARRAYS)
+_ORDER = (0, 1, _SLOTS, _TABLE, _BEGINS)  #: of the arrays of `Checked`
 #: Types of devices whose `index_select` reads rows that overlap where they are; others may make a copy of all of them first.
 _STRIDED = ("cuda", "cpu", "meta")
 
@@ -385,63 +389,56 @@ def _table(ids: torch.Tensor, begins: torch.Tensor, columns: int) -> torch.Tenso
 
 
 def _copies(
-    arrays: Sequence[Any], seq_lens: "IntArray | None", block_size: int, device: torch.device
+    arrays: Sequence[Any], seq_lens: "IntArray | None", block_size: int, device: torch.device, known: Checked | None = None
 ) -> tuple[list[Any], Pages | None]:
     """Return copies on `device` of those of a batch's `ARRAYS` that are on the host, others as they are, and the rows of its
-    table, if they were read.
+    table, if they were read. known: what is known of the batch.
 
     Slots are copied as int64 and others as int32. A table that is mostly padding is copied without it; the device makes rows of
     equal lengths again.
     """
-    parts = {i: x for i, x in enumerate(arrays) if isinstance(x, _ON_HOST)}
-    table, pages, columns = parts.get(_TABLE), None, 0
-    if table is not None:
-        if isinstance(table, Pages):
-            pages = table
-        else:
-            pages = Pages.of(table, seq_lens, block_size)
-            parts[_TABLE] = pages or table.reshape(-1)
-        # Rows of which each begins where the last one's full width ends are the table itself, and need no gather.
-        if pages is not None and not (pages.packed and pages.size == table.shape[0] * table.shape[1]):
-            columns, parts[_BEGINS] = table.shape[1], pages.begins
-    if _SLOTS in parts:
-        # Two words each, so that all arrays are in one of int32.
-        parts[_SLOTS] = np.ascontiguousarray(parts[_SLOTS], np.int64).view(np.int32)
+    table, pages, places, parts = arrays[_TABLE], None, list[int](), list[Any]()
+    if known is not None:
+        places += _ORDER[: len(known.places)]
+        parts.append(known)
+    else:
+        for i in _ORDER[:3]:
+            if isinstance(arrays[i], np.ndarray):
+                places.append(i)
+                # Slots as two words each, so that all arrays are in one of int32.
+                parts.append(np.ascontiguousarray(arrays[i], np.int64).view(np.int32) if i == _SLOTS else arrays[i])
+    is_here = isinstance(table, _ON_HOST)
+    if is_here:
+        pages = table if isinstance(table, Pages) else Pages.of(table, seq_lens, block_size)
+        if _TABLE not in places:
+            places.append(_TABLE)
+            parts.append(pages or table.reshape(-1))
+            if pages is not None and not pages.is_table:
+                places.append(_BEGINS)
+                parts.append(pages.begins)
     on_device = [*arrays, None]
     if parts:
-        for i, copy in zip(parts, put_together(list(parts.values()), device), strict=True):
+        for i, copy in zip(places, put_together(parts, device), strict=True):
             on_device[i] = copy
-    if columns:
-        on_device[_TABLE] = _table(on_device[_TABLE], on_device[_BEGINS], columns)
-    elif table is not None:
+    if _BEGINS in places:
+        on_device[_TABLE] = _table(on_device[_TABLE], on_device[_BEGINS], table.shape[1])
+    elif is_here:
         on_device[_TABLE] = on_device[_TABLE].view(table.shape)
-    if _SLOTS in parts:
+    if _SLOTS in places:
         on_device[_SLOTS] = on_device[_SLOTS].view(torch.int64)
     return on_device[:_BEGINS], pages
 
 
-def put_together(parts: "Sequence[IntArray | Pages]", device: torch.device) -> list[torch.Tensor]:
+def put_together(parts: "Sequence[IntArray | Pages | Joined]", device: torch.device) -> list[torch.Tensor]:
     """Return int32 copies on `device` of arrays [n], in one copy: one each would take as many times as long. They are parts of
     one tensor, each aligned to 16 bytes, because kernels are compiled for that.
 
     A GPU copies them from pinned memory while the host goes on; torch keeps that memory until the copy is done, and for later
     batches.
     """
-    sizes, at, size = list[int](), list[int](), 0
-    for part in parts:
-        n = part.size
-        at.append(len(sizes))
-        # The padding to 16 bytes is a part of its own: one `split_with_sizes` of all takes less time than a slice for each.
-        sizes += (n, -n % 4) if n % 4 else (n,)
-        size += n + -n % 4
-    staged = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
-    host, begin = staged.numpy(), 0
-    for part in parts:
-        end = begin + part.size
-        if type(part) is Pages:
-            part.copy_to(host[begin:end])
-        else:
-            host[begin:end] = part
-        begin = end + -end % 4
-    pieces = staged.to(device, non_blocking=True).split_with_sizes(sizes)
-    return [pieces[i] for i in at]
+    joined = parts[0] if len(parts) == 1 and isinstance(parts[0], Joined) else Joined(parts)
+    staged = torch.empty(joined.size, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+    joined.copy_to(staged.numpy())
+    # The padding to 16 bytes is a part of its own: one `split_with_sizes` of all takes less time than a slice for each.
+    pieces = staged.to(device, non_blocking=True).split_with_sizes(joined.sizes)
+    return [pieces[i] for i in joined.places]

@@ -85,6 +85,76 @@ def test_a_table_is_padded_when_it_is_first_read():
         made.table  # noqa: B018
 
 
+def _refusal(of, *blocks):
+    """What `validate` says of a batch, and of a copy of which nothing is known."""
+    said = []
+    for one in (of, copy.copy(of)):
+        try:
+            one.validate(BLOCK, *blocks)
+        except AttnError as error:
+            said.append(str(error))
+    assert len(said) in (0, 2) and len(set(said)) <= 1
+    return said[0] if said else None
+
+
+def test_what_from_lens_has_checked_is_not_checked_again(monkeypatch):
+    made, changed = batch(), batch()
+    assert made.known() is None and copy.copy(made).known() is None  # the fixture's copy
+    made = CommonAttentionMetadata.from_lens([1, 5, 3], [9, 5, 7], [[4, 2, 0], [1, 3], [5, 6]], BLOCK)
+    assert made.known() is not None and copy.copy(made).known() is None and pickle.loads(pickle.dumps(made)).known() is None
+    for name in ("_check_static", "_check_query_start_loc", "_check_seq_lens", "_check_blocks", "_check_slots"):
+        monkeypatch.setattr(CommonAttentionMetadata, name, lambda *_: pytest.fail("checked again"))
+    assert made.validate(BLOCK, 7) is made
+    monkeypatch.undo()
+    assert "block_table[2, 1] = 6" in _refusal(made, 6)
+    with pytest.raises(MetadataError, match="block_size"):
+        made.validate(2 * BLOCK)
+    assert changed.validate(BLOCK) is changed
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda made: made.seq_lens.__setitem__(1, 99),
+        lambda made: made.seq_lens.__setitem__(1, -1),
+        lambda made: made.query_start_loc.__setitem__(1, 8),
+        lambda made: made.slot_mapping.__setitem__(2, 4),
+        lambda made: made.slot_mapping.__setitem__(2, 28),
+        lambda made: made.block_table.__setitem__((2, 1), 9),
+        lambda made: setattr(made, "block_table", ints(1, 2, 3)[:, None]),
+        lambda made: setattr(made, "seq_lens_cpu", ints(9, 5, 77)),
+        lambda made: setattr(made, "slot_mapping", made.slot_mapping[:4]),
+        lambda made: setattr(made, "max_seq_len", 8),
+        lambda made: setattr(made, "num_reqs", 2),
+        lambda made: setattr(made, "causal", "yes"),
+        lambda made: setattr(made, "prefix", ints(10, 0, 0)),
+        lambda made: setattr(made, "tree_mask", np.zeros((3, 5, 5), np.bool_)),
+        lambda made: setattr(made, "spans", ints(*[3, 99] * 9).reshape(9, 2)),
+        lambda made: setattr(made, "block_size", 8),
+    ],
+)
+def test_a_changed_batch_is_checked_again(change):
+    """Whether a field was assigned or an array written to, the message is that of a batch of which nothing is known."""
+    made = CommonAttentionMetadata.from_lens([1, 5, 3], [9, 5, 7], [[4, 2, 0], [1, 3], [5, 6]], BLOCK)
+    assert _refusal(made, 7) is None
+    change(made)
+    assert made.known() is None and _refusal(made, 7)
+
+
+@pytest.mark.parametrize("arguments", [{"causal": [True] * 3}, {"prefix": [2, 0, 0]}, {"spans": [(-1, -1)] * 9}])
+def test_nothing_is_known_of_a_batch_with_masks(arguments):
+    """The values of their arrays are not compared."""
+    made = CommonAttentionMetadata.from_lens([1, 5, 3], [9, 5, 7], [[4, 2, 0], [1, 3], [5, 6]], BLOCK, **arguments)
+    assert made.known() is None
+
+
+def test_strictness_is_checked_again():
+    made = CommonAttentionMetadata.from_lens([5], [3], [[1]], BLOCK, strict=False)
+    assert made.known() is not None and made.validate(BLOCK, 2) is made
+    with pytest.raises(MetadataError, match="at least query_lens"):
+        made.validate(BLOCK, 2, strict=True)
+
+
 def test_rows_of_pages_are_those_of_the_table():
     made = CommonAttentionMetadata.from_lens([1, 1, 0, 2], [9, 3, 0, 7], [[4, 5, 6], [1], [], [2, 3]], BLOCK)
     for first, last in ((0, 4), (1, 4), (1, 3), (2, 3), (2, 2)):

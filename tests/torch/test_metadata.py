@@ -1,5 +1,6 @@
 """The torch metadata: the neutral batch on a device, from arrays of any framework, checked."""
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -214,6 +215,38 @@ def test_arrays_reach_another_device_in_one_copy(slots: Any) -> None:
             assert tensor.dtype == (torch.int64 if name == "slot_mapping" else torch.int32)
             assert tensor.is_contiguous() and tensor.storage_offset() * tensor.element_size() % 16 == 0
             assert tensor.shape == array.shape and tensor.tolist() == array.tolist()
+
+
+@pytest.mark.parametrize("most", [1 << 15, 1])
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens", "table"),
+    [
+        ([1, 5, 3], [17, 5, 30], [[1, 2, 3], [4], [9, 8, 7, 6]]),
+        ([1, 1], [9, 16], [[3, 1], [4, 0]]),
+        ([1, 1], [9, 16], np.array([[3, 1], [4, 0]], np.int32)),
+        ([2], [2], [[5]]),
+        ([0, 1], [0, 3], [[], [5]]),
+        ([], [], []),
+        ([0], [0], [[]]),
+    ],
+)
+def test_what_from_lens_has_put_together_reaches_the_device(
+    query_lens: Any, seq_lens: Any, table: Any, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same as of a batch of separate arrays, whether its rows are few or many."""
+    monkeypatch.setattr(neutral, "_LONG", most)
+    batch = CommonAttentionMetadata.from_lens(query_lens, seq_lens, table, 8)
+    known = batch.known()
+    assert known is not None
+    given = [batch.query_start_loc, batch.seq_lens, batch.pages or batch.block_table, batch.slot_mapping]
+    want, _ = metadata._copies([*map(copy.copy, given)], batch.seq_lens, 8, torch.device("cpu"))
+    got, _ = metadata._copies(given, batch.seq_lens, 8, torch.device("cpu"), known)
+    # a long table is compared where the host has it: a gathered one has other rows' ids behind a shorter row
+    for name, one, other in zip(NAMES, got, want, strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape and one.tolist() == other.tolist(), name
+        assert one.storage_offset() * one.element_size() % 16 == 0
+    device = PagedAttentionMetadataBuilder(SPEC, device="meta").build(0, batch)
+    assert [getattr(device, name).shape for name in NAMES] == [one.shape for one in want]
 
 
 @pytest.mark.parametrize("strided", [True, False])
