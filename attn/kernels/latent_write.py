@@ -72,8 +72,8 @@ def write_row(  # type: ignore[no-untyped-def]
         row = cache + slot // P * c_block + slot % P * c_slot
         rope = tl.load(k_pe + token * k_pe_t + e, mask=e < DR)
         if FORMAT == "packed":
-            part = tl.arange(0, 4)
-            at = part[:, None] * 128 + tl.arange(0, 128)[None, :]
+            tile = tl.arange(0, 4)
+            at = tile[:, None] * 128 + tl.arange(0, 128)[None, :]
             x = tl.load(kv_c + token * kv_c_t + at).to(tl.float32)
             # NaN as a scale makes the whole quarter NaN when it is read; so does an infinite one, times codes of 0 and NaN.
             nonfinite = tl.max((x != x).to(tl.int32), 1) > 0
@@ -84,7 +84,7 @@ def write_row(  # type: ignore[no-untyped-def]
             codes = fp8_code(tl.math.div_rn(x, tl.zeros_like(x) + scale[:, None]), 3, 7, 448.0)
             tl.store(row + at, codes)
             # behind 512 bytes of codes: element 128 of four bytes, then element 264 of two
-            tl.store(row.to(tl.pointer_type(tl.float32)) + 128 + part, scale)
+            tl.store(row.to(tl.pointer_type(tl.float32)) + 128 + tile, scale)
             if rope.dtype == tl.bfloat16:
                 tl.store(row.to(tl.pointer_type(tl.bfloat16)) + 264 + e, rope)
             else:

@@ -166,13 +166,13 @@ def _weighed(acc, p, shrink, k, scale, dtype, PRECISION: tl.constexpr):  # type:
 
 @triton.jit
 def _store(  # type: ignore[no-untyped-def]
-    out, partial, acc, norm, v_factor, at, head, live, column, o_t, o_h, state, L: tl.constexpr, WIDTH: tl.constexpr, IS_PART
+    out, partial, acc, norm, v_factor, at, head, live, column, o_t, o_h, state, L: tl.constexpr, WIDTH: tl.constexpr, IS_PARTIAL
 ):
     """Store the columns from `column` of the result: in the output, or in the state that `merge` merges."""
     d = column + tl.arange(0, WIDTH)
     result = tl.where(norm[:, None] == 0, 0.0, acc / norm[:, None]) * v_factor
     lanes = live[:, None] & (d < L)[None, :]
-    if IS_PART:
+    if IS_PARTIAL:
         tl.store(partial + state[:, None] * L + d[None, :], result, mask=lanes)
     else:
         tl.store(out + at[:, None] * o_t + head[:, None] * o_h + d[None, :], result.to(out.dtype.element_ty), mask=lanes)

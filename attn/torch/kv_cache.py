@@ -151,23 +151,23 @@ def write(
     are padding. Scales (0-d or [K]) apply only to quantised caches. Scales [N, P, K] are part of the cache (`split`): each
     token and head is quantised with its own, which is stored beside its codes.
     """
-    parts = []
+    stored = []
     for new, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
         if isinstance(scale, torch.Tensor) and scale.ndim == 3:
             token_scale = own_scale(new.detach(), cache.dtype)
-            parts.append((token_scale, scale))
+            stored.append((token_scale, scale))
             # a token of zeros: 0 / 0 would be NaN
             scale = torch.where(token_scale == 0, 1, token_scale)
-        parts.append((encode(new.detach(), cache.dtype, scale), cache))
-    put(parts, slot_mapping)
+        stored.append((encode(new.detach(), cache.dtype, scale), cache))
+    put(stored, slot_mapping)
 
 
-def put(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], slot_mapping: torch.Tensor) -> None:
-    """Store row t of each part's elements [T', ...] in its cache [N, P, ...] at slot_mapping[t]; -1 stores nothing.
+def put(stored: Sequence[tuple[torch.Tensor, torch.Tensor]], slot_mapping: torch.Tensor) -> None:
+    """Store row t of each array's elements [T', ...] in its cache [N, P, ...] at slot_mapping[t]; -1 stores nothing.
 
     Elements already have the cache's dtype. Rows past the shorter of T and T' are padding.
     """
-    tokens = min(slot_mapping.shape[0], *(rows.shape[0] for rows, _ in parts))
+    tokens = min(slot_mapping.shape[0], *(rows.shape[0] for rows, _ in stored))
     if tokens == 0:
         return
     slots = slot_mapping[:tokens].to(torch.int64)
@@ -176,7 +176,7 @@ def put(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], slot_mapping: torch.
     source = torch.where(real, torch.arange(tokens, device=slots.device), real.int().argmax())
     slots = slots[source]
     at = slots.clamp(min=0)  # slots is still -1 if no token is real: then slot 0 keeps its content
-    for rows, cache in parts:
+    for rows, cache in stored:
         # block and offset, since a cache of any strides has no view in which a slot is one index
         index = (at // cache.shape[1], at % cache.shape[1])
         if cache.itemsize == 1:

@@ -174,7 +174,7 @@ class Attention(BaseAttention, _Module):
             return self._with_weights(result, query, key, value, kv_cache, attn_metadata)
         if torch.compiler.is_compiling():
             self._in_graph()
-            # A pair may be traced for some batches only: its parts decide which backends serve.
+            # A pair may be traced for some batches only: its members' batches decide which backends serve.
             if attn_metadata is not None and not self.impl.traces(attn_metadata):
                 shape = (self.impl.num_heads, self.impl.head_size)
                 return graphs.call(self, query, key, value, kv_cache, attn_metadata, shape)

@@ -173,8 +173,8 @@ class PagedAttentionMetadata(AttentionMetadata):
 
     def __post_init__(self) -> None:
         #: What `attn.torch.backends.pair` divides the batch into; empty: the layer's backend serves it whole.
-        self.parts: tuple[Any, ...] = ()
-        self.divided_by: tuple[Any, ...] = ()  # the values of `PLANNED_BY` that the parts are of
+        self.member_batches: tuple[Any, ...] = ()
+        self.divided_by: tuple[Any, ...] = ()  # the values of `PLANNED_BY` that these are of
         self.handle = 0  # a batch built within a graph is only its tensors: it cannot be looked up
         if not torch.compiler.is_compiling():
             self.handle = next(_counter)
@@ -314,7 +314,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
             mask = mask.map(torch.Tensor.contiguous)  # kernels compute addresses from shapes
         return self._built(batch, arrays, mask, fast_build)
 
-    def part(
+    def slice_of(
         self, whole: PagedAttentionMetadata, batch: CommonAttentionMetadata, first: int, last: int, fast_build: bool = False
     ) -> PagedAttentionMetadata:
         """Return requests first..last, last excluded, of a batch that was built, on the device at addresses for which kernels

@@ -2178,7 +2178,7 @@ DEFECTS = (
     Defect(
         "pair_rows_of_prompts",
         "torch/backends/pair.py",
-        "start = 0 if first == 0 else parts[-1].rows.stop",
+        "start = 0 if first == 0 else batches[-1].rows.stop",
         "start = 0",
         ("torch/backends/test_pair.py",),
         "The prompts' backend of a pair gets the rows of the decodes.",
@@ -2218,7 +2218,7 @@ DEFECTS = (
     Defect(
         "pair_kind_without_parts",
         "torch/backends/pair.py",
-        "return None if _parts_of(attn_metadata) else self._member(0)._kind_of_batch(",
+        "return None if _member_batches(attn_metadata) else self._member(0)._kind_of_batch(",
         "return self._member(0)._kind_of_batch(",
         ("torch/backends/test_pair.py",),
         "A batch with prompts repeats the launches of one that the decodes' backend served whole.",

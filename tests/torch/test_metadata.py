@@ -93,7 +93,7 @@ def test_a_part_is_what_a_builder_makes_of_these_requests(
     batch = common(spans=spans, prefix=np.array([0, 2, 3], np.int32))
     batch = batch.replace(**{name: convert(getattr(batch, name)) for name in NAMES})
     builder = PagedAttentionMetadataBuilder(SPEC)
-    got, expected = builder.part(builder.build(0, batch), batch, first, last), builder.build(0, batch.select(first, last))
+    got, expected = builder.slice_of(builder.build(0, batch), batch, first, last), builder.build(0, batch.select(first, last))
     for tensor, other in zip(got.tensors(), expected.tensors(), strict=True):
         assert (tensor is None) == (other is None)
         if tensor is not None and other is not None:

@@ -25,7 +25,7 @@ class Group(NamedTuple):
     """Everything that a plan depends on apart from the batch; layers with equal groups share a plan."""
 
     wrapper: str  #: decode, prefill (both paged) or ragged
-    first: int  #: the part of the batch: requests first..last, last excluded
+    first: int  #: the group's requests: first..last, last excluded
     last: int
     num_heads: int
     num_kv_heads: int

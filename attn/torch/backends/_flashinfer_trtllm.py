@@ -74,7 +74,7 @@ def _installed() -> bool:
 
 @functools.cache
 def backend_for(arch: str, group: Group, block_size: int | None, logs: bool) -> str | None:
-    """Return the kernel backend that serves a layer's part of any batch (decode or prefill), or None to use the wrappers.
+    """Return the kernel backend that serves a layer's group of any batch (decode or prefill), or None to use the wrappers.
 
     group: with first = last = 0, so that the result is cached for all equal layers. logs: whether a log-sum-exp is needed.
     """
@@ -114,14 +114,14 @@ def run(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return (out [n, H, D], lse [n, H] base 2, or None unless `logs`) of one part of the batch.
+    """Return (out [n, H, D], lse [n, H] base 2, or None unless `logs`) of one group of the batch.
 
     query: [n, H, D] contiguous; keys: key and value caches [N, P, K, D].
     """
     import flashinfer
 
-    part = slice(group.first, group.last)
-    table, lens = meta.block_table[part], meta.seq_lens[part]
+    requests = slice(group.first, group.last)
+    table, lens = meta.block_table[requests], meta.seq_lens[requests]
     # XQA's semaphores at the start of its workspace must be zero between calls, so the wrappers' workspace cannot be used
     held = workspace(query.device, backend)
     rules: dict[str, Any] = {"window_left": group.window_left, "kv_layout": "NHD", "backend": backend, "return_lse": logs}

@@ -371,7 +371,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> torch.Tensor:
         key, value = self._by_head("key", key, self.num_kv_heads), self._by_head("value", value, self.num_kv_heads)
-        key_cache, value_cache, scales = self._parts(kv_cache)
+        key_cache, value_cache, scales = self._caches(kv_cache)
         # by operators of torch: on CPUs, in traced graphs, and for dtypes that the kernel does not write
         if not self._writes_by_kernel(key, kv_cache):
             caches.write(key, value, key_cache, value_cache, slot_mapping, *(scales or (layer._k_scale, layer._v_scale)))
@@ -405,7 +405,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             return torch.full((), float(scale), dtype=torch.float32, device=device)
         return torch.as_tensor(scale, dtype=torch.float32, device=device).detach()
 
-    def _parts(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+    def _caches(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
         """Return keys and values [N, P, K, D], and their scales, both [N, P, K], if each token and head has its own."""
         if self.kv_cache_dtype in PER_TOKEN_HEAD:
             key_cache, value_cache, *scales = caches.split(kv_cache, self.head_size)
@@ -466,7 +466,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             self._check_cache(layer, query, kv_cache, attn_metadata.block_size)
             if not torch.compiler.is_compiling() and envs.debug("device"):
                 # reads the device's values, which no other check does
-                attn_metadata.check_ids(*self._parts(kv_cache)[0].shape[:2])
+                attn_metadata.check_ids(*self._caches(kv_cache)[0].shape[:2])
 
     def _check_output_scale(self, query: torch.Tensor, output_scale: Any, output_block_scale: Any) -> torch.Tensor:
         """Return output_scale as [] float32 on the device. Raises unless it has one element."""
@@ -530,6 +530,6 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             raise TypeError(f"{name}: kv_cache must be a torch.Tensor, got {type(kv_cache).__name__}")
         if kv_cache is None or kv_cache.dim() != rank:
             raise ShapeError(f"{name}: kv_cache must have {rank} dimensions (get_kv_cache_shape)")
-        key_cache = self._parts(kv_cache)[0]
+        key_cache = self._caches(kv_cache)[0]
         check_cache_heads(self, key_cache.shape[2:])
         return key_cache.shape[1]

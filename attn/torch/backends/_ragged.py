@@ -92,7 +92,7 @@ class Work:
 
     def narrow(self, start: int, stop: int, low: int, high: int) -> "Work":
         """Return rows start..stop over keys low..high (counted from key 0 of the request)."""
-        # views, so that filling the part fills the whole
+        # views, so that filling the tile fills the whole
         keys = slice(low - self.first_key, high - self.first_key)
         return Work(
             self.query[start:stop],
@@ -184,7 +184,7 @@ class RequestParams:
         return here.allowed(position, key, 0, position - self.context, self.context)
 
     def split(self, work: Work, step: int) -> Iterator[Work]:
-        """Split `work` into parts of at most `step` rows, each with only the keys that its rows reach."""
+        """Split `work` into tiles of at most `step` rows, each with only the keys that its rows reach."""
         for start in range(0, work.query.shape[0], step):
             stop = min(start + step, work.query.shape[0])
             low, high = self.reach(work.position + start, work.position + stop - 1, work.end)
@@ -215,12 +215,12 @@ def attend(work: Work, rules: RequestParams) -> None:
     work = work.as_type(exact)
     # only masked values matter, and the check costs a pass over the values
     nonfinite = not rules.see_all(work) and not all_finite(work.value)
-    for part in rules.split(work, max(1, _SCORES_AT_ONCE // max(1, work.query.shape[1] * work.key.shape[1]))):
-        if part.key.shape[1] == 0:
-            part.fill(0, -math.inf)
+    for tile in rules.split(work, max(1, _SCORES_AT_ONCE // max(1, work.query.shape[1] * work.key.shape[1]))):
+        if tile.key.shape[1] == 0:
+            tile.fill(0, -math.inf)
             continue
-        seen = rules.seen(part)
-        scores = _scores(part, rules, exact)
+        seen = rules.seen(tile)
+        scores = _scores(tile, rules, exact)
         if seen is not None:
             scores = torch.where(seen, scores, -torch.inf)
         top = scores.amax(-1, keepdim=True)
@@ -228,10 +228,10 @@ def attend(work: Work, rules: RequestParams) -> None:
         top = torch.where(top == -torch.inf, 0, top)
         weights = torch.exp(scores - top)
         norm = weights.sum(-1, keepdim=True)
-        result = torch.where(norm == 0, 0, _weighted_sum(weights, part.value, seen if nonfinite else None) / norm)
-        n = part.query.shape[0]
+        result = torch.where(norm == 0, 0, _weighted_sum(weights, tile.value, seen if nonfinite else None) / norm)
+        n = tile.query.shape[0]
         log = (top + torch.log(norm)).view(-1, n)
-        part.fill(weigh(rules, unfold(result.flatten(1, 2), n), log), log)
+        tile.fill(weigh(rules, unfold(result.flatten(1, 2), n), log), log)
 
 
 def _scores(work: Work, rules: RequestParams, exact: torch.dtype) -> torch.Tensor:
@@ -294,7 +294,7 @@ class RaggedAttentionImpl(PagedAttentionImpl):
 
     def _attend_each(self, requests: Iterable[int], call: PagedCall, rules: RequestParams) -> None:
         """Attend the given requests of a call."""
-        key_cache, value_cache, scales = self._parts(call.kv_cache)
+        key_cache, value_cache, scales = self._caches(call.kv_cache)
         block_size = key_cache.shape[1]
         check_replays(self.backend.get_name(), call.query)
         starts, lengths = call.meta.host_lens()

@@ -198,7 +198,7 @@ class TritonPagedImpl(PagedAttentionImpl):
     def _attend(self, call: PagedCall, writes: bool = False) -> None:
         from attn.torch.kernels.paged_attention import paged_attention
 
-        meta, (key_cache, value_cache, token_scales) = call.meta, self._parts(call.kv_cache)
+        meta, (key_cache, value_cache, token_scales) = call.meta, self._caches(call.kv_cache)
         plan = self._plan(meta, key_cache)
         if not plan.serves_others and is_captured(call.query):
             # all other numbers of the plan are only a matter of speed

@@ -69,7 +69,7 @@ class CPUAttentionImpl(RaggedAttentionImpl, backend=CPUAttentionBackend):
 
 
 def _runs(blocks: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """Return the index of each head's part of blocks [..., B], in units of such parts: [..., K, B]."""
+    """Return the index of each head's keys in blocks [..., B], in units of a head's: [..., K, B]."""
     return blocks[..., None, :] * num_kv_heads + torch.arange(num_kv_heads, device=blocks.device)[:, None]
 
 
@@ -168,12 +168,12 @@ def _decode_batch(
         for head in range(0, num_kv_heads, step):
             heads = min(step, num_kv_heads - head)
             page_runs = pages[head * blocks : (head + heads) * blocks]
-            key, value = (part.take(page_runs, heads)[:, :, tokens].to(element) for part in (keys, values))
+            key, value = (cache.take(page_runs, heads)[:, :, tokens].to(element) for cache in (keys, values))
             result, log = _cpu_kernel.attend(queries[i : i + 1, head : head + heads], key, value, rules.scale)
             results.append(result)
             logs.append(log)
     num_heads = query.shape[1]
-    log, result = (parts[0] if len(parts) == 1 else torch.cat(parts, 1) for parts in (logs, results))
+    log, result = (heads[0] if len(heads) == 1 else torch.cat(heads, 1) for heads in (logs, results))
     log, result = log.reshape(len(decodes), num_heads), result.reshape(len(decodes), num_heads, head_size)
     inexact = []
     if not _cpu_kernel.all_exact(log):
@@ -201,7 +201,7 @@ def _prefill(work: Work, rules: RequestParams) -> bool:
         if not (_ragged.all_finite(masked.key) and _ragged.all_finite(masked.value)):
             return False
         if not (causal and work.position == work.first_key):
-            return all([_rows(part, rules, _additive(part, rules, causal)) for part in rules.split(work, _ROWS)])
+            return all([_rows(tile, rules, _additive(tile, rules, causal)) for tile in rules.split(work, _ROWS)])
     return _rows(work, rules, None)
 
 

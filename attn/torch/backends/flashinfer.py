@@ -230,36 +230,37 @@ class FlashInferImpl(PagedAttentionImpl, backend=FlashInferBackend):
             scales = {"k_scale": call.layer._k_scale_float, "v_scale": call.layer._v_scale_float}
         # sinks are applied from the log-sum-exp, after the kernel
         held, logs = {} if call.held is None else call.held, call.lse is not None or self.sinks is not None
-        if "parts" not in held:
-            held["parts"] = self._parts_of(call, logs)
-        for group, part, unplanned in held["parts"]:
+        if "groups" not in held:
+            held["groups"] = self._groups_of(call, logs)
+        for group, rows, unplanned in held["groups"]:
             # which depends on lengths: a request without rows or keys takes the wrappers
             if unplanned and trtllm.fits(meta, group, logs):
-                state = trtllm.run(unplanned, group, meta, call.query[part].contiguous(), keys, logs, **scales)
-                self._fill(call, part, *state)
+                state = trtllm.run(unplanned, group, meta, call.query[rows].contiguous(), keys, logs, **scales)
+                self._fill(call, rows, *state)
             else:
-                self._planned(call, group, part, (keys,), scales)
+                self._planned(call, group, rows, (keys,), scales)
 
-    def _parts_of(self, call: PagedCall, logs: bool) -> list[tuple[Group, slice, Any]]:
-        """Return the group of each part of a batch, its rows, and what serves it without a plan, or None. logs: whether
-        log-sum-exps are read."""
+    def _groups_of(self, call: PagedCall, logs: bool) -> list[tuple[Group, slice, Any]]:
+        """Return the groups of a batch (decodes, prompts), their rows, and what serves each without a plan, or None.
+
+        logs: whether log-sum-exps are read."""
         meta = call.meta
         decodes, requests, rows = meta.num_decodes, meta.num_reqs, meta.num_actual_tokens
         if call.lse is not None and self.num_heads // self.num_kv_heads not in PLAIN_GROUPS:
             decodes = 0  # prefill's FA3 kernels sum unrounded weights
-        parts, arch = list[tuple[Group, slice, Any]](), arch_of(call.query.device)
+        groups, arch = list[tuple[Group, slice, Any]](), arch_of(call.query.device)
         for wrapper, first, last, end in (("decode", 0, decodes, decodes), ("prefill", decodes, requests, rows)):
             if end > first:
                 group = self._group(call, wrapper, first, last, call.kv_cache.dtype)
                 unplanned = trtllm.backend_for(arch, group._replace(first=0, last=0), meta.block_size, logs)
-                parts.append((group, slice(first, end), unplanned))
-        return parts
+                groups.append((group, slice(first, end), unplanned))
+        return groups
 
     def _attend_ragged(self, call: PagedCall) -> None:
-        part = slice(0, call.meta.num_actual_tokens)
-        if part.stop:
+        rows = slice(0, call.meta.num_actual_tokens)
+        if rows.stop:
             group = self._group(call, "ragged", 0, call.meta.num_reqs, call.key.dtype)
-            self._planned(call, group, part, (call.key[part], call.value[part]), {})
+            self._planned(call, group, rows, (call.key[rows], call.value[rows]), {})
 
     def _group(self, call: PagedCall, wrapper: str, first: int, last: int, kv_dtype: torch.dtype) -> Group:
         return Group(
@@ -277,25 +278,25 @@ class FlashInferImpl(PagedAttentionImpl, backend=FlashInferBackend):
             lse=call.lse is not None,
         )
 
-    def _planned(self, call: PagedCall, group: Group, part: slice, keys: tuple[Any, ...], scales: dict[str, float]) -> None:
-        """Compute one part of the batch by its planned wrapper, in the output itself where nothing is left to do."""
+    def _planned(self, call: PagedCall, group: Group, rows: slice, keys: tuple[Any, ...], scales: dict[str, float]) -> None:
+        """Compute one group of the batch by its planned wrapper, in the output itself where nothing is left to do."""
         # the log-sum-exp says which rows saw no key, of which the kernel's output is undefined
         with_log = call.lse is not None or self.sinks is not None or self._may_lack_keys(call)
         assert isinstance(call.meta, FlashInferMetadata)
         run, query, output = call.meta.planned(group).run, call.query, call.output
-        # one part without padding: the tensors themselves, without a view each
-        if part.stop - part.start < query.shape[0]:
-            query, output = query[part], output[part]
+        # one group without padding: the tensors themselves, without a view each
+        if rows.stop - rows.start < query.shape[0]:
+            query, output = query[rows], output[rows]
         if with_log:
-            self._fill(call, part, *run(query.contiguous(), *keys, return_lse=True, **scales))
+            self._fill(call, rows, *run(query.contiguous(), *keys, return_lse=True, **scales))
         elif output.is_contiguous():
             run(query.contiguous(), *keys, out=output, **scales)
         else:
             output.copy_(run(query.contiguous(), *keys, **scales))
 
-    def _fill(self, call: PagedCall, part: slice, out: torch.Tensor, log: torch.Tensor | None) -> None:
+    def _fill(self, call: PagedCall, rows: slice, out: torch.Tensor, log: torch.Tensor | None) -> None:
         if log is None:
-            call.output[part] = out
+            call.output[rows] = out
         else:
-            lse = None if call.lse is None else call.lse[:, part]
-            fill(out, (log * LN2).T, self.sinks, call.output[part], lse)
+            lse = None if call.lse is None else call.lse[:, rows]
+            fill(out, (log * LN2).T, self.sinks, call.output[rows], lse)

@@ -163,19 +163,19 @@ class FlexAttentionImpl(PagedAttentionImpl, backend=FlexAttentionBackend):
         scores = self.num_heads * block * key.shape[0] * key.shape[1]
         step = max(1, _SCORES_AT_ONCE // scores) if uncompiled else len(laid)
         with torch.no_grad():
-            parts = []
+            results = []
             for chunk, rows, lists in plan.split(step):
                 queries = laid[chunk]
                 # one program for any number of blocks, pages and requests
                 _flex.vary(0, queries, rows, *lists, key, value, plan.places)
                 _flex.vary(1, lists[1], lists[3])
-                parts.append(_run(rules, shape, uncompiled, (queries, key, value, rows, lists, plan.places, slopes)))
+                results.append(_run(rules, shape, uncompiled, (queries, key, value, rows, lists, plan.places, slopes)))
         if rules.lse:
-            out = torch.cat([part[0] for part in parts], 2)
-            log = torch.cat([part[1].lse for part in parts], 2)[0][:, plan.back]
+            out = torch.cat([result[0] for result in results], 2)
+            log = torch.cat([result[1].lse for result in results], 2)[0][:, plan.back]
         else:
             # 0 stands for a log-sum-exp that is not asked for; -inf clears rows that see no key
-            out, log = parts[0], torch.where(plan.unseeing, -torch.inf, 0.0).expand(self.num_heads, -1)
+            out, log = results[0], torch.where(plan.unseeing, -torch.inf, 0.0).expand(self.num_heads, -1)
         fill(out[0].transpose(0, 1)[plan.back], log, self.sinks, call.output, call.lse)
 
 

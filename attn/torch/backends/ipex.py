@@ -2,7 +2,7 @@
 
 Decodes at the start of a batch use `single_query_cached_kv_attention`, the requests after them `flash_attn_varlen_func`,
 encoders `varlen_attention`. Deviations of these functions (source of v2.8.0+cpu) that this adapter handles:
-- The decode kernel merges the parts of a context outside its window as if their scores were 0. So a window's keys are copied
+- The decode kernel merges the splits of a context outside its window as if their scores were 0. So a window's keys are copied
   to new pages, which start where the first row's window does. The prefill kernel cannot express a window of one key, and it
   multiplies masked values by 0. For that window, or if a masked value is not finite, each row becomes a separate request.
 - Without a window, the decode kernel takes four rows with the same first page for beams of one length, and fails. With a
@@ -39,7 +39,7 @@ _NEEDS = (
 
 class IpexAttentionBackend(HeadsFirstBackend):
     name = "IPEX"
-    block_sizes = (16, 32, 64, 128)  # divisors of the 128 keys in a part of a decode
+    block_sizes = (16, 32, 64, 128)  # divisors of the 128 keys in a split of a decode
     capabilities = Capabilities(
         framework="torch",
         platforms=("cpu",),

@@ -99,7 +99,7 @@ def _layout(backend: type[Any], request: Request) -> tuple[Any, ...]:
 
 
 class PairedMetadataBuilder(AttentionMetadataBuilder[Any]):
-    """The decodes' builder, which adds its parts to a batch that has prompts."""
+    """The decodes' builder, which adds the members' batches to one that has prompts."""
 
     members: ClassVar[tuple[type[Any], type[Any]]]
 
@@ -110,21 +110,21 @@ class PairedMetadataBuilder(AttentionMetadataBuilder[Any]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PagedAttentionMetadata:
-        """Return the whole batch's metadata by the decodes' builder, with `parts`. Raises `MetadataError` (see
+        """Return the whole batch's metadata by the decodes' builder, with `member_batches`. Raises `MetadataError` (see
         `CommonAttentionMetadata.validate`)."""
         batch = common_attn_metadata
         whole: PagedAttentionMetadata = self._builders[0].build(common_prefix_len, batch, fast_build)
-        # Without parts the decodes' backend serves the batch whole.
-        ends, parts = (0, decodes_of(batch), batch.num_reqs), list[MemberBatch]()
+        # Without member batches the decodes' backend serves the batch whole.
+        ends, batches = (0, decodes_of(batch), batch.num_reqs), list[MemberBatch]()
         if ends[1] == batch.num_reqs:
             return whole
         for member, (first, last) in enumerate(((0, ends[1]), (ends[1], batch.num_reqs))):
             if first < last:
-                meta = self._builders[member].part(whole, batch, first, last, fast_build)
+                meta = self._builders[member].slice_of(whole, batch, first, last, fast_build)
                 # rows follow one another as requests do
-                start = 0 if first == 0 else parts[-1].rows.stop
-                parts.append(MemberBatch(member, slice(start, start + meta.num_actual_tokens), meta))
-        whole.parts, whole.divided_by = tuple(parts), _divided_by(whole)
+                start = 0 if first == 0 else batches[-1].rows.stop
+                batches.append(MemberBatch(member, slice(start, start + meta.num_actual_tokens), meta))
+        whole.member_batches, whole.divided_by = tuple(batches), _divided_by(whole)
         return whole
 
 
@@ -144,17 +144,17 @@ def decodes_of(batch: CommonAttentionMetadata) -> int:
         return batch.num_reqs
     prompts = np.flatnonzero(lens > FEW_ROWS)
     first = int(prompts[0]) if len(prompts) else batch.num_reqs
-    # A batch is divided at one place, so that both parts are slices of it. In one of no order, most of what follows the first
-    # prompt may be decodes, which the other backend would serve.
+    # A batch is divided at one place, so that both members' batches are slices of it. In one of no order, most of what
+    # follows the first prompt may be decodes, which the other backend would serve.
     return first if 2 * len(prompts) > np.count_nonzero(lens[first:]) else batch.num_reqs
 
 
-def _parts_of(batch: PagedAttentionMetadata) -> "tuple[MemberBatch, ...]":
-    """Return the parts of a batch; none, so that the decodes' backend serves it whole, if fields were assigned since."""
+def _member_batches(batch: PagedAttentionMetadata) -> "tuple[MemberBatch, ...]":
+    """Return the members' batches of one; none, so that the decodes' backend serves it whole, if fields were assigned since."""
     # compared by identity, as fields are where calls are kept
-    if batch.parts and not all(map(is_, batch.divided_by, _divided_by(batch))):
-        batch.parts = ()
-    return batch.parts
+    if batch.member_batches and not all(map(is_, batch.divided_by, _divided_by(batch))):
+        batch.member_batches = ()
+    return batch.member_batches
 
 
 class PairedImpl(PagedAttentionImpl):
@@ -172,7 +172,7 @@ class PairedImpl(PagedAttentionImpl):
         return member
 
     def traces(self, attn_metadata: Any) -> bool:
-        return self.traceable and all(self._members[part.member].traceable for part in attn_metadata.parts)
+        return self.traceable and all(self._members[own.member].traceable for own in attn_metadata.member_batches)
 
     def do_kv_cache_update(
         self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
@@ -184,35 +184,36 @@ class PairedImpl(PagedAttentionImpl):
         return type(self), *self._member(0)._constants()
 
     def _kind_of_batch(self, attn_metadata: PagedAttentionMetadata, kv_cache: Any) -> Any:
-        # None: the parts' own lengths decide what is launched, of which later batches' records know nothing
-        return None if _parts_of(attn_metadata) else self._member(0)._kind_of_batch(attn_metadata, kv_cache)
+        # None: the members' own lengths decide what is launched, of which later batches' records know nothing
+        return None if _member_batches(attn_metadata) else self._member(0)._kind_of_batch(attn_metadata, kv_cache)
 
     def _stages(self, call: PagedCall) -> Any:
-        """Return what keeps the write: of a batch with parts, also where the decodes' backend keeps all launches of its own."""
+        """Return what keeps the write: of a batch of both members, also where the decodes' backend keeps all
+        launches of its own."""
         member = self._member(0)
-        return PagedAttentionImpl._stages(member, call) if _parts_of(call.meta) else member._stages(call)
+        return PagedAttentionImpl._stages(member, call) if _member_batches(call.meta) else member._stages(call)
 
     def _run_first(self, call: PagedCall, qkv: QKV) -> Callable[..., bool] | None:
         """Run a call; one of decodes alone is repeated as the decodes' backend repeats its own."""
-        if _parts_of(call.meta):
+        if _member_batches(call.meta):
             return super()._run_first(call, qkv)
         return self._member(0)._run_first(call, qkv)
 
     def _attend(self, call: PagedCall) -> None:
-        parts = _parts_of(call.meta)
-        if not parts:
+        batches = _member_batches(call.meta)
+        if not batches:
             self._member(0)._attend(call)
-        for index, rows, meta in parts:
-            part = call._replace(
+        for index, rows, meta in batches:
+            own = call._replace(
                 query=aligned(call.query[rows]),
                 meta=meta,
-                # the mask of the part's rows, whose arrays are slices of the batch's
+                # the mask of these rows, whose arrays are slices of the batch's
                 mask=self.visible(meta),
                 output=call.output[rows],
                 lse=None if call.lse is None else call.lse[:, rows],
                 held=None if call.held is None else call.held.setdefault(_PHASES[index], {}),
             )
-            self._member(index)._attend(part)
+            self._member(index)._attend(own)
 
     @property
     def has_row_operator(self) -> bool:  # type: ignore[override]
@@ -254,7 +255,7 @@ def pair_of(decodes: type[Any], prompts: type[Any]) -> type[PairedBackend]:
     backend = type(here["__qualname__"], (PairedBackend,), facts)
     impls = [member.get_impl_cls() for member in members]
     kept = {name: getattr(impls[0], name) for name in ("traceable", "attends_keys", "attends_valid_keys")}
-    # a log-sum-exp has rows of both parts
+    # a log-sum-exp has rows of both members
     kept["can_return_lse_for_decode"] = all(impl.can_return_lse_for_decode for impl in impls)
     type("impl_cls", (PairedImpl,), nested["impl_cls"] | kept, backend=backend)
     return backend
@@ -285,5 +286,5 @@ def __getattr__(name: str) -> Any:
     """Return the pair `DECODES__PROMPTS` of two registered backends. Raises AttributeError for any other name."""
     decodes, _, prompts = name.partition("__")
     if decodes and prompts and f"{decodes}{PAIR}{prompts}" in AttentionBackendEnum:
-        return pair_of(*(AttentionBackendEnum[part].get_class() for part in (decodes, prompts)))
+        return pair_of(*(AttentionBackendEnum[name].get_class() for name in (decodes, prompts)))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

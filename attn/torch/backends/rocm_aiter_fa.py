@@ -15,7 +15,7 @@ from attn.torch import records
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl, check_replays
 from attn.torch.backends._vendor import decodes_first, fill, token_list
 
-_PARTITION = 256  #: keys per part of a decode
+_PARTITION = 256  #: keys per split of a decode
 
 
 class AiterFlashAttentionBackend(PagedAttentionBackend):
@@ -81,7 +81,7 @@ class AiterFlashAttentionImpl(PagedAttentionImpl, backend=AiterFlashAttentionBac
         starts, lens = meta.host_lens()
         bounds, slots = token_list(meta.block_table, lens[first:], meta.block_size, first)
         # this function reads no pages
-        keys, values = (part.flatten(0, 1).index_select(0, slots) for part in self.backend.logical_kv_cache(call.kv_cache))
+        keys, values = (cache.flatten(0, 1).index_select(0, slots) for cache in self.backend.logical_kv_cache(call.kv_cache))
         queries = meta.query_start_loc[first:] - meta.query_start_loc[first]
         out, log = aiter.flash_attn_varlen_func(
             call.query[rows],

@@ -55,13 +55,13 @@ def _sdpa(work: Work, rules: RequestParams) -> None:
         return
     n, num_heads, _ = work.query.shape
     step = n if rules.see_all(work) else max(1, _MASK_AT_ONCE // (num_heads * work.key.shape[1]))
-    for part in rules.split(work, max(1, step)):
-        seen = rules.seen(part)
+    for tile in rules.split(work, max(1, step)):
+        seen = rules.seen(tile)
         result = F.scaled_dot_product_attention(
-            _ragged.fold(part.query, part.key.shape[0])[None].to(dtype),
-            part.key[None],
-            part.value[None],
+            _ragged.fold(tile.query, tile.key.shape[0])[None].to(dtype),
+            tile.key[None],
+            tile.value[None],
             attn_mask=None if seen is None else seen.repeat(group, 1),
             scale=rules.scale,
         )
-        part.fill(_ragged.weigh(rules, _ragged.unfold(result[0], part.query.shape[0]), None), None)
+        tile.fill(_ragged.weigh(rules, _ragged.unfold(result[0], tile.query.shape[0]), None), None)

@@ -68,7 +68,7 @@ class XFormersMetadata(PagedAttentionMetadata):
     _launched_by: ClassVar = attrgetter(*PLANNED_BY)
 
     def planned(self, rule: Rule) -> list[OperatorCall]:
-        """Return the parts of the batch under a rule, planned if the rule is new. No part has a row without a key."""
+        """Return the kernel calls of the batch under a rule, planned if the rule is new. None has a row without a key."""
         check_replays("XFORMERS", self.seq_lens)
         self.host_lens()  # first: lengths that are fetched are fields, and plans are kept by the fields
         plans: dict[Rule, list[OperatorCall]] = self.kept().plans
@@ -150,7 +150,7 @@ class XFormersImpl(PagedAttentionImpl, backend=XFormersAttentionBackend):
     can_return_lse_for_decode = True
 
     def _attend(self, call: PagedCall) -> None:
-        keys, values = (part.flatten(0, 1) for part in self.backend.logical_kv_cache(call.kv_cache))
+        keys, values = (cache.flatten(0, 1) for cache in self.backend.logical_kv_cache(call.kv_cache))
         paged = _reads_pages(self.head_size, call.meta.block_size, arch_of(call.query.device))
         self._compute(call, keys, values, Rule(call.causal, call.window[0], paged, ragged=False))
 
@@ -164,17 +164,17 @@ class XFormersImpl(PagedAttentionImpl, backend=XFormersAttentionBackend):
         assert isinstance(meta, XFormersMetadata)
         rows, groups = meta.num_actual_tokens, (self.num_kv_heads, self.num_heads // self.num_kv_heads)
         out = torch.empty_like(query[:rows])
-        # rows of no part see no key
+        # rows of no call see no key
         log = torch.full((self.num_heads, rows), -torch.inf, dtype=torch.float32, device=query.device)
-        for part in meta.planned(rule):
-            gathered = [x if part.slots is None else x.index_select(0, part.slots) for x in (keys, values)]
+        for one in meta.planned(rule):
+            gathered = [x if one.slots is None else x.index_select(0, one.slots) for x in (keys, values)]
             # [1, tokens, K, heads per group, D] with a stride of 0 over the heads of a group
             wide = [x[None, :, :, None].expand(-1, -1, -1, groups[1], -1) for x in gathered]
             # the entry that returns the log-sum-exp; no gradient is computed
             result, state = _fmha().memory_efficient_attention_forward_requires_grad(
-                query[part.rows].unflatten(1, groups)[None], *wide, attn_bias=part.mask, scale=self.scale, op=part.op
+                query[one.rows].unflatten(1, groups)[None], *wide, attn_bias=one.mask, scale=self.scale, op=one.op
             )
-            out[part.rows], log[:, part.rows] = result[0].flatten(1, 2), _packed(state.flatten(1, 2).float(), part.counts)
+            out[one.rows], log[:, one.rows] = result[0].flatten(1, 2), _packed(state.flatten(1, 2).float(), one.counts)
         fill(out, log, self.sinks, call.output, call.lse)
 
 

@@ -94,7 +94,7 @@ def launcher(compiled: Any) -> "Launcher | None":
             fields.append((i, f"{_MAP + 12 * dims}s", (_MAP, *[4] * dims, *[8] * dims)))
         else:
             return None
-    sizes = [size for _, _, parts in fields for size in parts]
+    sizes = [size for _, _, sizes in fields for size in sizes]
     unused = _unused(library, compiled.function, sizes)
     return None if unused is None else Launcher(library, compiled, fields, encodings, unused)
 

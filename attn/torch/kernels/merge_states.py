@@ -12,7 +12,7 @@ from attn.torch.kernels.direct import Prepared, Signature, check_stride, on_devi
 
 @library.custom_op("attn::triton_merge_states", mutates_args=())
 def merge_states(outputs: torch.Tensor, lses: torch.Tensor, nan_is_empty: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge S states over parts of the keys. Returns (output [T, H, D], lse [H, T] float32) over all keys.
+    """Merge S partial results over disjoint keys. Returns (output [T, H, D], lse [H, T] float32) over all keys.
 
     outputs: [S, T, H, D], bfloat16, float16 or float32; lses: [S, H, T] float32, natural log, sinks excluded. S may be 0.
     If all states are empty, a row is 0 and its lse -inf. With `nan_is_empty=False` a NaN among the lses propagates.

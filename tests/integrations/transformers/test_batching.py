@@ -166,7 +166,7 @@ def outputs():
 
 
 def _attend(impl, call):
-    meta, (keys, values, _) = call.meta, impl._parts(call.kv_cache)
+    meta, (keys, values, _) = call.meta, impl._caches(call.kv_cache)
     starts, lens, size = meta.query_start_loc, meta.seq_lens, keys.shape[1]
     row, j = torch.arange(len(call.query)), torch.arange(meta.max_seq_len)
     request = torch.searchsorted(starts[1:].contiguous(), row, right=True).clamp(max=meta.num_reqs - 1)

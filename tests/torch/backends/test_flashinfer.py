@@ -450,8 +450,8 @@ def test_a_captured_graph_without_plans_reads_the_captured_tensors(
 @torch.no_grad()
 def test_layers_of_a_shape_divide_a_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches, queries and outputs are each layer's and each call's own; another batch is divided anew."""
-    parts, divided = FlashInferImpl._parts_of, list[Any]()
-    monkeypatch.setattr(FlashInferImpl, "_parts_of", lambda self, *of: divided.append(self) or parts(self, *of))
+    groups, divided = FlashInferImpl._groups_of, list[Any]()
+    monkeypatch.setattr(FlashInferImpl, "_groups_of", lambda self, *of: divided.append(self) or groups(self, *of))
     builder, one = FlashInferBackend.get_builder_cls()(SPEC), torch.ones(())
     layer = SimpleNamespace(_k_scale=one, _v_scale=one)
     torch.manual_seed(0)

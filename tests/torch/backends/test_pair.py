@@ -103,7 +103,7 @@ def test_a_pair_passes_the_suite_and_divides_most_of_its_batches(few: None, monk
     run = pair.PairedImpl._run_first
 
     def told(self: Any, call: Any, given: Any) -> Any:
-        ways[tuple(part.member for part in call.meta.parts)] += 1
+        ways[tuple(own.member for own in call.meta.member_batches)] += 1
         return run(self, call, given)
 
     monkeypatch.setattr(pair.PairedImpl, "_run_first", told)
@@ -152,11 +152,11 @@ def test_who_serves_a_batch(q_lens: list[int], served: list[tuple[str, list[int]
 def test_causality_of_the_part_is_not_that_of_the_batch() -> None:
     layer, alone = (Attention(H, D, num_kv_heads=K, backend=name) for name in ("DECODES+PROMPTS", "TORCH_SDPA"))
     batch = batch_of([2, 2, 40, 17], causal=[False, False, True, True])
-    assert [part.meta.causal for part in layer.build(batch).parts] == [False, True]
+    assert [own.meta.causal for own in layer.build(batch).member_batches] == [False, True]
     torch.testing.assert_close(called(layer, batch), called(alone, batch), rtol=1e-5, atol=1e-5)
 
 
-def test_a_batch_whose_lengths_are_assigned_is_not_in_the_parts_of_those_before() -> None:
+def test_a_batch_whose_lengths_are_assigned_is_not_divided_by_those_before() -> None:
     """They are of the lengths at `build`, so the decodes' backend serves it whole."""
     layer = Attention(H, D, num_kv_heads=K, backend="DECODES+PROMPTS")
     cache, query = layer.new_kv_cache(64).normal_(), torch.randn(41, H, D)
@@ -174,7 +174,7 @@ def test_lengths_that_only_the_device_knows_are_not_waited_for() -> None:
     batch = batch_of([1, 40, 17])
     there = batch.replace(query_start_loc=torch.from_numpy(batch.query_start_loc), query_start_loc_cpu=None)
     there.query_start_loc_cpu = None
-    assert layer.build(there).parts == () and len(layer.build(batch).parts) == 2
+    assert layer.build(there).member_batches == () and len(layer.build(batch).member_batches) == 2
 
 
 def test_a_batch_on_the_device_is_divided_like_one_on_the_host() -> None:

@@ -265,7 +265,7 @@ def test_registered_as_operators() -> None:
     from attn.torch.kernels import kv_write, paged_attention  # noqa: F401  (registers the operators)
 
     impl, metadata, cache, (query, key, value) = _small("int8_per_token_head")
-    keys, values, scales = impl._parts(cache)
+    keys, values, scales = impl._caches(cache)
     checks = ("test_schema", "test_faketensor")
     library.opcheck(
         torch.ops.attn.triton_write_kv_per_token.default,

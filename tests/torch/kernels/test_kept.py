@@ -101,9 +101,9 @@ class Layer:
         result = self.impl.forward(
             self.scales, self.query, self.key, self.value, self.kv_cache, metadata, self.output)
         own = {x.data_ptr(): i for i, x in enumerate(result if isinstance(result, tuple) else (result,))}
-        parts = () if self.kv_cache is None else self.impl._parts(self.kv_cache)[:2]
+        caches = () if self.kv_cache is None else self.impl._caches(self.kv_cache)[:2]
         known = [x.data_ptr() for x in (
-            *metadata.tensors(), self.query, self.key, self.value, *parts, self.output,
+            *metadata.tensors(), self.query, self.key, self.value, *caches, self.output,
             self.impl.sinks, self.impl.alibi_slopes, self.scales._k_scale, self.scales._v_scale) if x is not None]
         found = []
         for name, hash_, grid, values in taken():
@@ -139,7 +139,7 @@ class MLALayer(Layer):
             self.query, self.output, self.value = self.query.flatten(1), self.output.flatten(1), self.value[:, None]
         elif arrangement == "cached":
             self.key = self.value = None
-        self.impl._parts = lambda cache: (cache, self.indexer.topk_indices)
+        self.impl._caches = lambda cache: (cache, self.indexer.topk_indices)
         self.impl.process_weights_after_loading(HALF)
         self.impl.sinks, self.impl.alibi_slopes = self.impl._w_uk_t, self.impl._w_uv
 

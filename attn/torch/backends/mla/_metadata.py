@@ -3,7 +3,7 @@
 A request of few new tokens is a *decode*: its queries are absorbed and attend latents in the cache. A request of many is a
 *prefill*, which is cheaper with keys and values expanded to heads. Between the two it depends on the context, whose expansion
 costs the same for any number of rows (`is_short`). Decodes and prefills may be in any order in the batch. If
-all decodes come first (as a scheduler that reorders requests sends them), both parts are slices; otherwise rows are gathered
+all decodes come first (as a scheduler that reorders requests sends them), both groups are slices; otherwise rows are gathered
 by index. Lengths are needed on the host only for batches with a query longer than the threshold.
 """
 
@@ -60,11 +60,11 @@ class MLADecodeMetadata:
     seq_lens_cpu: "IntArray | None" = None
     limits: torch.Tensor | None = None
     plans: dict[Any, Any] = field(default_factory=dict)
-    _parts: "dict[int, tuple[MLADecodeMetadata, ...]]" = field(default_factory=dict)
+    _microbatches: "dict[int, tuple[MLADecodeMetadata, ...]]" = field(default_factory=dict)
 
     @functools.cached_property
     def uneven(self) -> bool:
-        """Whether one request is much longer than the others, or the lengths are not on the host: keys are cut by a plan."""
+        """Whether one request is much longer than the others, or the lengths are not on the host: keys are split by a plan."""
         lens = self.seq_lens_cpu
         return lens is None or (len(lens) > 1 and bool(lens.max() > 1.5 * lens.mean()))
 
@@ -78,17 +78,18 @@ class MLADecodeMetadata:
             self.query_start_loc_cpu, self.seq_lens_cpu = self.query_start_loc.cpu().numpy(), self.seq_lens.cpu().numpy()
         return self.query_start_loc_cpu, self.seq_lens_cpu
 
-    def parts(self, most: int) -> "tuple[MLADecodeMetadata, ...]":
+    def microbatches(self, most: int) -> "tuple[MLADecodeMetadata, ...]":
         """Return the requests with tokens in batches of at most `most` tokens, kept for the following layers.
 
         A request of more is a batch alone. Waits for the device without host copies of the lengths.
         """
         # By the size, since layers of different widths may share the batch.
-        if most not in self._parts:
-            self._parts[most] = tuple(self._part(*bounds) for bounds in _packed(np.diff(self.host_lens()[0]), most))
-        return self._parts[most]
+        if most not in self._microbatches:
+            bounds = _packed(np.diff(self.host_lens()[0]), most)
+            self._microbatches[most] = tuple(self._microbatch(first, last) for first, last in bounds)
+        return self._microbatches[most]
 
-    def _part(self, first: int, last: int) -> "MLADecodeMetadata":
+    def _microbatch(self, first: int, last: int) -> "MLADecodeMetadata":
         """Return the requests first..last, last excluded, as a batch."""
         starts, lens = self.host_lens()
         tokens, device, chosen = slice(int(starts[first]), int(starts[last])), self.seq_lens.device, slice(first, last)
@@ -109,7 +110,7 @@ class MLADecodeMetadata:
             seq_lens_cpu=lens[chosen],
             limits=None if self.limits is None else self.limits[tokens],
             plans={},
-            _parts={},
+            _microbatches={},
         )
 
     @functools.cached_property
@@ -166,11 +167,11 @@ class MLAPrefillBatch:
     def one_by_one(self) -> "tuple[MLAPrefillBatch, ...]":
         """The requests with rows that see a key, each as a batch of its own."""
         starts = _starts(self.query_lens)
-        parts = []
+        batches = []
         # requests without rows would be batches without any
         for r in np.flatnonzero(self.query_lens).tolist():
             tokens, one = slice(int(starts[r]), int(starts[r + 1])), slice(r, r + 1)
-            part = replace(
+            batch = replace(
                 self,
                 rows=_rows_of(self.rows, tokens, self.block_table.device),
                 empty=None,
@@ -181,8 +182,8 @@ class MLAPrefillBatch:
                 plans={},
                 _new_slots=None,
             )
-            parts.append(part)
-        return tuple(parts)
+            batches.append(batch)
+        return tuple(batches)
 
     def plan(self, workspace: int) -> ContextPlan:
         """Return chunks of at most `workspace` tokens of context, cached for the following layers."""
@@ -239,7 +240,7 @@ def _prefills(query_start_loc: torch.Tensor, mirror: "IntArray", *chunks: MLACon
 
 
 class Span(NamedTuple):
-    """The part [begin, end) of all requests' contexts, one after another, which is of requests first..last, last excluded."""
+    """The tokens [begin, end) of all requests' contexts in a line, which are of requests first..last, last excluded."""
 
     first: int
     last: int
@@ -248,10 +249,10 @@ class Span(NamedTuple):
 
 
 def context_spans(context_lens: "IntArray", workspace: int) -> list[Span]:
-    """Cut the contexts of requests, `context_lens` [R] tokens each, into spans of at most `workspace` tokens.
+    """Divide the contexts of requests, `context_lens` [R] tokens each, into spans of at most `workspace` tokens.
 
-    A context is cut at multiples of `workspace`: one that fits is in a single span, and its cuts do not depend on the other
-    requests. Neighbouring pieces share a span if they fit, so any two spans in a row exceed `workspace`.
+    A context is divided at multiples of `workspace`: one that fits is in a single span, and its bounds do not depend on the
+    other requests. Neighbouring pieces share a span if they fit, so any two spans in a row exceed `workspace`.
     """
     bounds, end = [0], 0
     for length in context_lens.tolist():
@@ -298,7 +299,7 @@ class MLACommonMetadataBuilder(PagedAttentionMetadataBuilder):
         return 0
 
     def extend(self, metadata: MLACommonMetadata, batch: CommonAttentionMetadata, fast_build: bool) -> None:
-        # Context parallelism first: every rank has a part of each request's keys, whatever the number of new tokens.
+        # Context parallelism first: every rank has some of each request's keys, whatever the number of new tokens.
         if batch.dcp_local_seq_lens is not None:
             self._share_context(metadata, batch, self._put(batch.dcp_local_seq_lens, torch.int32))
         # by the bound alone, so that neither lengths nor a wait for them are needed

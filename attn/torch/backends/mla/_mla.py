@@ -1,6 +1,6 @@
 """Base classes of the MLA backends for torch: cache write, absorbed decode, expanded prefill, one hook.
 
-`forward` writes the new rows, then attends the two parts of the batch. Decodes are absorbed (docs/semantics.md §9): W_UK is
+`forward` writes the new rows, then attends the decodes and the prompts. Decodes are absorbed (docs/semantics.md §9): W_UK is
 applied to the query, so that every head attends the cached latent itself, and W_UV to the result. A subclass implements
 `_decode`. Prefills expand the latent to heads and use an MLA prefill backend, which is chosen separately; the context is
 processed in chunks of bounded size, merged by log-sum-exp. All keys, including those of new tokens, are attended as the cache
@@ -205,24 +205,24 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
             # slots of padding may be anything
             slots = slots[: attn_metadata.num_actual_tokens]
         write = None if new is None else functools.partial(self.do_kv_cache_update, layer, *new, kv_cache, slots)
-        parts: tuple[MLADecodeMetadata, ...] = ()
-        # The usual way: the write is a part of the decodes' stage, in whose launch it also copies rotary queries.
+        batches: tuple[MLADecodeMetadata, ...] = ()
+        # The usual way: the write belongs to the decodes' stage, in whose launch it also copies rotary queries.
         if decode is not None and decode.num_tokens and not self.batch_invariant:
             self._run_decode(layer, query, kv_cache, decode, (out, lse), new=new, write=write, stages=stages)
         else:
             if new is not None and write is not None:
                 self._run_stage(stages, "write", write, *new, kv_cache, self._scale(layer, kv_cache)[0])
             if decode is not None and decode.num_tokens:
-                parts = decode.parts(1)  # products of all tokens would depend on how many there are
+                batches = decode.microbatches(1)  # products of all tokens would depend on how many there are
         if attn_metadata.short is not None or attn_metadata.prefill is not None:
             check_replays(self.backend.get_name(), query)
         if attn_metadata.short is not None:
-            # one part after another, which bounds the memory of absorbed queries
+            # one after another, which bounds the memory of absorbed queries
             # an absorbed query of L + Dr and its result of L for each row and head
             most = _WORKSPACE // (self.num_heads * (self.head_size + self.kv_lora_rank) * query.element_size())
-            parts += attn_metadata.short.parts(1 if self.batch_invariant else most)
-        for part in parts:
-            self._run_decode(layer, query, kv_cache, part, (out, lse))
+            batches += attn_metadata.short.microbatches(1 if self.batch_invariant else most)
+        for batch in batches:
+            self._run_decode(layer, query, kv_cache, batch, (out, lse))
         if attn_metadata.prefill is not None:
             if attn_metadata.prefill.num_tokens:
                 for prefill in attn_metadata.prefill.one_by_one if self.batch_invariant else (attn_metadata.prefill,):
@@ -350,7 +350,7 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
     ) -> torch.Tensor | None:
         """Repeat a call that is one stage, without a log-sum-exp. Returns the output; None if it could not be repeated."""
         decode = meta.decode
-        # weights that were moved or cast since are absorbed again by the general part
+        # weights that were moved or cast since are absorbed again by the general path
         if decode is None or self._absorbed != (query.dtype, query.device):
             return None
         indices = self._indices(decode, decode.num_tokens)
@@ -361,7 +361,7 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
     def _attend_decodes(self, call: DecodeCall, out: torch.Tensor, write: Callable[..., Any] | None) -> None:
         """Write new rows, and fill out [Td, H, Dv] and, unless None, `call.lse` for queries `call.q` [Td, H, Dn + Dr]."""
         query, lse = call.q, call.lse
-        # [T, H, L + Dr]; its first part is written by a product, its end is copied
+        # [T, H, L + Dr]; its latents are written by a product, its end is copied
         absorbed = self._temporary(query.new_empty(query.shape[0], self.num_heads, self.head_size))
         if write is None:
             self._copy_rotary(query, absorbed)
@@ -448,9 +448,9 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         for chunk in plan.chunks:
             rows = _rows.decode(_rows.gather(kv_cache, *chunk.places), self.kv_cache_dtype, layer._k_scale)
             key, value = self._expand(rows, query.dtype)
-            part = self._prefill.run_prefill_context_chunk(0, prompts[chunk.rows], key, value, chunk.meta)
-            # into views: rows of requests without a part in this chunk are not touched
-            merge_into(result[chunk.rows], log[:, chunk.rows], *part)
+            state = self._prefill.run_prefill_context_chunk(0, prompts[chunk.rows], key, value, chunk.meta)
+            # into views: rows of requests without keys in this chunk are not touched
+            merge_into(result[chunk.rows], log[:, chunk.rows], *state)
         out[batch.rows] = result.to(out.dtype)
         if lse is not None:
             lse[:, batch.rows] = log
