@@ -67,6 +67,11 @@ class LayerMask(NamedTuple):
         # Exact for keys by position only: whether a window cuts a span has to be the same for both, and so has the chunk.
         return LayerMask(self.causal or other.causal, (left, right), chunk, cuts)
 
+    def within_int32(self) -> "LayerMask":
+        """Return the same mask without the bounds that no sequence reaches: added to a position in 32 bits, they overflow."""
+        left, right, chunk = (None if x is not None and x >= 1 << 30 else x for x in (*self.window, self.chunk_size))
+        return self._replace(window=(left, right), chunk_size=chunk)
+
     def __repr__(self) -> str:
         return _fields_set(self)
 
@@ -197,7 +202,8 @@ class Visibility(NamedTuple):
         for none; prefix: the greatest of their requests; ordered: whether these rows see no later key, if that is not the
         layer's `causal` (rows of trees are not ordered).
         """
-        left, right = self.layer.window
+        layer = self.layer.within_int32()
+        left, right = layer.window
         # 0 * first is a zero of the arguments' shape and framework.
         low = 0 * first if left is None else xp.maximum(first - left, 0 * first)
         high = end if right is None else xp.minimum(end, last + right + 1)
@@ -211,8 +217,8 @@ class Visibility(NamedTuple):
         if prefix is not None:
             # One range covers both: the keys between a prefix and a window are read too, and masked.
             low, high = xp.where(prefix > 0, 0 * low, low), xp.maximum(high, prefix)
-        if self.layer.chunk_size is not None:
-            low = xp.maximum(low, first // self.layer.chunk_size * self.layer.chunk_size)
+        if layer.chunk_size is not None:
+            low = xp.maximum(low, first // layer.chunk_size * layer.chunk_size)
         high = xp.minimum(high, end)
         # So that high - low is a number of keys, also where no key is seen.
         return low, xp.maximum(low, high)

@@ -13,8 +13,6 @@ import numpy as np
 
 from attn.arrays import framework_of
 from attn.errors import DeviceError, DTypeError
-from attn.kernels.launch import UNBOUNDED
-from attn.visibility import LayerMask
 
 _WIDE = ("int64", "uint64", "float64", "complex128")
 _INT32 = np.iinfo(np.int32)
@@ -69,14 +67,6 @@ def _must_narrow(name: str, array: Any) -> bool:
         if low < _INT32.min or high > _INT32.max:
             raise DTypeError(f"an int64 array with values from {low} to {high} does not fit in int32: scale it, {alternative}")
     return True
-
-
-def within_int32(mask: LayerMask) -> LayerMask:
-    """Return the same mask without the bounds that no sequence reaches."""
-    # Kernels and XLA's formulas add a bound to a position in int32, which would overflow: rows would see no key.
-    near: Any = lambda bound: None if bound is not None and bound >= UNBOUNDED else bound  # noqa: E731
-    left, right = mask.window
-    return mask._replace(window=(near(left), near(right)), chunk_size=near(mask.chunk_size))
 
 
 def to_numpy(x: jax.Array, like: Any = None) -> "np.ndarray[Any, Any]":

@@ -18,7 +18,6 @@ from attn.capabilities import Feature
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.diffusion.selector import make_diffusion_request, select_diffusion
 from attn.errors import DTypeError, ShapeError, UnsupportedError
-from attn.jax.arrays import within_int32
 from attn.kernels.paged_launch import LayerParams
 from attn.visibility import LayerMask, Visibility, Window
 
@@ -72,7 +71,7 @@ def dot_product_attention(
     _check(query, key, value, mask)
     scored = _of_scores("bias", bias, query, key), _of_scores("mask", mask, query, key)
     lens = [_lengths(name, x, query) for name, x in zip(_LENGTHS, (query_seq_lengths, key_value_seq_lengths), strict=True)]
-    visible = within_int32(LayerMask(is_causal, _window(local_window_size)))
+    visible = LayerMask(is_causal, _window(local_window_size)).within_int32()
     batched = query.ndim == 4
     if not batched:
         query, key, value = query[None], key[None], value[None]

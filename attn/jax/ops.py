@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from attn.jax import kv_cache as caches
-from attn.jax.arrays import within_int32
 from attn.jax.kernels.xla_mla import numbers
 from attn.visibility import LayerMask
 
@@ -41,7 +40,7 @@ class Ops:
         def run(xp: Any, rules: Any, *arrays: Any) -> Any:
             # positions are int32 under jax, and `rules` may have bounds of any size
             if hasattr(rules, "window"):
-                rules = dataclasses.replace(rules, window=within_int32(LayerMask(window=rules.window)).window)
+                rules = dataclasses.replace(rules, window=LayerMask(window=rules.window).within_int32().window)
             return _by_kernel(rules, *arrays) if _kernel_supports(*arrays) else jitted(xp, rules, *arrays)
 
         return run

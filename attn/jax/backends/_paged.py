@@ -24,7 +24,6 @@ from attn.capabilities import ENCODER_TYPES, Feature
 from attn.dtypes import dtype_name
 from attn.errors import ShapeError, UnsupportedError
 from attn.jax import kv_cache as caches
-from attn.jax.arrays import within_int32
 from attn.jax.backends import _calls
 from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
 
@@ -51,7 +50,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Take the arguments of `PagedImpl`."""
         super().__init__(*args, **kwargs)
-        self.mask = within_int32(self.mask)
+        self.mask = self.mask.within_int32()
 
     @staticmethod
     def _float32(values: Any) -> Any:

@@ -80,6 +80,17 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ 
 
 @needs_compiler
 @pytest.mark.filterwarnings("ignore")  # what the compiler itself says
+def test_a_graph_plans_the_lengths_of_its_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a capture makes has no value before a replay, and what was made before is of the lengths then."""
+    layer = Attention(num_heads=H, head_size=D, num_kv_heads=K, block_size=P, backend="FLEX_ATTENTION")
+    meta = layer.build(CommonAttentionMetadata.from_lens([1], [9], [[1, 2]], P))
+    plans = []
+    for captured in (False, True, False):
+        monkeypatch.setattr(flex_attention, "is_captured", lambda x, captured=captured: captured)
+        plans.append(meta.planned(4, P, 16, MaskKey(LayerMask())))
+    assert plans[0] is plans[2] and plans[1] is not plans[0]
+
+
 def test_one_program_serves_batches_of_every_shape() -> None:
     """Every rule at once; the tables, lengths, trees and the cache's extent differ from batch to batch."""
     before = _compilations()

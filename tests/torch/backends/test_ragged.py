@@ -16,7 +16,7 @@ from attn.errors import DTypeError, MetadataError, ShapeError, UnsupportedError
 from attn.testing import Case, check_conformance, conformance_cases, draw
 from attn.testing.subject import base_case, subject_of
 from attn.torch import Attention
-from attn.torch.backends import _ragged, cpu_attn
+from attn.torch.backends import _paged, _ragged, cpu_attn
 from attn.torch.backends.cpu_attn import CPUAttentionBackend
 from attn.torch.backends.sdpa import TorchSDPABackend
 from attn.torch.testing import TorchRunner, _layer
@@ -186,6 +186,14 @@ def test_keys_and_values_of_a_head_side_by_side_are_still_read_in_runs(
     other.copy_(batch.cache)
     monkeypatch.setattr(_ragged.caches, "gather", None)
     torch.testing.assert_close(batch.layer(batch.query, None, None, other, batch.metadata), want)
+
+
+def test_no_graph_attends_the_lengths_of_its_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths are read on the host."""
+    batch = Batch(TorchSDPABackend, [1, 7], [70, 50])
+    monkeypatch.setattr(_paged, "is_captured", lambda x: True)
+    with pytest.raises(UnsupportedError, match="TORCH_SDPA: lengths are read on the host"):
+        batch.layer(batch.query, None, None, batch.cache, batch.metadata)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -56,7 +56,7 @@ def flash_attention(
     derivatives.
     """
     _check(q, k, v, extras)
-    mask, cap = rules.mask, rules.logits_soft_cap
+    mask, cap = rules.mask.within_int32(), rules.logits_soft_cap
     if any(side is not None and side < 0 for side in mask.window) or mask.chunk_size is not None:
         raise ValueError(f"{mask}: each side of the window must be None or at least 0, and chunk_size None")
     if cap is not None and not (math.isfinite(cap) and cap >= 0):

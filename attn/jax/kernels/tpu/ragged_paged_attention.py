@@ -100,7 +100,8 @@ def ragged_paged_attention(
     device = _launch.device(chip, interpret)
     batch = _plan.Batch(query_start_loc, seq_lens, block_table, slot_mapping, batch_mask)
     # From here on everything static is in `cfg`, by which a program is made; the plan has the values.
-    shape = _plan.shape_of(query, kv_cache, batch, max_query_len, mask, lse=return_lse, write=key is not None)
+    within = mask.within_int32()
+    shape = _plan.shape_of(query, kv_cache, batch, max_query_len, within, lse=return_lse, write=key is not None)
     cfg = RaggedConfig(
         **vars(shape),
         **(blocks or (fixed_blocks if invariant else blocks_for)(device.chip, shape))._asdict(),

@@ -336,6 +336,14 @@ WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("bound", [2**31 - 1, 2**40])
+def test_a_bound_beyond_every_key_is_none(bound: int) -> None:
+    """Added to a position in 32 bits it would overflow."""
+    qkv = [jnp.asarray(np.random.default_rng(i).standard_normal((1, 9, 2, 64)), jnp.float32) for i in range(3)]
+    got, want = (flash_attention(*qkv, sliding_window=window) for window in ((bound, bound), (None, None)))
+    np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_nonsense_is_refused(name: str) -> None:
     error, text, changed = WRONG[name]

@@ -399,6 +399,13 @@ def test_rows_before_the_first_key_see_a_prefix_and_a_span() -> None:
     np.testing.assert_array_equal(ranges[0, :4, 0], [0, 1, 3, 5])
 
 
+def test_a_bound_beyond_every_key_is_none() -> None:
+    """Added to a position in 32 bits it would overflow."""
+    case = {"lens": ((5, 1), (33, 16)), "causal": False}
+    got, want = (launch(**case, window=window) for window in ((2**31 - 1, 2**31 - 1), (None, None)))
+    np.testing.assert_array_equal(got.out, want.out)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_the_ranges_of_the_plan_are_what_rows_see(seed: int) -> None:
     """Rows before the first key and rows of no request included; what all rows of an item see, and what none does."""
