@@ -321,7 +321,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         assert known.launches is not None
         query, out, lse = qkv[0], output, None
         if out is None:
-            out = torch.empty_strided(known.shape, known.strides, dtype=query.dtype, device=query.device)
+            out = query.new_empty_strided(known.shape, known.strides)
         if known.has_lse:
             lse = query.new_empty(self.num_heads, known.shape[0], dtype=torch.float32)
         # in the order in which the first call gave them to its `Keeper`

@@ -308,37 +308,52 @@ def operator(name: str, *mutated: str) -> Callable[[Callable[..., None]], Callab
     return decorate
 
 
-_memories: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor]] = {}
+#: By device, stream and thread.
+_memories: dict[tuple[torch.device, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+#: float32 numbers, 16 MiB: more are not kept after a call.
+_MOST_KEPT = 1 << 22
 _captured: list[torch.Tensor] = []
 #: Counters for captured launches, all 0, and how many are taken: none is given twice, since graphs may run at the same time.
 _of_graphs: dict[torch.device, tuple[torch.Tensor, int]] = {}
 _MOST_OF_GRAPHS = 1 << 20
 
 
+def scratch(like: torch.Tensor, floats: int) -> torch.Tensor:
+    """Return float32 memory, [floats] or more, on the device of `like`, for what the launches of one call leave each other."""
+    # Another device's launches of one thread may be on several streams.
+    if floats > _MOST_KEPT or like.device.type not in ("cuda", "cpu"):
+        return temporary(like.new_empty(floats, dtype=torch.float32))
+    return memory_of_stream(like.device, floats, 0)[0]
+
+
 def memory_of_stream(device: torch.device, floats: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return float32 memory, and int32 counters that are 0 and that a kernel leaves at 0; both are kept per stream, whose
-    launches run one after the other. A CUDA graph has its own, since it may be replayed on any stream."""
-    memory = _memory_of_stream(device, floats, counters)
+    launches run one after the other, and per thread, between whose launches others' may come. A CUDA graph has its own, since
+    it may be replayed on any stream."""
+    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    memory = memory_of(device, stream, floats, counters)
     if keepers and (keeper := keepers.get(get_ident())) is not None:
         keeper.of_stream(memory, floats, counters)
     return memory
 
 
-def _memory_of_stream(device: torch.device, floats: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
-    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+def memory_of(device: torch.device, stream: int, floats: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `memory_of_stream` of the current stream."""
     # The default stream, 0, cannot be captured. A captured launch has states in the graph's own memory, and counters elsewhere.
     if stream and torch.cuda.is_current_stream_capturing():
         return torch.empty(floats, dtype=torch.float32, device=device), _counters_of_graph(device, counters)
-    kept = _memories.get((device, stream))
-    if kept is None or kept[0].numel() < floats or kept[1].numel() < counters:
-        # At least 4 MiB of states and 4,096 counters, and powers of two from there on, so that a step with more requests seldom
-        # allocates again. Earlier memory is freed in the order of this stream, after the launches that use it.
-        kept = _apart(_memory, device, max(1 << 20, power_of_two(floats)), max(1 << 12, power_of_two(counters)))
-        _memories[device, stream] = kept
-        # torch captures on streams other than the default one, so only who uses such a stream may capture soon. Allocated
-        # before that, outside of a graph's pool: 4 MiB for each device.
-        if stream and device not in _of_graphs:
-            _of_graphs[device] = _apart(_memory, device, 0, _MOST_OF_GRAPHS)[1], 0
+    place = device, stream, get_ident()
+    kept = _memories.get(place)
+    if kept is not None and kept[0].numel() >= floats and kept[1].numel() >= counters:
+        return kept
+    # At least 4 MiB of states and 4,096 counters, and powers of two from there on, so that a step with more requests seldom
+    # allocates again. Earlier memory is freed in the order of this stream, after the launches that use it.
+    kept = _apart(_memory, device, max(1 << 20, power_of_two(floats)), max(1 << 12, power_of_two(counters)))
+    _memories[place] = kept
+    # torch captures on streams other than the default one, so only who uses such a stream may capture soon. Allocated before
+    # that, outside of a graph's pool: 4 MiB for each device.
+    if stream and device not in _of_graphs:
+        _of_graphs[device] = _apart(_memory, device, 0, _MOST_OF_GRAPHS)[1], 0
     return kept
 
 

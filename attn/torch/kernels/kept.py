@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self
 import torch
 import triton
 
-from attn.torch.kernels.direct import Compiled, is_profiled, keepers, memory_of_stream
+from attn.torch.kernels.direct import Compiled, is_profiled, keepers, memory_of
 from attn.torch.kernels.driver import Bound
 
 _ALIGNED = 16  #: bytes, of a call's tensors and of every part of its temporary memory
@@ -265,7 +265,8 @@ class KeptLaunches:
                 address = memory.data_ptr()
                 values += [address + begin for begin in self._begins]
             for floats, counters in self._of_stream:
-                values += [x.data_ptr() for x in memory_of_stream(self._device, floats, counters)]
+                states, counts = memory_of(self._device, stream, floats, counters)
+                values += states.data_ptr(), counts.data_ptr()
             self._pack(*values)
             if self._operates:
                 now[:] = memory, *tensors

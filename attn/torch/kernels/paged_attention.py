@@ -9,7 +9,7 @@ from attn.kernels import hopper
 from attn.kernels.launch import TOGETHER, TUNED, Launch, can_launch_early, converts_e4m3, packs_rows
 from attn.kernels.paged_attention import attention, merge
 from attn.kernels.paged_launch import OF_MERGE, Kinds, Launches, LayerParams, strides_of
-from attn.torch.kernels.direct import Prepared, Signature, arch, multiprocessors, operator, signature_of, temporary
+from attn.torch.kernels.direct import Prepared, Signature, arch, multiprocessors, operator, scratch, signature_of
 
 Arrays = tuple[torch.Tensor | None, ...]
 Strides = tuple[int, ...]
@@ -76,15 +76,14 @@ class _Launches:
             self._decode(0, False)(tiles * kv_heads + rules.beside, (None, *arrays), *numbers, *no_plan, *strides)
             return
         states, floats = rules.states(num_reqs, split_kv)
-        # One allocation: the splits' partial results, their log-sum-exps, and behind these the plan, which tells the merge each
-        # request's splits.
-        scratch = temporary(query.new_empty(floats, dtype=torch.float32))  # type: ignore[union-attr]
+        # The splits' partial results, their log-sum-exps, and behind these the plan: the splits of each request, for the merge.
+        memory = scratch(query, floats)  # type: ignore[arg-type]
         plan = states, lse_h, table_r, tree_w, split_kv.split_tiles, split_kv.max_splits, split_kv.whole_from
         programs = split_kv.items * kv_heads + rules.beside
-        self._decode(split_kv.block_r, split_kv.crowded)(programs, (scratch, *arrays), *numbers, *plan, *strides)
+        self._decode(split_kv.block_r, split_kv.crowded)(programs, (memory, *arrays), *numbers, *plan, *strides)
         # Tiles of rows of a request: several only where prompts are in the decodes' launch.
         most = -(-max_query_len // rules.tokens) if rules.kinds.together else 1
-        of_merge = (scratch, *arrays[: len(OF_MERGE)])
+        of_merge = (memory, *arrays[: len(OF_MERGE)])
         self._merge(num_reqs * rules.rows, of_merge, v_factor, states, lse_h, *strides[:2], columns=most)
 
 

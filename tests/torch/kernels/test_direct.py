@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from threading import get_ident
@@ -382,6 +383,13 @@ def test_memory_that_outlives_a_call_is_of_another_thread(monkeypatch: pytest.Mo
     assert states.numel() >= 5 and counters.numel() >= 3 and not counters.any()
     assert direct.memory_of_stream(device, 7, 2)[0] is states
     assert len(threads) == 1 and threads[0] != get_ident()
+    # between launches of a thread, which leave something in it, those of another may come
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(direct.memory_of_stream, device, 5, 3).result()[0] is not states
+    like = torch.empty(2)
+    assert direct.scratch(like, 9) is states
+    assert direct.scratch(like, direct._MOST_KEPT + 1) is not direct.scratch(like, direct._MOST_KEPT + 1)
+    assert direct.memory_of_stream(device, 9, 3)[0] is states
 
 
 def test_each_launch_in_a_graph_has_counters_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
