@@ -259,7 +259,7 @@ class SplitKV:
     chooses the smallest number that makes at most `max_splits` items more than there are requests. whole_from: the number of
     requests from which those of about equal length stay whole. items: the bound of work items per kv head. block_r: requests
     per vector in the device's search. crowded: whether requests take at least half of the items that fit on the device at once,
-    so that there are more.
+    so that there are more. merged: splits that a program of `paged_attention.merge` reads at once.
     """
 
     split_tiles: int
@@ -268,6 +268,7 @@ class SplitKV:
     items: int
     block_r: int
     crowded: bool = False
+    merged: int = 64
 
 
 def block_of(num_reqs: int) -> int:
@@ -276,9 +277,7 @@ def block_of(num_reqs: int) -> int:
 
 
 MIN_SPLIT_TILES = 2  #: tiles of keys below which a split costs more than it saves
-#: Splits of a request beyond which merging costs more than shorter splits save: 2 x 16k keys of one kv head took 23.1 us in
-#: 128 each and 19.6 in 64, 4 rows of 20k keys 45.8 and 28.5 (H200).
-MOST_SPLITS = 64
+MOST_ROW_SPLITS = 64  #: of one row over keys in no cache (`row_splits`), which one program merges
 #: Keys, of more than `MIN_SPLIT_TILES` tiles in any launch: without a fixed split, longer requests are launched alike.
 MIN_KEYS_TO_SPLIT = MIN_SPLIT_TILES * 256 + 1
 #: Tiles of keys that beginning and ending a block of rows takes as long as, in stream-K: on an H200, 1.8 us a tile and
@@ -306,7 +305,19 @@ def split_kv_for(num_reqs: int, kv_heads: int, tiles: int, fixed: int, multiproc
     crowded = is_crowded(num_reqs, kv_heads, multiprocessors, rows)
     max_splits = (3 * wave // 2 if rows >= 64 else wave) if crowded else wave - num_reqs
     # From four fifths of a wave on, requests of equal length keep the device busy without being split (`plan.item_of`).
-    return SplitKV(MIN_SPLIT_TILES, max_splits, -(-4 * wave // 5), max_splits + num_reqs, block_of(num_reqs), crowded)
+    items = max_splits + num_reqs
+    merged = splits_merged_at_once(items // num_reqs)
+    return SplitKV(MIN_SPLIT_TILES, max_splits, -(-4 * wave // 5), items, block_of(num_reqs), crowded, merged)
+
+
+def splits_merged_at_once(splits: int) -> int:
+    """`SplitKV.merged` for requests of `splits` splits on average.
+
+    A program of the merge is one warp with 64 elements a lane, of as many columns as that leaves for each split. Measured
+    (H200) on 23 batches, 17 sizes: 16 x 128 elements are the fastest where requests have up to 4 splits, 64 x 32 at 22 to 44,
+    and 128 x 16 beyond. The four warps for 32 splits of 128 columns of before took 1.01 to 1.35 times as long as these.
+    """
+    return 16 if splits < 8 else 64 if splits < 64 else 128
 
 
 def is_crowded(num_reqs: int, kv_heads: int, multiprocessors: int, rows: int) -> bool:
@@ -323,9 +334,9 @@ def _wave(kv_heads: int, multiprocessors: int) -> int:
 def _split_tiles_range(tiles: Any, split_kv: SplitKV) -> tuple[int, int, int]:
     """(the fewest and the most tiles per split that the device may choose, the most of a request), as `split_tiles_of`."""
     total, longest = int(tiles.sum()), int(tiles.max())
-    # Splits of `high` tiles always fit: each request has at most one split that is not full. Smaller splits than `low` would be
-    # too many, of all requests or of one.
-    low = max(split_kv.split_tiles, -(-total // (split_kv.max_splits + len(tiles))), -(-longest // MOST_SPLITS))
+    # Splits of `high` tiles always fit: each request has at most one split that is not full. Splits smaller than `low` would be
+    # too many.
+    low = max(split_kv.split_tiles, -(-total // (split_kv.max_splits + len(tiles))))
     high = max(low, -(-total // split_kv.max_splits))
     if len(tiles) >= split_kv.whole_from and 4 * longest * len(tiles) <= 5 * total:
         low = high = max(high, longest)
@@ -389,7 +400,7 @@ def row_splits(programs: int, tiles: int, slots: int, width: int) -> int:
         # Waves of programs times the tiles of each, then the merge, all in units of the time of a tile.
         return -(-programs * splits // slots) * -(-tiles // splits) + merge
 
-    splits = min(range(1, max(1, min(tiles, MOST_SPLITS)) + 1), key=time)
+    splits = min(range(1, max(1, min(tiles, MOST_ROW_SPLITS)) + 1), key=time)
     return -(-tiles // -(-tiles // splits)) if tiles else 1  # none is empty
 
 

@@ -455,8 +455,9 @@ def attention(  # type: ignore[no-untyped-def]
     result = tl.where(norm[:, None] == 0, 0.0, acc / norm[:, None])
     if BLOCK_R > 0:  # noqa: SIM102
         if num_splits > 1:
-            # by item, token of the block and head; all kv heads of an item share its place
-            state = (pid // K * BLOCK_Q + row // G).to(tl.int64) * H + head
+            # The splits of a row side by side, so that its merge reads one piece of memory; all kv heads of a block of rows
+            # share the place of its items.
+            state = ((pid // K - split_index) * BLOCK_Q).to(tl.int64) * H + (row // G * H + head) * num_splits + split_index
             tl.store(scratch + state[:, None] * D + d[None, :], result, mask=lanes)
             tl.store(scratch + states.to(tl.int64) * D + state, log, mask=live)
             return
@@ -533,15 +534,20 @@ def _finish(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=_BATCH)
 def merge(  # type: ignore[no-untyped-def]
     scratch, output, lse, query_start_loc, sinks, v_scale, output_scale, v_factor, states, lse_h, o_t, o_h, vscale_h,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_S: tl.constexpr, HAS_V_SCALE: tl.constexpr, EARLY: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
+    HAS_V_SCALE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The second stage: grid (R x BLOCK_Q x H, most tiles of a request), one program merges the splits of one row."""
-    r = tl.program_id(0) // (BLOCK_Q * H)
-    of_tile = tl.program_id(0) // H % BLOCK_Q
+    """The second stage: one program merges BLOCK_C columns of the splits of one row.
+
+    Grid (R x BLOCK_Q x H x blocks of columns, most tiles of a request).
+    """
+    BLOCKS: tl.constexpr = (D + BLOCK_C - 1) // BLOCK_C
+    row = tl.program_id(0) // BLOCKS
+    r = row // (BLOCK_Q * H)
+    of_tile = row // H % BLOCK_Q
     tile = tl.program_id(1)
     token = tile * BLOCK_Q + of_tile
-    h = tl.program_id(0) % H
+    h = row % H
     head = h + tl.zeros((1,), tl.int32)
     begin = tl.load(query_start_loc + r)
     q_len = tl.load(query_start_loc + r + 1) - begin
@@ -558,16 +564,16 @@ def merge(  # type: ignore[no-untyped-def]
     num_splits = tl.load(plan + 1)
     if num_splits <= 1:
         return
-    d = tl.arange(0, BLOCK_D)
+    d = tl.program_id(0) % BLOCKS * BLOCK_C + tl.arange(0, BLOCK_C)
     lane = tl.arange(0, BLOCK_S)
-    # splits of a block of rows are adjacent items (`plan.item_of`)
-    state = ((item + tile * num_splits) * BLOCK_Q + of_tile).to(tl.int64) * H + h
+    # splits of a block of rows are adjacent items (`plan.item_of`), and those of a row adjacent states
+    state = ((item + tile * num_splits) * BLOCK_Q).to(tl.int64) * H + (of_tile * H + h) * num_splits
     # in one pass, so that no load waits for another; every split has a result, and one without keys has weight 0
     top = -float("inf")
-    acc = tl.zeros((BLOCK_D,), tl.float32)
+    acc = tl.zeros((BLOCK_C,), tl.float32)
     norm = 0.0
     for s in tl.range(0, num_splits, BLOCK_S, num_stages=1):
-        rows = state + (s + lane) * (BLOCK_Q * H)
+        rows = state + s + lane
         logs = tl.load(logs_at + rows, mask=s + lane < num_splits, other=float("-inf"))
         present = (s + lane < num_splits)[:, None] & (d < D)[None, :]
         values = tl.load(scratch + rows[:, None] * D + d[None, :], mask=present, other=0.0)

@@ -118,7 +118,7 @@ class Launches:
 
     tokens: of a request that fit in one decode tile, 0 without a block table; of all requests together, in one of a request's
     tiles. prefill: the constants and options of `attention` for requests of more tokens, or None; its tile holds
-    `prefill_tokens`. merge: those of `merge`. beside: whether decodes run beside `hopper_prefill`, which `on_hopper` says takes
+    `prefill_tokens`. beside: whether decodes run beside `hopper_prefill`, which `on_hopper` says takes
     the prompts, where launches may overlap.
     """
 
@@ -166,14 +166,12 @@ class Launches:
         if self._prompts and not self.on_hopper:
             rows = {"DECODE": False, "min_query": most, "max_query": UNBOUNDED}
             self.prefill = self._tiled(prefill, self.prefill_tokens, 0) | rows
-        launch = {"num_warps": 4, **({"launch_pdl": True} if kinds.early else {}), **FUSED}
-        self.merge = {**self._common(), "BLOCK_Q": most, "BLOCK_S": 32, "EARLY": kinds.early, **launch}
 
     def _common(self) -> dict[str, Any]:
         """Constants of `attention` and of `merge`."""
         # Scales of three dimensions are one for each token and head: a tile of values applies them, not the finished row.
         heads, size, v_scales = *self.kinds.shape[:2], self.kinds.scales[1]
-        sizes = {"H": heads, "G": heads // self.kv_heads, "D": size, "BLOCK_D": power_of_two(size)}
+        sizes = {"H": heads, "G": heads // self.kv_heads, "D": size}
         return {**sizes, "vscale_h": 1 if v_scales else 0, "HAS_V_SCALE": v_scales is not None and len(v_scales) < 3}
 
     def _constants(self, dtypes: dict[str, str | None], in_row: bool) -> dict[str, Any]:
@@ -189,6 +187,7 @@ class Launches:
         numbers = {"kscale_h": 1 if k_scales else 0, "scale_block": scale_block, "scale_slot": scale_slot, "values_at": 0}
         return {
             **{**self._common(), **self.layer.constants(), **numbers, **masks, "BESIDE": self.beside},
+            "BLOCK_D": power_of_two(self.kinds.shape[1]),
             "P": UNBOUNDED if in_row else self.kinds.shape[2] if self.paged else 1,
             **{"PAGED": self.paged, "PER_TOKEN": per_token, "HAS_K_SCALE": k_scales is not None and not per_token},
             # int8 codes are finite, and so is their scale of a tensor or head: the check at a tile's end is left out
@@ -218,6 +217,19 @@ class Launches:
     def keys_per_tile(self, crowded: bool) -> int:
         """Keys of a tile of split decodes."""
         return self._split_launch(crowded).block_n
+
+    def merge(self, split_kv: SplitKV) -> dict[str, Any]:
+        """Constants and options of `merge`: see `launch.splits_merged_at_once`."""
+        early = self.kinds.early
+        block = {"BLOCK_Q": self.tokens, "BLOCK_C": self._merged_columns(split_kv), "BLOCK_S": split_kv.merged}
+        return {**self._common(), **block, "EARLY": early, "num_warps": 1, **({"launch_pdl": True} if early else {}), **FUSED}
+
+    def merge_programs(self, num_reqs: int, split_kv: SplitKV) -> int:
+        """Programs of `merge` for each tile of rows of a request."""
+        return num_reqs * self.rows * -(-self.kinds.shape[1] // self._merged_columns(split_kv))
+
+    def _merged_columns(self, split_kv: SplitKV) -> int:
+        return min(power_of_two(self.kinds.shape[1]), 2048 // split_kv.merged)
 
     def has_decodes(self, singles: bool) -> bool:
         """Whether decodes need their launch. singles: whether there may be requests of one token."""

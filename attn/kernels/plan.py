@@ -11,10 +11,10 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from attn.kernels.launch import FIELDS, FUSED, MIN_SPLIT_TILES, MOST_SPLITS, STARTED
+from attn.kernels.launch import FIELDS, FUSED, MIN_SPLIT_TILES, STARTED
 
 FIELDS_OF_ITEM, _STARTED = tl.constexpr(FIELDS), tl.constexpr(STARTED)
-_MIN_SPLIT_TILES, _MOST_SPLITS = tl.constexpr(MIN_SPLIT_TILES), tl.constexpr(MOST_SPLITS)
+_MIN_SPLIT_TILES = tl.constexpr(MIN_SPLIT_TILES)
 
 
 @triton.jit
@@ -43,10 +43,10 @@ def item_of(  # type: ignore[no-untyped-def]
     of splits) of an item.
 
     The visible tiles of a request, one block of rows, are divided into equal splits of at least `split_tiles`, as many as
-    leave at most max_splits + num_reqs items for all requests, and at most `launch.MOST_SPLITS` of one; `whole_from` requests
-    of about equal length stay whole. BLOCK_Q: 0, or the tokens of a block where requests have several, which are split alike
-    and count as requests do. max_splits = 0: into splits of exactly `split_tiles`, from the first visible tile on. Requests in
-    several splits come first, since theirs are the longest. Beyond the last item, request is BLOCK_R.
+    leave at most max_splits + num_reqs items for all requests; `whole_from` requests of about equal length stay whole.
+    BLOCK_Q: 0, or the tokens of a block where requests have several, which are split alike and count as requests do.
+    max_splits = 0: into splits of exactly `split_tiles`, from the first visible tile on. Requests in several splits come
+    first, since theirs are the longest. Beyond the last item, request is BLOCK_R.
     """
     # Every program reads the lengths of all requests: a list of items on the device would cost a launch of its own before each
     # batch. Absent requests have no rows and so no items.
@@ -66,10 +66,10 @@ def item_of(  # type: ignore[no-untyped-def]
         room = max_splits + tl.sum(blocks, 0)
     # the smallest number that makes few enough items, by four halvings (`split_tiles_of` is the counterpart on the host)
     # 64 bits: 2**24 tiles of one request times its blocks, and the sum over requests, exceed 32. `high` always fits, since each
-    # block of rows has at most one split that is not full. Below `low` the splits are too many, of all requests or of one.
+    # block of rows has at most one split that is not full. Below `low` the splits are too many.
     total = tl.sum(tiles.to(tl.int64) * blocks, 0)
     longest = tl.max(tiles, 0)
-    low = tl.maximum(tl.maximum(split_tiles, tl.cdiv(total, room).to(tl.int32)), tl.cdiv(longest, _MOST_SPLITS))
+    low = tl.maximum(split_tiles, tl.cdiv(total, room).to(tl.int32))
     high = tl.maximum(low, tl.cdiv(total, tl.maximum(max_splits, 1)).to(tl.int32))
     for _ in tl.static_range(4):
         middle = (low + high) // 2

@@ -39,7 +39,8 @@ class _Launches:
         self._prefill = None if rules.prefill is None else Prepared(attention, **rules.prefill)
         #: by `SplitKV.block_r`, 0 for decodes that stay whole, and `SplitKV.crowded`
         self._decode = functools.cache(lambda block_r, crowded: Prepared(attention, **rules.decode(block_r, crowded)))
-        self._merge = Prepared(merge, **rules.merge)
+        #: by `SplitKV.merged`
+        self._merge: dict[int, Prepared] = {}
 
     def __call__(
         self, arrays: Arrays, strides: Strides, factors: Factors, bounds: tuple[int, int, int], whole: bool, prompts: _Prompts
@@ -84,7 +85,10 @@ class _Launches:
         # Tiles of rows of a request: several only where prompts are in the decodes' launch.
         most = -(-max_query_len // rules.tokens) if rules.kinds.together else 1
         of_merge = (memory, *arrays[: len(OF_MERGE)])
-        self._merge(num_reqs * rules.rows, of_merge, v_factor, states, lse_h, *strides[:2], columns=most)
+        merging = self._merge.get(split_kv.merged)
+        if merging is None:
+            merging = self._merge[split_kv.merged] = Prepared(merge, **rules.merge(split_kv))
+        merging(rules.merge_programs(num_reqs, split_kv), of_merge, v_factor, states, lse_h, *strides[:2], columns=most)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -4,6 +4,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import triton
 import triton.language as tl
 
 from attn.kernels import paged_attention as device_code
+from attn.kernels import paged_launch
 from attn.kernels.codes import number_in
 from attn.kernels.launch import UNBOUNDED, Launch, split_kv_for, split_tiles_of
 from attn.kernels.plan import item_of
@@ -216,6 +218,36 @@ def test_a_batch_in_one_launch(case: str, whole: bool, monkeypatch: pytest.Monke
     assert not any(bool(x.isnan().any()) for pair in found for x in pair)
     for ours, apart in zip(*found, strict=True):
         torch.testing.assert_close(ours, apart, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize(("merged", "size"), [(16, 80), (64, 256)])
+def test_a_merge_in_several_steps_and_blocks_of_columns(merged: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of 1, 16 and 70 splits, a tile of 32 keys each: fewer than a program merges at once, as many, and more."""
+    rule = paged_launch.split_kv_for
+    monkeypatch.setattr(
+        paged_launch, "split_kv_for", lambda *of: replace(rule(*of) or rule(*of[:2], 9, *of[3:]), merged=merged)
+    )
+    launches = paged_launch.Launches.split_kv
+    monkeypatch.setattr(
+        paged_launch.Launches,
+        "split_kv",
+        lambda *of: replace(launches(*of), split_tiles=1, max_splits=300, whole_from=100, items=303),
+    )
+    module._launches.cache_clear()
+    keys, dtype, generator = [30, 16 * 32, 70 * 32 - 7], torch.float16, torch.Generator().manual_seed(3)
+    columns = -(-max(keys) // PAGE)
+    noise = lambda *shape: torch.randn(*shape, generator=generator).to(DEVICE, dtype)  # noqa: E731
+    query, caches = noise(3, 2, size), [noise(3 * columns, PAGE, 1, size) for _ in "kv"]
+    table = torch.randperm(3 * columns, generator=generator).int().view(3, columns).to(DEVICE)
+    starts, lens = torch.arange(4, dtype=torch.int32, device=DEVICE), torch.tensor(keys, dtype=torch.int32, device=DEVICE)
+    output, lse = torch.full_like(query, torch.nan), torch.full((2, 3), torch.nan, device=DEVICE)
+    paged_attention(output, lse, query, *caches, starts, lens, table, 1, max(keys), size**-0.5, right=0)
+    module._launches.cache_clear()
+    for r, number in enumerate(keys):
+        key, value = (x[table[r].long()].flatten(0, 1)[:number, 0].double() for x in caches)
+        scores = query[r].double() @ key.T * size**-0.5
+        torch.testing.assert_close(output[r].double(), scores.softmax(-1) @ value, rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(lse[:, r].double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("q_lens", [[20, 0, 33], [3, 2, 0]])
