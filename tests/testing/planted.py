@@ -1864,8 +1864,8 @@ DEFECTS = (
     Defect(
         "batch_mixed_causality",
         "backends/metadata.py",
-        "(self.causal != self.causal[:1]).any()",
-        "(self.causal != self.causal[:1]).all()",
+        "(causal != causal[:1]).any()",
+        "(causal != causal[:1]).all()",
         ("backends/test_metadata.py", "torch/test_metadata.py", "jax/test_metadata.py"),
         "A batch with causal requests and others is taken for a causal one.",
     ),
@@ -1944,8 +1944,8 @@ DEFECTS = (
     Defect(
         "batch_slot_before_the_sequence",
         "backends/metadata.py",
-        "np.where(position < 0, PAD_SLOT_ID, block * block_size + position % block_size)",
-        "block * block_size + position % block_size",
+        "return slots if inside else np.where(position < 0, PAD_SLOT_ID, slots)",
+        "return slots",
         ("backends/test_metadata.py", "reference/test_reference.py"),
         "Tokens before the start of a sequence have a slot.",
     ),
