@@ -308,16 +308,16 @@ def _dense(xp: Any, rules: DenseParams, q: Array, k: Array, v: Array, extras: Op
     # Under torch at most 2^25 scores exist at once (128 MiB of float32); under jax all rows, because a Python loop
     # would be unrolled into the program.
     step = xp.rows_at_once(n, batch * num_heads * m)
-    parts = []
+    results = []
     # At least one pass, so that a call without rows still gives arrays of the right dtype and device to concatenate.
     for start in range(0, max(n, 1), step):
         rows = slice(start, min(start + step, n))
         position = xp.arange(rows.start, rows.stop, q) + (m - n)
         of_rows = extras._replace(mask=None if mask is None else mask[..., rows, :])
-        parts.append(attend_rows(xp, rules, query[:, rows], key, value, position, of_rows))
+        results.append(attend_rows(xp, rules, query[:, rows], key, value, position, of_rows))
     # [B, n, K, G, Dv] -> [B, n, H, Dv]: head h is (h // G, h % G), as `by_group` split them.
-    out = xp.concat([part[0] for part in parts], 1).reshape(batch, n, num_heads, v.shape[-1])
-    lse = xp.concat([part[1] for part in parts], 3).reshape(batch, num_heads, n)
+    out = xp.concat([result[0] for result in results], 1).reshape(batch, n, num_heads, v.shape[-1])
+    lse = xp.concat([result[1] for result in results], 3).reshape(batch, num_heads, n)
     return xp.cast(out, like=q), lse
 
 

@@ -29,12 +29,12 @@ def check_states(outputs: Sequence[Any], lses: Sequence[Any]) -> None:
 def merged(xp: Any, outputs: Sequence[Any], lses: Sequence[Any], nan_is_empty: bool) -> tuple[Any, Any]:
     """Return (output, lse) of all states by the operations `xp`; arguments and result are those of `merge_attn_states`."""
     logs = xp.wide(xp.stack(list(lses)))  # [states, H, T]
-    # An infinite log-sum-exp of either sign is an empty part: FlashAttention 2 returns +inf for a row without keys,
+    # An infinite log-sum-exp of either sign is an empty result: FlashAttention 2 returns +inf for a row without keys,
     # FlashAttention 3 -inf (vLLM's merge_attn_states treats both alike).
     empty = xp.isinf(logs) | (xp.isnan(logs) & nan_is_empty)
     logs = xp.where(empty, -math.inf, logs)
     top = xp.amax(logs, 0)
-    # All parts empty: -inf - -inf would be NaN; with 0 every weight is exp(-inf) = 0, and log(0) at the end is -inf again.
+    # All empty: -inf - -inf would be NaN; with 0 every weight is exp(-inf) = 0, and log(0) at the end is -inf again.
     top = xp.where(top == -math.inf, 0, top)
     weights = xp.exp(logs - top)
     norm = weights.sum(0)

@@ -9,10 +9,10 @@ that the merges read and write, and the operations. The last two columns are the
 form, absorbed or expanded, and how many of them would be absorbed.
 
 The second table is about the other requests, on 132 multiprocessors of which each runs one program of 64 rows at a time. Times
-are in tiles of 64 keys. "least" is the sum of all tiles by the multiprocessors: no plan ends sooner. "equal parts" is the plan
-of paged attention: requests are cut into parts of at most one size, each a program, started in the plan's order as
-multiprocessors become free. "equal shares" is what runs (`plan.stream_k`): all requests in a line are cut into a share for each
-program. The time of a program is its tiles and STARTED more for each of its pieces. Megabytes are of the states of parts that
+are in tiles of 64 keys. "least" is the sum of all tiles by the multiprocessors: no plan ends sooner. "equal splits" is the
+plan of paged attention: requests are divided into splits of at most one size, each a program, started in the plan's order as
+multiprocessors become free. "stream-K" is what runs (`plan.stream_k`): all requests in a line are divided evenly between the
+programs. The time of a program is its tiles and STARTED more for each of its splits. Megabytes are of the partial results that
 are merged, written and read.
 """
 
@@ -54,12 +54,12 @@ DECODES = (
     Column("keys", key="keys", form=","),
     Column("row tiles", key="row_tiles"),
     Column("least", key="least", form=".1f"),
-    Column("equal parts", key="parts_time", form=".0f"),
-    Column("programs", key="parts"),
-    Column("MB merged", key="parts_mb", form=".0f"),
-    Column("equal shares", key="shares_time", form=".0f"),
-    Column("pieces", key="pieces"),
-    Column("MB merged", key="shares_mb", form=".0f"),
+    Column("equal splits", key="split_time", form=".0f"),
+    Column("programs", key="splits"),
+    Column("MB merged", key="split_mb", form=".0f"),
+    Column("stream-K", key="stream_k_time", form=".0f"),
+    Column("splits", key="stream_k_splits"),
+    Column("MB merged", key="stream_k_mb", form=".0f"),
 )
 MULTIPROCESSORS = 132
 TILE = 64  #: rows, and keys
@@ -106,20 +106,20 @@ def decoded(case: BenchCase) -> dict[str, Any]:
     if not len(lens):
         return {}
     tiles, row_tiles = -(-lens[:, 1] // TILE), -(-int(lens[:, 0].max()) * case.num_heads // TILE)
-    state = 2 * 4 * TILE * case.kv_lora_rank / 1e6  # of a row tile's part, written and read
-    sizes, merged = equal_parts(tiles, row_tiles)
-    time, pieces, cut = equal_shares(tiles, row_tiles)
+    state = 2 * 4 * TILE * case.kv_lora_rank / 1e6  # of a row tile's partial result, written and read
+    sizes, merged = equal_splits(tiles, row_tiles)
+    time, splits, partial = stream_k(tiles, row_tiles)
     return {
         "requests": len(lens),
         "keys": int(lens[:, 1].sum()),
         "row_tiles": row_tiles,
         "least": int(tiles.sum()) * row_tiles / MULTIPROCESSORS,
-        "parts_time": makespan([size + STARTED for size in sizes for _ in range(row_tiles)]),
-        "parts": len(sizes) * row_tiles,
-        "parts_mb": merged * row_tiles * state,
-        "shares_time": time,
-        "pieces": pieces,
-        "shares_mb": cut * state,
+        "split_time": makespan([size + STARTED for size in sizes for _ in range(row_tiles)]),
+        "splits": len(sizes) * row_tiles,
+        "split_mb": merged * row_tiles * state,
+        "stream_k_time": time,
+        "stream_k_splits": splits,
+        "stream_k_mb": partial * state,
     }
 
 
@@ -131,8 +131,8 @@ def makespan(times: list[int]) -> int:
     return max(busy)
 
 
-def equal_parts(tiles: "IntArray", row_tiles: int) -> tuple[list[int], int]:
-    """Return the tiles of each part in the order of their start, and how many parts are merged."""
+def equal_splits(tiles: "IntArray", row_tiles: int) -> tuple[list[int], int]:
+    """Return the tiles of each split in the order of their start, and how many are merged."""
     if len(tiles) == 1 or tiles.max() <= 1.5 * tiles.mean():
         split = mla_split(len(tiles) * row_tiles, int(tiles.max()) * TILE, TILE, MULTIPROCESSORS) // TILE
         sizes = [min(split, n - low) for low in range(0, int(tiles.max()), split) for n in tiles.tolist() if low < max(n, 1)]
@@ -147,19 +147,19 @@ def equal_parts(tiles: "IntArray", row_tiles: int) -> tuple[list[int], int]:
     return long + tiles[counts == 1].tolist(), len(long)
 
 
-def equal_shares(tiles: "IntArray", row_tiles: int) -> tuple[int, int, int]:
-    """Return the longest program's time, how many pieces there are, and how many of them are merged, of a block's row tiles."""
+def stream_k(tiles: "IntArray", row_tiles: int) -> tuple[int, int, int]:
+    """Return the longest program's time, how many splits there are, and how many of them are merged, of a block's row tiles."""
     plan = mla_stream_k(len(tiles), row_tiles, 1 << 20, MULTIPROCESSORS)
     assert plan is not None
     work = np.repeat(tiles.clip(min=1), -(-row_tiles // plan.span))
     ends = np.cumsum(work + STARTED)
-    share = max(-(-int(ends[-1]) // plan.groups), MIN_SPLIT_TILES)
+    per_group = max(-(-int(ends[-1]) // plan.groups), MIN_SPLIT_TILES)
     begins = ends - work - STARTED
-    first, last = begins // share, (begins + work - 1) // share  # the group of each block's first and last tile
+    first, last = begins // per_group, (begins + work - 1) // per_group  # the group of each block's first and last tile
     time = np.zeros(plan.groups, int)
     for i in range(len(work)):
         groups = np.arange(first[i], last[i] + 1)
-        low, high = np.maximum(groups * share, begins[i]), np.minimum((groups + 1) * share, begins[i] + work[i])
+        low, high = np.maximum(groups * per_group, begins[i]), np.minimum((groups + 1) * per_group, begins[i] + work[i])
         time[groups] += high - low + STARTED
     counts = last - first + 1
     return int(time.max()), plan.span * int(counts.sum()), plan.span * int(counts[counts > 1].sum())

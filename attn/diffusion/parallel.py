@@ -120,8 +120,8 @@ class BaseSequenceParallel:
         front = meta.joint_strategy == "front"
         text, image = (out[:, :joint], out[:, joint:]) if front else (out[:, -joint:], out[:, :-joint])
         # Text rows go to every member with all heads (joined along the heads), image rows back to the member that has them.
-        parts = [self._gathered(text, 2), self._exchanged(image, 1, 2)]
-        return ops_of(self.framework).concat(parts if front else parts[::-1], 1)
+        streams = [self._gathered(text, 2), self._exchanged(image, 1, 2)]
+        return ops_of(self.framework).concat(streams if front else streams[::-1], 1)
 
     def _ring(self, query: Any, key: Any, value: Any, meta: DiffusionAttentionMetadata) -> Any:
         xp, impl, states = ops_of(self.framework), self.local.impl, []
@@ -129,15 +129,15 @@ class BaseSequenceParallel:
             front = meta.joint_strategy == "front"
             query = xp.concat([meta.joint_query, query] if front else [query, meta.joint_query], 1)
         if meta.joint_key is not None:  # replicated on every member: it counts once
-            part = DiffusionAttentionMetadata(attn_mask=meta.joint_attn_mask)
-            states.append(impl.forward_lse(query, meta.joint_key, meta.joint_value, part))
+            own = DiffusionAttentionMetadata(attn_mask=meta.joint_attn_mask)
+            states.append(impl.forward_lse(query, meta.joint_key, meta.joint_value, own))
         # Each member starts with its own shard; after W - 1 passes it has seen all of them. The order does not matter
         # to a merge by log-sum-exp.
         current = [key, value, meta.attn_mask]
         for step in range(self.size):
             arrived = self._passed(current) if step < self.size - 1 else list  # while this member attends to its arrays
-            part = DiffusionAttentionMetadata(attn_mask=current[2])
-            states.append(impl.forward_lse(query, current[0], current[1], part))
+            own = DiffusionAttentionMetadata(attn_mask=current[2])
+            states.append(impl.forward_lse(query, current[0], current[1], own))
             current = arrived()
         batch, rows, heads, size = query.shape
         merge = resolve_obj_by_qualname(f"attn.{self.framework}.merge_attn_states")

@@ -91,11 +91,11 @@ class ServingStep:
 
 
 def _described(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, str]:
-    """Return the dtype and shape of every leaf by its path, and the static parts."""
+    """Return the dtype and shape of every leaf by its path, and the static fields."""
     leaves, tree = jax.tree_util.tree_flatten_with_path((tuple(args), kwargs))
     # path[0] tells positional arguments from named ones, as the rest of a path does too
-    parts = {jax.tree_util.keystr(path[1:]): f"{getattr(x, 'dtype', x)}{[*getattr(x, 'shape', ())]}" for path, x in leaves}
-    return parts | {"static fields": str(tree)}
+    described = {jax.tree_util.keystr(path[1:]): f"{getattr(x, 'dtype', x)}{[*getattr(x, 'shape', ())]}" for path, x in leaves}
+    return described | {"static fields": str(tree)}
 
 
 @functools.cache

@@ -136,8 +136,8 @@ def attention(
                 # [group, rows, D] @ [D, m].
                 dots = q[rows, heads].transpose(1, 0, 2) @ k[:, kv_head].T
                 scores, allowed = rules.scores(dots, heads, rows)
-                part, lse[heads, rows] = _softmax_sum(scores, allowed, v[:, kv_head])
-            out[rows, heads] = part.transpose(1, 0, 2)
+                result, lse[heads, rows] = _softmax_sum(scores, allowed, v[:, kv_head])
+            out[rows, heads] = result.transpose(1, 0, 2)
     return (out, lse) if sinks is None else apply_sinks(out, lse, sinks)
 
 

@@ -1,7 +1,7 @@
 """Merge partial attention results (out, lse), a commutative monoid; sinks are applied once, at the end.
 
-`lse` is the natural log of the sum of exponentials over the keys seen, and an empty part has -inf.
-Libraries also mark an empty part with +inf or NaN, so `merge_states` drops those by default; a visible NaN
+`lse` is the natural log of the sum of exponentials over the keys seen, and an empty state has -inf.
+Libraries also mark an empty state with +inf or NaN, so `merge_states` drops those by default; a visible NaN
 key also gives a NaN lse, and a caller that must keep it passes `nan_is_empty=False`.
 """
 
@@ -18,8 +18,8 @@ def merge_states(outs: Sequence[npt.ArrayLike], lses: Sequence[npt.ArrayLike], *
 
     outs: k arrays [n, H, Dv]; lses: k arrays [H, n], natural log, sink excluded.
     w_i = exp(lse_i - max lse), out = sum w_i out_i / sum w_i, lse = max lse + log sum w_i.
-    A part with lse of -inf or +inf (or NaN, unless `nan_is_empty=False`) is empty: its `out` is never
-    read. All parts empty: out 0, lse -inf. Returns (out [n, H, Dv], lse [H, n]) in float64.
+    A state with lse of -inf or +inf (or NaN, unless `nan_is_empty=False`) is empty: its `out` is never
+    read. All states empty: out 0, lse -inf. Returns (out [n, H, Dv], lse [H, n]) in float64.
     """
     require(len(outs) == len(lses) and len(outs) > 0, f"got {len(outs)} outs and {len(lses)} lses (equal, >= 1)")
     states = [floats(f"outs[{i}]", out, 3) for i, out in enumerate(outs)]
@@ -38,8 +38,8 @@ def merge_states(outs: Sequence[npt.ArrayLike], lses: Sequence[npt.ArrayLike], *
         weights = np.exp(lse - top)
         total = weights.sum(axis=0)
         # [k, H, n] -> [k, n, H, 1]. Selected, since the output of an empty part may be NaN, and 0 * NaN is NaN.
-        parts = np.where(empty.transpose(0, 2, 1)[..., None], 0.0, np.stack(states))
-        summed = (parts * weights.transpose(0, 2, 1)[..., None]).sum(axis=0)
+        outputs = np.where(empty.transpose(0, 2, 1)[..., None], 0.0, np.stack(states))
+        summed = (outputs * weights.transpose(0, 2, 1)[..., None]).sum(axis=0)
         norm = total.T[..., None]
         return np.where(norm == 0, 0.0, summed / norm), top + np.log(total)
 

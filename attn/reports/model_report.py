@@ -100,7 +100,7 @@ class ModelReport:
         return flops / self.ceilings.gemm_tflop_per_s / 1e9 if recorded and self.ceilings else None
 
     def measured(self, row: KindReport) -> Attained | None:
-        """Return the shares of the device's rates that the chosen backend reached in a measurement of such layers, if any."""
+        """Return the fractions of the device's rates that the chosen backend reached with such layers, if measured."""
         layer = row.layer
         plain = self.dtype == "bfloat16" and self.kv_cache_dtype == "auto" and not (layer.features or layer.latent)
         # What `ATTAINED` was measured with; a figure of other layers would be a guess.
@@ -109,12 +109,12 @@ class ModelReport:
 
     def _measured(self, row: KindReport) -> str:
         """Describe `measured` in a sentence; nothing without it."""
-        shares, decode, prompt = self.measured(row), self.decode_ms(row.decode_bytes), self.prompt_ms(row.prompt_flops)
-        if shares is None or decode is None or prompt is None:
+        reached, decode, prompt = self.measured(row), self.decode_ms(row.decode_bytes), self.prompt_ms(row.prompt_flops)
+        if reached is None or decode is None or prompt is None:
             return ""
-        times = [f"64 decodes {shares.copy:.2f} of the copy's ({decode / shares.copy:.3g} ms at that rate)"]
-        if shares.gemm:
-            times.append(f"4 prompts {shares.gemm:.2f} of the product's ({prompt / shares.gemm:.3g} ms)")
+        times = [f"64 decodes {reached.copy:.2f} of the copy's ({decode / reached.copy:.3g} ms at that rate)"]
+        if reached.gemm:
+            times.append(f"4 prompts {reached.gemm:.2f} of the product's ({prompt / reached.gemm:.3g} ms)")
         return f"rates reached with heads of this size and 4096 tokens: {', '.join(times)}; small batches reach less"
 
     @property

@@ -25,20 +25,20 @@ def test_ragged_chunks_over_long_contexts() -> None:
     assert (found["turns"], found["merged"]) == (61, 53_287)
 
 
-def test_equal_shares_of_decodes() -> None:
+def test_stream_k_of_decodes() -> None:
     """One request of 512 tiles and 99 of one each: 611 tiles with six more for each request, ten for each of 132 programs."""
     found = decoded(BenchCase.latent("q1s32k_99q1s64", heads="64"))
     assert (found["requests"], found["keys"], found["row_tiles"]) == (100, 32768 + 99 * 64, 1)
-    assert found["least"] == pytest.approx(611 / 132) and found["shares_time"] == 10 + 6
-    assert found["pieces"] == 52 + 99 and found["shares_mb"] == pytest.approx(52 * 64 * 512 * 4 * 2 / 1e6)
+    assert found["least"] == pytest.approx(611 / 132) and found["stream_k_time"] == 10 + 6
+    assert found["stream_k_splits"] == 52 + 99 and found["stream_k_mb"] == pytest.approx(52 * 64 * 512 * 4 * 2 / 1e6)
     assert decoded(BenchCase.latent("4q4k")) == {}
 
 
 @pytest.mark.parametrize("seed", [5, 77])
-def test_equal_shares_end_sooner_than_equal_parts(seed: int) -> None:
+def test_stream_k_ends_sooner_than_equal_splits(seed: int) -> None:
     """Ragged decodes that fill the device: the sum of programs' times is bounded below by `least` in both."""
     cases = sample(21, seed, sizes_of([141 << 30], mla=True), mla=True)
     for found in filter(None, map(decoded, cases)):
-        assert min(found["parts_time"], found["shares_time"]) >= found["least"]
+        assert min(found["split_time"], found["stream_k_time"]) >= found["least"]
         if found["requests"] > 4 and found["least"] > 20:
-            assert found["shares_time"] <= 1.01 * found["parts_time"]
+            assert found["stream_k_time"] <= 1.01 * found["split_time"]

@@ -1149,7 +1149,7 @@ DEFECTS = (
         "            tl.store(counters + at, 0)\n",
         "",
         INTERPRETED,
-        "Only the first launch merges the parts of a row's keys.",
+        "Only the first launch merges the splits of a row's keys.",
     ),
     Defect(
         "row_launch_of_other_splits",
@@ -2170,8 +2170,8 @@ DEFECTS = (
     Defect(
         "diffusion_joint_rows",
         "diffusion/parallel.py",
-        "return ops_of(self.framework).concat(parts if front else parts[::-1], 1)",
-        "return ops_of(self.framework).concat(parts, 1)",
+        "return ops_of(self.framework).concat(streams if front else streams[::-1], 1)",
+        "return ops_of(self.framework).concat(streams, 1)",
         ("torch/diffusion/test_parallel.py",),
         "Rows of a second stream come first wherever they belong.",
     ),

@@ -35,7 +35,7 @@ def _nearer(x: jax.Array, y: jax.Array, quotient: jax.Array) -> jax.Array:
     than 2^27, so arithmetic modulo 2^32 computes it exactly.
     """
     bits = lax.bitcast_convert_type(quotient, jnp.int32)
-    (mx, ex), (my, ey), (mq, eq) = (_parts(v) for v in (x, y, quotient))
+    (mx, ex), (my, ey), (mq, eq) = (_significand_and_exponent(v) for v in (x, y, quotient))
     shift = ex - ey - eq + 150
     remainder = (mx << jnp.clip(shift, 0, 31)) - mq * my
     remainder = jnp.where((mq == _HIDDEN) & (remainder < 0), 2 * remainder, remainder)  # below a power of two units are halved
@@ -45,7 +45,7 @@ def _nearer(x: jax.Array, y: jax.Array, quotient: jax.Array) -> jax.Array:
     return jnp.where(normal[0] & normal[1] & normal[2], moved, quotient)
 
 
-def _parts(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _significand_and_exponent(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(significand with its hidden bit, biased exponent) of float32 numbers, as int32."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return (bits & (_HIDDEN - 1)) | _HIDDEN, (bits >> 23) & 255

@@ -1,6 +1,6 @@
 """Ragged attention over pages in plain `jax.numpy`, for every device that XLA compiles for.
 
-Flash attention (arXiv 2205.14135) with the online softmax in float32, over static shapes. The T rows of a batch are cut
+Flash attention (arXiv 2205.14135) with the online softmax in float32, over static shapes. The T rows of a batch are divided
 into tiles of Q rows, each of one request. A loop iterates over the keys of up to ABREAST tiles at once, C at a time, and
 gathers their pages. Its trip count is dynamic (that of its longest tile), so a short batch in a large bucket is cheap; a
 window also moves a tile's first chunk. More tiles are sorted by their trips first, so that short ones do not wait for long
@@ -169,13 +169,13 @@ class _Tiles(NamedTuple):
     position: jax.Array  # [X, Q] in its request
     context: jax.Array  # [X, 1] keys before the request's own rows
     length: jax.Array  # [X, 1] all of its keys
-    tile: jax.Array  # [T] tile of each row of the batch, and index in it (not of a part of the tiles)
+    tile: jax.Array  # [T] tile of each row of the batch, and index in it (not of some of the tiles)
     tile_row: jax.Array
     owned: jax.Array  # [T] whether the row belongs to a request
 
 
-def _cut(query_start_loc: jax.Array, seq_lens: jax.Array, num_rows: int, q: int) -> _Tiles:
-    """Cut T rows into tiles of `q`. The number of tiles is static: the most that R requests with T rows in total can need."""
+def _tiles_of(query_start_loc: jax.Array, seq_lens: jax.Array, num_rows: int, q: int) -> _Tiles:
+    """Divide T rows into tiles of `q`. Their number is static: the most that R requests with T rows in total can need."""
     lens = jnp.diff(query_start_loc)
     num_requests = lens.shape[0]
     num_tiles = (num_rows + num_requests * (q - 1)) // q
@@ -285,7 +285,7 @@ def _attend(
     if 0 in (num_rows, num_requests, columns, num_blocks):
         return jnp.zeros_like(query), jnp.full((num_heads, num_rows), -jnp.inf, jnp.float32)
     heads = _Heads(num_kv_heads, num_heads // num_kv_heads, tile_rows(num_rows, num_requests, rules.max_query_len))
-    tiles = _cut(query_start_loc, seq_lens, num_rows, heads.tile_len)
+    tiles = _tiles_of(query_start_loc, seq_lens, num_rows, heads.tile_len)
     of = functools.partial(_over_keys, rules, heads, query, fetch, extent, block_table)
     num_tiles = tiles.request.shape[0]
     if num_tiles <= ABREAST:
@@ -295,12 +295,12 @@ def _attend(
         order = jnp.argsort(jnp.where(tiles.real[:, 0], jnp.maximum(low, 0)[:, 0] - stop[:, 0], 1))
         spare = -num_tiles % ABREAST
 
-        def parts(x: jax.Array) -> jax.Array:
+        def grouped(x: jax.Array) -> jax.Array:
             x = jnp.pad(x[order], ((0, spare), *[(0, 0)] * (x.ndim - 1)))
             return x.reshape(-1, ABREAST, *x.shape[1:])
 
         of_rows = {"tile": tiles.tile, "tile_row": tiles.tile_row, "owned": tiles.owned}
-        out, lse = lax.map(lambda fields: of(_Tiles(*fields, **of_rows)), tuple(map(parts, tiles[:6])))
+        out, lse = lax.map(lambda fields: of(_Tiles(*fields, **of_rows)), tuple(map(grouped, tiles[:6])))
         out, lse = (x.reshape(-1, *x.shape[2:]) for x in (out, lse))
         tiles = tiles._replace(tile=jnp.argsort(order)[tiles.tile])
     lse = heads.to_rows(tiles, lse[..., None], -jnp.inf)[..., 0].T
@@ -343,9 +343,9 @@ def _over_keys(
         new_top = jnp.maximum(top, s.max(axis=-1))
         finite_top = jnp.where(new_top == -jnp.inf, 0.0, new_top)
         weights, rescale = jnp.exp(s - finite_top[..., None]), jnp.exp(top - finite_top)
-        part = _dot("xkmc,xkcd->xkmd", weights.astype(v.dtype), v)
-        part = lax.cond(jnp.isnan(part).any(), lambda: _select(weights, allowed, v), lambda: part)
-        return new_top, total * rescale + weights.sum(axis=-1), acc * rescale[..., None] + part
+        product = _dot("xkmc,xkcd->xkmd", weights.astype(v.dtype), v)
+        product = lax.cond(jnp.isnan(product).any(), lambda: _select(weights, allowed, v), lambda: product)
+        return new_top, total * rescale + weights.sum(axis=-1), acc * rescale[..., None] + product
 
     sums = jax.ShapeDtypeStruct(q.shape, jnp.float32)
     rows = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
@@ -370,7 +370,7 @@ def _select(weights: jax.Array, allowed: jax.Array, v: jax.Array) -> jax.Array:
     def reach(flags: jax.Array) -> jax.Array:
         return _dot("xkmc,xkcd->xkmd", attends, flags.astype(v.dtype)) > 0
 
-    part = _dot("xkmc,xkcd->xkmd", weights.astype(v.dtype), jnp.where(jnp.isfinite(v), v, 0))
-    part += jnp.where(reach(v == jnp.inf), jnp.inf, 0.0)
-    part += jnp.where(reach(v == -jnp.inf), -jnp.inf, 0.0)  # both infinities make NaN, as they should
-    return jnp.where(reach(jnp.isnan(v)), jnp.nan, part)
+    product = _dot("xkmc,xkcd->xkmd", weights.astype(v.dtype), jnp.where(jnp.isfinite(v), v, 0))
+    product += jnp.where(reach(v == jnp.inf), jnp.inf, 0.0)
+    product += jnp.where(reach(v == -jnp.inf), -jnp.inf, 0.0)  # both infinities make NaN, as they should
+    return jnp.where(reach(jnp.isnan(v)), jnp.nan, product)

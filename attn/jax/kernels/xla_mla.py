@@ -22,7 +22,7 @@ from jax import lax
 from attn.jax.kernels import xla
 from attn.jax.kernels.division import divide
 
-_LATENT, _TILE, _SCALES, _ROPE = 512, 128, 512, 528  # the fp8_ds_mla row: offsets of its parts
+_LATENT, _TILE, _SCALES, _ROPE = 512, 128, 512, 528  # the fp8_ds_mla row: offsets of its fields
 _NONE = jnp.iinfo(jnp.int32).max
 #: Rows that are attended at a time. A window is computed whole, over the keys of its longest request.
 WINDOW = 256
@@ -217,14 +217,14 @@ def pack_fp8_ds_mla(kv_c: jax.Array, k_pe: jax.Array, *, ue8m0: bool = False) ->
 def unpack_fp8_ds_mla(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Unpack (kv_c [..., 512], k_pe [..., 64]) of packed rows uint8 [..., 656], in float32."""
 
-    def parts(first: int, stop: int, dtype: Any) -> jax.Array:
+    def field(first: int, stop: int, dtype: Any) -> jax.Array:
         size = jnp.dtype(dtype).itemsize
         octets = rows[..., first:stop].reshape(*rows.shape[:-1], -1, size)
         return lax.bitcast_convert_type(octets[..., 0] if size == 1 else octets, dtype).astype(jnp.float32)
 
-    codes = parts(0, _LATENT, jnp.float8_e4m3fn).reshape(*rows.shape[:-1], -1, _TILE)
-    latent = codes * parts(_SCALES, _ROPE, jnp.float32)[..., None]
-    return latent.reshape(*rows.shape[:-1], _LATENT), parts(_ROPE, rows.shape[-1], jnp.bfloat16)
+    codes = field(0, _LATENT, jnp.float8_e4m3fn).reshape(*rows.shape[:-1], -1, _TILE)
+    latent = codes * field(_SCALES, _ROPE, jnp.float32)[..., None]
+    return latent.reshape(*rows.shape[:-1], _LATENT), field(_ROPE, rows.shape[-1], jnp.bfloat16)
 
 
 @functools.partial(jax.jit, static_argnames="topk")

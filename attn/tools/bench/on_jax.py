@@ -159,11 +159,11 @@ def _filled(view: Any, shape: tuple[int, ...], element: Any, head_size: int) -> 
     work = element if element.itemsize > 1 else jnp.dtype(jnp.bfloat16)
     views, back = jax.vjp(view, jnp.zeros(shape, work))
     drawn = []
-    for number, part in enumerate(views):
-        x = jax.random.normal(jax.random.key(number), (*part.shape[:-1], head_size), work)
+    for number, cache in enumerate(views):
+        x = jax.random.normal(jax.random.key(number), (*cache.shape[:-1], head_size), work)
         # Integers in bfloat16, where those up to 256 are exact; the last cast would truncate others towards 0.
         x = jnp.round(x * 30).clip(-127, 127) if element == jnp.int8 else x
-        drawn.append(jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, part.shape[-1] - head_size)]))
+        drawn.append(jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, cache.shape[-1] - head_size)]))
     # The view is linear, and its transpose places each number where the view reads it.
     return back(tuple(drawn))[0].astype(element)
 
@@ -171,8 +171,8 @@ def _filled(view: Any, shape: tuple[int, ...], element: Any, head_size: int) -> 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _rows(view: Any, head_size: int, cache: jax.Array, blocks: Any, scale: float) -> Any:
     """The keys and values [S, K, D] of the blocks, in float32."""
-    parts = (part[blocks] for part in view(cache))
-    return tuple(part.reshape(-1, *part.shape[2:])[..., :head_size].astype(jnp.float32) * scale for part in parts)
+    stored = (x[blocks] for x in view(cache))
+    return tuple(x.reshape(-1, *x.shape[2:])[..., :head_size].astype(jnp.float32) * scale for x in stored)
 
 
 @functools.partial(jax.jit, static_argnums=0)

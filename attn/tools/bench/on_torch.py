@@ -69,11 +69,11 @@ class Workload(BaseWorkload):
         case, device = self.case, self.device
         # Views, of whatever layout the backend has: [N, P, K, D].
         self.key_cache, self.value_cache = cls.logical_kv_cache(self.cache)
-        for part in (self.key_cache, self.value_cache):
+        for cache in (self.key_cache, self.value_cache):
             # In float16, since `randn` makes no 8-bit numbers. Codes have a standard deviation of 30: three of them are 90, of
             # int8's 127.
-            noise = torch.randn(part.shape, device=device, dtype=torch.float16, generator=generator)
-            part.copy_((noise * 30 if part.dtype == torch.int8 else noise).to(part.dtype))
+            noise = torch.randn(cache.shape, device=device, dtype=torch.float16, generator=generator)
+            cache.copy_((noise * 30 if cache.dtype == torch.int8 else noise).to(cache.dtype))
         shape = (sum(q for q, _ in self.lens), case.num_heads, case.head_size)
         self.query = torch.randn(shape, device=device, dtype=getattr(torch, case.dtype), generator=generator)
         # A row that is not written stays NaN, and so does the error.
@@ -88,9 +88,9 @@ class Workload(BaseWorkload):
     def dense(self, r: int) -> tuple[torch.Tensor, ...]:
         blocks = torch.from_numpy(self.tables[r].astype("int64")).to(self.device)
         tokens = self.lens[r][1]
-        parts = (part[blocks].flatten(0, 1)[:tokens] for part in (self.key_cache, self.value_cache))
+        stored = (cache[blocks].flatten(0, 1)[:tokens] for cache in (self.key_cache, self.value_cache))
         # Of both: `_v_scale` is the same.
-        key, value = (part.float() * float(self._k_scale) for part in parts)
+        key, value = (rows.float() * float(self._k_scale) for rows in stored)
         return key, value
 
     def _wrong(self, rows: slice, stored: tuple[torch.Tensor, ...], first: int) -> tuple[float, float]:
@@ -115,9 +115,9 @@ class MLAWorkload(Workload):
         slots = torch.arange(self.cache.shape[0] * case.block_size, device=self.device)
         # The layer's own write makes the cache, whatever its format; in parts, since the rows to write take as much memory as
         # the cache.
-        for part in slots.split(1 << 18):
-            rows = noise(len(part), case.head_size)
-            self.impl.do_kv_cache_update(self, rows[:, :rank], rows[:, rank:], self.cache, part)
+        for group in slots.split(1 << 18):
+            rows = noise(len(group), case.head_size)
+            self.impl.do_kv_cache_update(self, rows[:, :rank], rows[:, rank:], self.cache, group)
         tokens = sum(n for n, _ in self.lens)
         self.latent, self.rope = noise(tokens, rank), noise(tokens, ROPE)
         self.query = noise(tokens, case.num_heads, NOPE + ROPE)
@@ -138,7 +138,7 @@ class MLAWorkload(Workload):
         fresh = (self.latent[begin : begin + n], self.rope[begin : begin + n])
         name = self.case.kv_cache_dtype
         new = _rows.encode(*fresh, name, self.cache.dtype, self._k_scale)
-        return (torch.cat([_rows.decode(part, name, self._k_scale).float() for part in (before, new)]),)
+        return (torch.cat([_rows.decode(rows, name, self._k_scale).float() for rows in (before, new)]),)
 
 
 class TorchBench(BaseBench):

@@ -60,9 +60,9 @@ class SequenceParallelAttention(BaseSequenceParallel, nn.Module):
         return got.movedim(0, join).flatten(join, join + 1)
 
     def _gathered(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous(), group=self.group)
-        return torch.cat(parts, dim)
+        gathered = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        dist.all_gather(gathered, x.contiguous(), group=self.group)
+        return torch.cat(gathered, dim)
 
     def _own_heads(self, x: torch.Tensor | None) -> torch.Tensor | None:
         return None if x is None else x.chunk(self.size, 2)[self.rank]

@@ -145,7 +145,7 @@ def test_a_bound_of_a_window_beyond_every_key_is_none(tokens: int) -> None:
         torch.testing.assert_close(output, outputs[0])
 
 
-def test_parts_of_a_decode_have_the_scales_of_their_kv_head() -> None:
+def test_splits_of_a_decode_have_the_scales_of_their_kv_head() -> None:
     """A decode is the same in one part and in several, which are merged."""
     query = torch.randn(1, HEADS, SIZE, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     key, value = (torch.cat([_stored(torch.int8, seed), _stored(torch.int8, seed + 9)], 1) for seed in (2, 3))

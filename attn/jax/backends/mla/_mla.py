@@ -264,9 +264,9 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
         # Shapes are those of the whole batch, as any number of its requests may be long; the packed rows come first.
         lens = jnp.where(long, jnp.diff(meta.query_start_loc), 0)
         context = jnp.where(long, jnp.maximum(meta.seq_lens - lens, 0), 0)
-        # those with a context first, so that the rows that attend a part of it are neighbours
+        # those with a context first, so that the rows that attend some of it are neighbours
         packed = xla_mla.pack(meta.query_start_loc, lens, jnp.argsort(context == 0, stable=True), q.shape[0])
-        # contexts of all long requests in a line, in packed order, which the workspaces cut at equal distances
+        # contexts of all long requests in a line, in packed order, which the workspaces divide at equal distances
         keys = jnp.pad(jnp.cumsum(context[packed.order], dtype=jnp.int32), (1, 0))
         query = q[packed.row]
         batch = MLAPrefillMetadata(packed.starts, _ON_HOST, long.shape[0], meta.max_query_len)
@@ -313,16 +313,16 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
                 row = begin + jnp.arange(window, dtype=jnp.int32)
                 first = xla_mla.request_of(packed.starts, row[:1])[0]
                 starts, key_starts = (lax.dynamic_slice_in_dim(x, first, most + 1) for x in (query_bounds, key_bounds))
-                # each request's rows in this window and keys in this workspace; none for a request that has no part in either
+                # each request's rows in this window and keys in this workspace; none for a request without any
                 starts, key_starts = jnp.clip(starts - begin, 0, window), jnp.clip(key_starts - i * size, 0, size)
                 chunk = MLAContextChunk(key_starts, _ON_HOST, size, size)
-                part = MLAPrefillMetadata(starts, _ON_HOST, most, min(meta.max_query_len, window), (chunk,))
+                of_window = MLAPrefillMetadata(starts, _ON_HOST, most, min(meta.max_query_len, window), (chunk,))
                 rows = lax.dynamic_slice_in_dim(query, begin, window)
-                out, lse = prefill.run_prefill_context_chunk(0, rows, key, value, part)
+                out, lse = prefill.run_prefill_context_chunk(0, rows, key, value, of_window)
                 # the last window of a batch may begin early, with rows of the window before
                 lse = jnp.where((row >= low + j * window) & (row < high), lse, -jnp.inf)
                 before = (lax.dynamic_slice_in_dim(x, begin, window, axis) for axis, x in enumerate(state))
-                # a NaN is a result of keys that were seen, not a part without keys
+                # a NaN is a result of keys that were seen, not a split without keys
                 merged = merge_attn_states(*zip(before, (out, lse), strict=True), nan_is_empty=False)
                 return tuple(
                     lax.dynamic_update_slice_in_dim(x, new, begin, axis)

@@ -61,14 +61,14 @@ class SDPAImpl(SDPABase, backend=SDPABackend):
         # at least one row at a time, whatever it takes
         step = max(1, _SCORES_AT_ONCE // max(1, batch * self.num_heads * key.shape[1]))
         for start in range(0, rows, step):
-            part = slice(start, start + step)
-            scores = query[:, part].transpose(1, 2).to(wide) @ k.transpose(2, 3) * self.scale
+            rows = slice(start, start + step)
+            scores = query[:, rows].transpose(1, 2).to(wide) @ k.transpose(2, 3) * self.scale
             if mask is not None:
-                scores = scores.masked_fill(~(mask if mask.shape[2] == 1 else mask[:, :, part]), -torch.inf)
+                scores = scores.masked_fill(~(mask if mask.shape[2] == 1 else mask[:, :, rows]), -torch.inf)
             if triangle is not None:
-                scores = scores.masked_fill(~triangle[part], -torch.inf)
+                scores = scores.masked_fill(~triangle[rows], -torch.inf)
             log = scores.logsumexp(-1)
             # a row without a key: -inf minus -inf would be NaN
             weights = torch.where(log[..., None] == -torch.inf, 0, torch.exp(scores - log[..., None]))
-            out[:, :, part], lse[:, :, part] = (weights @ v).to(query.dtype), log
+            out[:, :, rows], lse[:, :, rows] = (weights @ v).to(query.dtype), log
         return out.transpose(1, 2), lse
