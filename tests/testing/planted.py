@@ -1122,8 +1122,8 @@ DEFECTS = (
     Defect(
         "triton_merge_of_another_tile",
         "kernels/paged_attention.py",
-        "((item + tile * num_splits) * BLOCK_Q + of_tile)",
-        "(item * BLOCK_Q + of_tile)",
+        "((item + tile * num_splits) * BLOCK_Q)",
+        "(item * BLOCK_Q)",
         INTERPRETED,
         "Rows of a request's later tiles are merged from the splits of its first.",
     ),
