@@ -491,8 +491,13 @@ class CommonAttentionMetadata:
             table = self.block_table.view(np.uint32)  # one comparison: a negative id is a large unsigned one
             if pages is None and int(table.max()) < num_blocks:
                 return
+            used, (rows, columns) = -(-seq_lens // block_size), table.shape
+            # The largest id in use, by which most tables with padding pass, takes a fifth of the time of the search below.
+            if pages is None and table.flags.c_contiguous:
+                begins = np.arange(0, rows * columns, columns)
+                if Pages(table.reshape(-1), used, columns, begins).largest < num_blocks:
+                    return
             # Ids of padding may be anything: an engine's table has stale ones.
-            used = -(-seq_lens // block_size)
             bad = (table >= num_blocks) & (np.arange(table.shape[1]) < used[:, None])
             if not bad.any():  # it is not in use
                 return

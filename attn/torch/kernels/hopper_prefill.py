@@ -124,30 +124,22 @@ class EqualPrompts:
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
         """Return [B, S, H, D] of query [B, H, S, D] and key, value [B, K, S, D]; None if the kernel does not support their
         shapes, dtypes and addresses."""
-        seen, planned = self._last
-        q, k, v = query.shape, key.shape, value.shape
-        stream = stream_of(query.device)
-        strides, dtypes = (query.stride(), key.stride(), value.stride()), (query.dtype, key.dtype, value.dtype)
-        now = q, k, v, strides, dtypes, query.device, stream
-        if now != seen:
-            planned = self._planned(query, key, value, stream)
-            # the lists of a plan that is made during a capture are the graph's memory (`numbers`)
-            if not (stream and torch.cuda.is_current_stream_capturing()):
-                self._last = now, planned
+        planned = self._plan_of(query, key, value)
         # The plan is of arrays at multiples of 16 bytes, which shapes and strides do not tell.
         if planned is None or (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15:
             return None
         plan, lists, copied = planned
+        batch, heads, rows, size = query.shape
         # [B, H, S, D] whose batch and rows are not one dimension of a constant stride, as the kernel's [T, H, D] has to be
         if copied:
             query = query.transpose(1, 2).contiguous()
-        output = query.new_empty((q[0], q[2], q[1], q[3]))
+        output = query.new_empty((batch, rows, heads, size))
         plan((output, None, query, key, value, *lists), self._factors, multiprocessors(query.device))
         return output
 
     def bound(self, general: Repeated, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Repeated:
         """Return `general`, which makes such calls, for arrays of these shapes, strides and dtypes: see `Prepared.again`."""
-        planned = self._planned(query, key, value, stream_of(query.device)) if hopper.is_on("hopper_prefill") else None
+        planned = self._plan_of(query, key, value) if hopper.is_on("hopper_prefill") else None
         # a launch that is repeated has no copy of the queries before it
         if planned is None or planned[2]:
             return general
@@ -161,6 +153,18 @@ class EqualPrompts:
         changing = (0, 0), (2, 1), (3, 2), (4, 3), (n, q_map), (n + 1, 2), (n + 2, 3)
         shape, held = (batch, rows, heads, size), (lists, arrays[-1])
         return plan.kernel.again(general, query.device, shape, (programs, 1), (*addresses, *numbers), changing, held)
+
+    def _plan_of(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[_PlannedLaunch, Any, bool] | None:
+        """Return `_planned`, which is that of the last call if shapes, strides and dtypes are."""
+        (seen, planned), stream = self._last, stream_of(query.device)
+        shapes, strides = (query.shape, key.shape, value.shape), (query.stride(), key.stride(), value.stride())
+        now = *shapes, strides, query.dtype, key.dtype, value.dtype, query.device, stream
+        if now != seen:
+            planned = self._planned(query, key, value, stream)
+            # the lists of a plan that is made during a capture are the graph's memory (`numbers`)
+            if not (stream and torch.cuda.is_current_stream_capturing()):
+                self._last = now, planned
+        return planned
 
     def _planned(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, stream: int
