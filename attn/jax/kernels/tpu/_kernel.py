@@ -21,6 +21,7 @@ from attn.jax.kernels.tpu._refs import RaggedConfig, RaggedRefs
 
 def run(cfg: RaggedConfig, refs: RaggedRefs) -> None:
     """The whole launch."""
+    _pages.start(_line.rules(cfg, refs))
     _pages.writing(cfg, refs, lambda: _attend(cfg, refs))
 
 

@@ -42,7 +42,7 @@ class Buffers(NamedTuple):
 
     scratch: dict[str, Any]
     results: dict[str, jax.ShapeDtypeStruct]
-    spaces: dict[str, Any]  #: the memories of arrays and results that are not in HBM
+    spaces: dict[str, Any] = {}  #: the memories of arrays that are not in HBM
 
 
 def page_buffers(cfg: PagedConfig, stored: Any) -> dict[str, Any]:
@@ -83,6 +83,9 @@ def paged(
     scalars = {"items": plan.items, "tiles": plan.tiles, "counts": plan.counts, "table": plan.table}
     if plan.runs is not None:
         scalars["runs"] = plan.runs
+    # One copy of all scalars: what the launch waits for before its first instruction comes at once.
+    scalars |= {name: arrays[name] for name in arrays if buffers.spaces.get(name) == pltpu.SMEM}
+    arrays = {name: x for name, x in arrays.items() if name not in scalars}
     # prefetched scalars stay in SMEM for the whole launch
     needed, chip = 4 * sum(x.size for x in scalars.values()), chip_of(device.chip)
     if needed > chip.smem:

@@ -167,6 +167,11 @@ class Line:
     def wait(self, pages: jax.Array, slot: jax.Array) -> None:
         self.loads.wait_for(pages, lambda n: self.loads.page(jnp.int32(0), n, slot), slot)
 
+    def renew(self, segment: Segment, slot: jax.Array, row: int) -> None:
+        """Put new rows among the keys of a segment in `slot`, the first of which is in row `row`."""
+        owner = jnp.minimum(segment.owner, self.cfg.num_items - 1)
+        self.loads.renew(owner, segment.keys.begin, segment.pages * self.cfg.page, slot, row)
+
     def process(self, index: SegmentIndex, slot: jax.Array) -> SegmentIndex:
         """Process the block at an index, and finish the requests that end in it; return the index after it."""
         cfg, refs, first = self.cfg, self.refs, self.segment(index)
@@ -174,6 +179,7 @@ class Line:
         def whole() -> SegmentIndex:
             pl.when(first.starts)(self.queries(first, slot).wait)
             self.loads.whole(slot).wait()
+            self.loads.renew(first.owner, first.keys.begin, cfg.kv_block, slot)
             size = min(cfg.kv_block, _single.KEYS_AT_ONCE)
             _single.attend(cfg, refs, slot, [(first.keys, at, size) for at in range(0, cfg.kv_block, size)], False)
             return self.after(first, cfg.segments)
@@ -183,6 +189,8 @@ class Line:
             for segment in segments:
                 pl.when(segment.starts)(self.queries(segment, slot).wait)
             self.wait(functools.reduce(jnp.add, [segment.pages for segment in segments]), slot)
+            for t, segment in enumerate(segments):
+                self.renew(segment, slot, t * cfg.segment)
             tiles = [(segment.keys, t * cfg.segment, cfg.segment) for t, segment in enumerate(segments)]
             _single.attend(cfg, refs, slot, tiles, True)
             return next_index
@@ -217,12 +225,19 @@ class Line:
             for n in range(cfg.segment // cfg.page):
                 pl.when(n < segment.pages)(self.loads.page(segment.table + n, n, slot).start)
             self.wait(segment.pages, slot)
+            self.renew(segment, slot, 0)
             _single.attend(cfg, self.refs, slot, [(segment.keys, 0, cfg.segment)], True, exact=True)
 
         @pl.when(_single.failed(cfg, self.refs, at))
         def _() -> None:
             _single.reset(cfg, self.refs, at)
             lax.fori_loop(0, self.loads.field(_plan.BLOCKS, owner), again, None)
+
+
+def rules(cfg: RaggedConfig, refs: RaggedRefs) -> list[Any]:
+    """The copies of what heads multiply and add. As operands in VMEM the launch would wait for them before anything else."""
+    pairs = [(refs.rules1_in, refs.rules1), *([(refs.rules_in, refs.rules)] if cfg.large else [])]
+    return [_pages.copy(source, target, refs.rules_sem) for source, target in pairs]
 
 
 def attend(line: Line, next_load: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -249,12 +264,21 @@ def attend(line: Line, next_load: tuple[jax.Array, ...]) -> tuple[jax.Array, ...
         next_load = start_next(block + cfg.slots - 1, state[3:])
         return loads.after(slot), *line.process((owner, number), slot), *next_load
 
-    state = lax.fori_loop(0, cfg.slots - 1, start_next, (zero, zero, *next_load))
+    state = _pages.begin(cfg, line.refs, start_next, (zero, zero, *next_load))
+    _pages.wait(rules(cfg, line.refs))
     slot, _, _, _, _, *next_load = lax.fori_loop(0, line.blocks, process, (zero, zero, zero, *state))
 
     def drain(owner: jax.Array, _: None) -> None:
         _pages.wait(line.outputs(owner))
 
-    # `finish` has waited for the others
-    lax.fori_loop(jnp.maximum(line.count - cfg.segments, 0), line.count, drain, None)
+    def outputs() -> None:
+        # `finish` has waited for the others
+        lax.fori_loop(jnp.maximum(line.count - cfg.segments, 0), line.count, drain, None)
+
+    if cfg.late:
+        is_last = loads.count == line.count
+        pl.when(is_last)(lambda: _pages.end(cfg, line.refs, outputs))
+        pl.when(jnp.logical_not(is_last))(outputs)
+    else:
+        outputs()
     return slot, *next_load

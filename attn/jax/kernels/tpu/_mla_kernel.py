@@ -79,8 +79,8 @@ class RowRefs:
     def parts(self) -> list[Any]:
         """The rows of each score matrix: 256 or 128 of them keep the matrix unit busy with one load of the keys."""
         total = self.q.shape[1]
-        size = next((x for x in (256, 128) if x < total and total % x == 0), total)
-        return [pl.ds(first, size) for first in range(0, total, size)]
+        size = 256 if total > 256 else 128
+        return [pl.ds(first, min(size, total - first)) for first in range(0, total, size)]
 
     @property
     def least(self) -> int:
@@ -122,6 +122,9 @@ def run(cfg: MLAConfig, refs: MLARefs) -> None:
 def _attend(cfg: MLAConfig, refs: MLARefs) -> None:
     loads = _pages.Loads(cfg, refs, refs.counts[0])
     refs.failed[...] = jnp.zeros(refs.failed.shape, jnp.int32)
+    if refs.long is not None:
+        # every item's, so it is computed once, while the first copies are under way
+        refs.long.order[...] = lax.div(lax.broadcasted_iota(jnp.int32, refs.long.order.shape, 0), cfg.group)
     groups = [(rows, _item_ops(cfg, refs, loads, rows)) for rows in (refs.single, refs.long) if rows is not None]
     _pages.attend(cfg, refs, loads, groups[0][1], groups[1][1] if refs.long else None)
     pl.when(jnp.max(refs.failed[...]) > 0)(lambda: _repeat(cfg, refs, loads, groups))

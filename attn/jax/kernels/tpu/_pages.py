@@ -86,7 +86,9 @@ def writing(cfg: PagedConfig, refs: PagedRefs, attend: Callable[[], None]) -> No
     """Write the new rows into the cache, and attend.
 
     Pages that new rows fill are copied from HBM to HBM while items are processed, which read the new rows instead. Singles do
-    not, so a page that one of them sees is waited for.
+    not, so a page that one of them sees is waited for. Other rows are written before anything is attended, or, where all of
+    their tiles fit the ring, after: pages are then loaded at once, and new rows are put among their keys in VMEM (`begin`,
+    `Loads.renew`, `end`).
     """
     if cfg.num_runs:
         last = refs.counts.shape[0] - 1
@@ -102,8 +104,11 @@ def writing(cfg: PagedConfig, refs: PagedRefs, attend: Callable[[], None]) -> No
         # Before the tiles, so that these long copies run beside the tiles' short ones.
         lax.fori_loop(0, count, lambda n, _: run(n).start(), None)
         finish(seen)
-    if cfg.write:
-        _write_tiles(cfg, refs)
+    tiles = Tiles(cfg, refs)
+    if cfg.late:
+        tiles.each(tiles.read)
+    elif cfg.write:
+        tiles.write_all()
     attend()
     if cfg.num_runs:
         finish(jnp.logical_not(seen))
@@ -114,77 +119,140 @@ def new_page(cfg: PagedConfig, refs: PagedRefs, first: jax.Array) -> Ref:
     return refs.fresh.at[:, :, pl.ds(pl.multiple_of(first, cfg.tile), cfg.page), :]
 
 
-def _write_tiles(cfg: PagedConfig, refs: PagedRefs) -> None:
-    """Write every listed tile of new rows into the cache, keeping the rows of a tile that are not new."""
-    # Three stages share a ring of buffers: tile t is read, tile t - lag merged and its write started, tile t - ring waited for.
-    # So a read has half a ring of steps to arrive, and a write the other half before its buffer is read into again.
-    lag = cfg.ring // 2
-    count = refs.counts[1]
+def begin(cfg: PagedConfig, refs: PagedRefs, start_next: Callable[[Any, Any], Any], state: Any) -> Any:
+    """Load all slots but one ahead, with start_next(number of the block, state); return the state after them."""
+    # the last slot is freed when the first block is done
+    number = cfg.slots - 1
+    if not cfg.late:
+        return lax.fori_loop(0, number, start_next, state)
+    tiles = Tiles(cfg, refs)
 
-    def field(column: int, t: jax.Array) -> jax.Array:
-        return refs.tiles[column * cfg.num_tiles + t]
+    def phase(n: jax.Array, state: Any) -> Any:
+        @pl.when(n == 1)
+        def _() -> None:
+            tiles.each(tiles.merge)
+            # a page that another request sees is written before any is loaded
+            for do in (tiles.start_write, tiles.wait_for_write):
+                tiles.each(do, tiles.seen > 0)
 
-    def has_rows(t: jax.Array) -> jax.Array:
-        return field(_plan.FIRST, t) < field(_plan.STOP, t)
+        return lax.fori_loop(0, jnp.where(n == tiles.seen, number, 0), start_next, state)
 
-    def partial(t: jax.Array) -> jax.Array:
-        return field(_plan.STOP, t) - field(_plan.FIRST, t) < cfg.tile
+    return lax.fori_loop(0, 2, phase, state)
 
-    def cache_tile(t: jax.Array) -> Ref:
+
+def end(cfg: PagedConfig, refs: PagedRefs, wait_for_outputs: Callable[[], None]) -> None:
+    """After all keys have been loaded: write what is not written yet, beside the last outputs."""
+    tiles = Tiles(cfg, refs)
+    if cfg.late:
+        tiles.each(tiles.start_write, tiles.seen == 0)
+    wait_for_outputs()
+    if cfg.late:
+        tiles.each(tiles.wait_for_write, tiles.seen == 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """The tiles of new rows, which keep the rows of the cache that are not new; tile t is in buffer t % ring."""
+
+    cfg: PagedConfig
+    refs: PagedRefs
+
+    @property
+    def count(self) -> jax.Array:
+        return self.refs.counts[1]  # type: ignore[no-any-return]
+
+    @property
+    def seen(self) -> jax.Array:
+        """Where writes are late, 1 if another request sees a page of a tile, and otherwise 0."""
+        return self.refs.counts[self.refs.counts.shape[0] - 1]  # type: ignore[no-any-return]
+
+    def field(self, column: int, t: jax.Array) -> jax.Array:
+        return self.refs.tiles[column * self.cfg.num_tiles + t]  # type: ignore[no-any-return]
+
+    def has_rows(self, t: jax.Array) -> jax.Array:
+        return self.field(_plan.FIRST, t) < self.field(_plan.STOP, t)
+
+    def is_partial(self, t: jax.Array) -> jax.Array:
+        return self.field(_plan.STOP, t) - self.field(_plan.FIRST, t) < self.cfg.tile
+
+    def in_cache(self, t: jax.Array) -> Ref:
+        cfg, page = self.cfg, self.refs.cache.at[self.field(_plan.PAGE, t)]
         if cfg.narrow:
-            return refs.cache.at[field(_plan.PAGE, t)]
-        offset = pl.multiple_of(field(_plan.OFFSET, t), cfg.tile)
-        return refs.cache.at[field(_plan.PAGE, t), :, :, pl.ds(offset, cfg.tile), :]
+            return page
+        return page.at[:, :, pl.ds(pl.multiple_of(self.field(_plan.OFFSET, t), cfg.tile), cfg.tile), :]
 
-    def reads(t: jax.Array) -> tuple[Any, Any]:
-        slot = lax.rem(t, cfg.ring)
-        source = pl.multiple_of(field(_plan.SOURCE, t), cfg.tile)
+    def reads(self, t: jax.Array) -> tuple[Any, Any]:
+        cfg, refs, slot = self.cfg, self.refs, lax.rem(t, self.cfg.ring)
+        source = pl.multiple_of(self.field(_plan.SOURCE, t), cfg.tile)
         fresh = refs.fresh.at[lax.div(source, cfg.tile)] if cfg.narrow else refs.fresh.at[:, :, pl.ds(source, cfg.tile), :]
         return (
             copy(fresh, refs.new.at[slot], refs.read_sem.at[slot]),
-            copy(cache_tile(t), refs.old.at[slot], refs.read_sem.at[slot]),
+            copy(self.in_cache(t), refs.old.at[slot], refs.read_sem.at[slot]),
         )
 
-    def write(t: jax.Array) -> Any:
-        slot = lax.rem(t, cfg.ring)
-        return copy(refs.new.at[slot], cache_tile(t), refs.write_sem.at[slot])
+    def write(self, t: jax.Array) -> Any:
+        slot = lax.rem(t, self.cfg.ring)
+        return copy(self.refs.new.at[slot], self.in_cache(t), self.refs.write_sem.at[slot])
 
-    def step(t: jax.Array, _: None) -> None:
-        u, w = t - lag, t - cfg.ring
+    def read(self, t: jax.Array) -> None:
+        # a tile of new rows alone needs nothing of what the cache holds
+        new, old = self.reads(t)
+        new.start()
+        pl.when(self.is_partial(t))(old.start)
 
-        @pl.when((w >= 0) & (w < count))
-        def _free_slot() -> None:
-            pl.when(has_rows(w))(lambda: write(w).wait())
+    def merge(self, t: jax.Array) -> None:
+        cfg, refs, slot = self.cfg, self.refs, lax.rem(t, self.cfg.ring)
+        # a copy's description only: what was started for these buffers is waited for by their semaphore
+        new, old = self.reads(t)
+        new.wait()
 
-        @pl.when(t < count)
-        def _read() -> None:
-            @pl.when(has_rows(t))
-            def _() -> None:
-                # a tile of new rows alone needs nothing of what the cache holds
-                new, old = reads(t)
-                new.start()
-                pl.when(partial(t))(old.start)
+        @pl.when(self.is_partial(t))
+        def _() -> None:
+            old.wait()
+            flat = (cfg.planes * cfg.num_kv_heads, cfg.tile, cfg.lanes)
+            fresh, kept = refs.new[slot].reshape(flat), refs.old[slot].reshape(flat)
+            merged = rows_between(fresh, kept, self.field(_plan.FIRST, t), self.field(_plan.STOP, t))
+            refs.new[slot] = merged.reshape(refs.new.shape[1:])
 
-        @pl.when((u >= 0) & (u < count))
-        def _merge_and_write() -> None:
-            @pl.when(has_rows(u))
-            def _() -> None:
-                slot = lax.rem(u, cfg.ring)
-                # a copy's description only: what was started for these buffers is waited for by their semaphore
-                new, old = reads(u)
-                new.wait()
+    def start_write(self, t: jax.Array) -> None:
+        self.write(t).start()
 
-                @pl.when(partial(u))
+    def wait_for_write(self, t: jax.Array) -> None:
+        self.write(t).wait()
+
+    def each(self, do: Callable[[jax.Array], None], when: jax.Array | bool = True) -> None:
+        """Call do(t) for every tile that has new rows."""
+
+        def one(t: jax.Array, _: None) -> None:
+            pl.when(self.has_rows(t))(lambda: do(t))
+
+        lax.fori_loop(0, jnp.where(when, self.count, 0), one, None)
+
+    def write_all(self) -> None:
+        """Write every tile into the cache."""
+        # Three stages share a ring of buffers: tile t is read, tile t - lag merged and its write started, tile t - ring waited
+        # for. So a read has half a ring of steps to arrive, and a write the other half before its buffer is read into again.
+        lag, count = self.cfg.ring // 2, self.count
+
+        def step(t: jax.Array, _: None) -> None:
+            u, w = t - lag, t - self.cfg.ring
+
+            @pl.when((w >= 0) & (w < count))
+            def _free_slot() -> None:
+                pl.when(self.has_rows(w))(lambda: self.wait_for_write(w))
+
+            @pl.when(t < count)
+            def _read() -> None:
+                pl.when(self.has_rows(t))(lambda: self.read(t))
+
+            @pl.when((u >= 0) & (u < count))
+            def _merge_and_write() -> None:
+                @pl.when(self.has_rows(u))
                 def _() -> None:
-                    old.wait()
-                    flat = (cfg.planes * cfg.num_kv_heads, cfg.tile, cfg.lanes)
-                    fresh, kept = refs.new[slot].reshape(flat), refs.old[slot].reshape(flat)
-                    merged = rows_between(fresh, kept, field(_plan.FIRST, u), field(_plan.STOP, u))
-                    refs.new[slot] = merged.reshape(refs.new.shape[1:])
+                    self.merge(u)
+                    self.start_write(u)
 
-                write(u).start()
-
-    lax.fori_loop(0, count + cfg.ring, step, None)
+        lax.fori_loop(0, count + self.cfg.ring, step, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,6 +362,28 @@ class Loads:
         def _() -> None:
             lax.fori_loop(0, number, lambda n, _: nth(n).wait(), None)
 
+    def renew(self, i: jax.Array, first: jax.Array, size: Any, slot: jax.Array, row: int = 0) -> None:
+        """Put new rows that are not in the cache yet among the `size` keys from position `first` of item i on.
+
+        These are in rows `row` and after of the block in `slot`.
+        """
+        cfg, refs, tiles = self.cfg, self.refs, Tiles(self.cfg, self.refs)
+        if not cfg.late:
+            return
+        new_tile, new_at = (self.field(_plan.columns(cfg) + column, i) for column in (_plan.NEW_TILE, _plan.NEW_AT))
+        low, stop = jnp.maximum(first, new_at), jnp.minimum(first + size, self.field(_plan.END, i))
+
+        def tile(n: jax.Array, _: None) -> None:
+            at = low + n * cfg.tile
+            t, to = new_tile + lax.div(at - new_at, cfg.tile), row + at - first
+            rows = lax.div(to, cfg.page) if cfg.narrow else pl.ds(pl.multiple_of(to, cfg.tile), cfg.tile)
+
+            @pl.when(tiles.has_rows(t))
+            def _put() -> None:
+                refs.kv[slot, :, :, rows] = refs.new[t]
+
+        lax.fori_loop(0, lax.div(jnp.maximum(stop - low, 0) + (cfg.tile - 1), cfg.tile), tile, None)
+
     def after(self, slot: jax.Array) -> jax.Array:
         return jnp.where(slot + 1 == self.cfg.slots, 0, slot + 1)
 
@@ -336,15 +426,14 @@ def attend(
         with_ops(first, lambda ops: start(ops.queries(first)))
 
     if before is None:
-        # all slots but one are loaded ahead: the last one is freed when the first block is done
-        slot, load = zero, lax.fori_loop(0, cfg.slots - 1, lambda _, load: loads.start_next(*load), (first, zero, zero))
+        slot, load = zero, begin(cfg, refs, lambda _, load: loads.start_next(*load), (first, zero, zero))
     else:
         slot, *load = before((first, zero, zero))
 
     def item(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         blocks, scalars = loads.field(_plan.BLOCKS, i), loads.item(i)
 
-        def begin(b: jax.Array) -> jax.Array:
+        def origin(b: jax.Array) -> jax.Array:
             return loads.first_page(i) * cfg.page + b * cfg.kv_block
 
         @pl.when(i + 1 < count)
@@ -360,8 +449,9 @@ def attend(
             # into the slot of the block before, whose products are done: code is in order, and a block ends with its sums
             next_load = loads.start_next(*load)
             loads.wait(i, b, slot)
+            loads.renew(i, origin(b), cfg.kv_block, slot)
             scalars.where_seen(
-                lambda: begin(b), cfg.kv_block, lambda: with_ops(i, lambda ops: ops.attend(scalars, begin(b), slot))
+                lambda: origin(b), cfg.kv_block, lambda: with_ops(i, lambda ops: ops.attend(scalars, origin(b), slot))
             )
             return loads.after(slot), *next_load
 
@@ -384,7 +474,7 @@ def attend(
 
     @pl.when(count > first)
     def _() -> None:
-        with_ops(count - 1, lambda ops: wait(ops.outputs(count - 1)))
+        end(cfg, refs, lambda: with_ops(count - 1, lambda ops: wait(ops.outputs(count - 1))))
 
 
 def clean(

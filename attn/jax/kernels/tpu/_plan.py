@@ -23,6 +23,8 @@ from attn.visibility import BatchMask, LayerMask, Visibility
 #: length of its request. If the plan lists ranges, every row sees the keys from CLEAR to CLEAR_STOP, none those between a pair
 #: of columns from GAPS on, and MORE is whether any row has more ranges than the first.
 TABLE, ROW, POSITION, LOW, HIGH, BLOCKS, SINGLE, CONTEXT, END, CLEAR, CLEAR_STOP, MORE, GAPS = range(13)
+#: The last columns if new rows are written late: the first tile of the item's request, and the position of its first row.
+NEW_TILE, NEW_AT = -2, -1
 #: The columns of a tile.
 PAGE, OFFSET, SOURCE, FIRST, STOP = range(5)
 #: The columns of a run: PAGE, and its first row among the new ones.
@@ -31,6 +33,11 @@ RUN_SOURCE = 1
 NO_TREE = 2**31 - 1
 #: The first key and the stop of a range without keys.
 EMPTY = 2**31 - 1, -1
+
+
+def columns(cfg: PagedConfig) -> int:
+    """The number of columns of an item."""
+    return (CLEAR if not cfg.ranges else GAPS + 2 * (cfg.ranges - 1)) + (2 if cfg.late else 0)
 
 
 class Batch(NamedTuple):
@@ -116,9 +123,18 @@ def make(cfg: PagedConfig, batch: Batch) -> Plan:
     """Make the plan of a batch. Requests of more than one row are split into items of `cfg.large` rows."""
     rows, region = _rows(cfg, batch)
     items, counts, ranges = _items(cfg, batch, rows, region)
-    tiles, runs, token_of_slot = _tiles(cfg, batch, rows)
+    tiles, runs, token_of_slot, new = _tiles(cfg, batch, rows)
     table, listed = batch.block_table, None
     counts.insert(1, tiles.number)
+    if cfg.late:
+        # an item's request, by where its entries of the table begin
+        request = items[TABLE] // cfg.columns
+        items = jnp.concatenate([items, jnp.stack(new)[:, request]])
+        # Such a page must be written before its other reader loads it.
+        used = jnp.arange(cfg.columns) * cfg.page < batch.seq_lens[:, None]
+        page, stop = tiles.columns[PAGE], tiles.columns[STOP]
+        of_tile = used & (table == page[:, None, None]) & (stop > tiles.columns[FIRST])[:, None, None]
+        counts.append((jnp.sum(of_tile, dtype=jnp.int32) > jnp.sum(stop > tiles.columns[FIRST])).astype(jnp.int32))
     if runs:
         listed = runs.columns.reshape(-1)
         page, source = jnp.where(jnp.arange(cfg.num_runs) < runs.number, runs.columns, -1)
@@ -262,13 +278,17 @@ class _Copies(NamedTuple):
     number: jax.Array
 
 
-def _tiles(cfg: PagedConfig, batch: Batch, rows: RowMap) -> tuple[_Copies, _Copies | None, jax.Array]:
-    """(tiles of the rows at positions [context, seq) that have a slot, pages that such rows fill, `token_of_slot`).
+def _tiles(
+    cfg: PagedConfig, batch: Batch, rows: RowMap
+) -> tuple[_Copies, _Copies | None, jax.Array, tuple[jax.Array, jax.Array]]:
+    """(tiles of the rows at positions [context, seq) that have a slot, pages that such rows fill, `token_of_slot`, of each
+    request its first tile and the position of that).
 
     Tiles of a page that is filled are among the new rows, but not in the list.
     """
     if not cfg.write:  # in cross attention the slots are not those of these rows
-        return _Copies(jnp.zeros((5, cfg.num_tiles), jnp.int32), jnp.int32(0)), None, jnp.zeros(0, jnp.int32)
+        none = jnp.zeros(0, jnp.int32)
+        return _Copies(jnp.zeros((5, cfg.num_tiles), jnp.int32), jnp.int32(0)), None, none, (none, none)
     start, context, request = batch.start, batch.context, rows.request
     first = jnp.maximum(context, 0) // cfg.tile  # rows before the first key have no slot in the cache
     per_request = jnp.where(batch.query_lens > 0, -(-batch.seq_lens // cfg.tile) - first, 0)
@@ -308,7 +328,8 @@ def _tiles(cfg: PagedConfig, batch: Batch, rows: RowMap) -> tuple[_Copies, _Copi
         at, source = (first[r] + nth) * cfg.tile, (begin[r] + nth) * cfg.tile
     page = jnp.where(real, page_of(r, at), 0)
     written = [jnp.clip(end[r] - at, 0, cfg.tile) for end in (written_from, written_to)]
-    return _Copies(jnp.stack([page, at % cfg.page, source, *written]), ends[-1]), runs, token_of_slot
+    tiles = _Copies(jnp.stack([page, at % cfg.page, source, *written]), ends[-1])
+    return tiles, runs, token_of_slot, (begin, first * cfg.tile)
 
 
 def _round_up(x: jax.Array, multiple: int) -> jax.Array:

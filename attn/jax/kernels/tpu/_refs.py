@@ -60,6 +60,18 @@ class PagedShape:
         return min(sublanes(self.cache_itemsize), self.page)
 
     @property
+    def num_tiles(self) -> int:
+        """The most tiles of cache rows that such a batch writes to."""
+        if self.max_query_len == 1:
+            return min(self.num_requests, self.num_tokens)
+        return min(2 * self.num_requests, self.num_tokens) + self.num_tokens // self.tile + 1
+
+    @property
+    def ring(self) -> int:
+        """Tiles in memory at a time: all of a small launch, and as many of a long request as hide the latency of copies."""
+        return 16 if self.max_query_len > self.tile or self.num_tiles <= 16 else 8
+
+    @property
     def narrow(self) -> bool:
         """Whether a page has fewer rows than a hardware tile, so that pages cannot form blocks of rows: see `rows_at`."""
         return self.page < sublanes(self.cache_itemsize)
@@ -73,7 +85,6 @@ class PagedConfig(PagedShape):
     large: int  # query tokens per item; 0 if every request is a single
     key_tile: int  # keys per score matrix
     slots: int  # blocks that VMEM holds: one computed on, the others being loaded
-    ring: int = 8
     segment: int = 0  # keys per segment of the line of singles (`_line`); 0: singles are items like others
 
     @property
@@ -93,14 +104,14 @@ class PagedConfig(PagedShape):
         return min(self.num_requests, self.num_tokens) + self.num_tokens // max(self.large, 1)
 
     @property
-    def num_tiles(self) -> int:
-        """The most tiles of cache rows that such a batch writes to."""
-        return min(2 * self.num_requests, self.num_tokens) + self.num_tokens // self.tile + 1
-
-    @property
     def num_runs(self) -> int:
         """The most pages that such a batch fills with new tokens alone, if a page has several tiles."""
         return self.num_tokens // self.page if self.write and self.tile < self.page <= self.max_query_len else 0
+
+    @property
+    def late(self) -> bool:
+        """Whether new rows are written after all keys are loaded, with which they are merged in VMEM: see `_pages.writing`."""
+        return self.write and not self.num_runs and self.num_tiles <= self.ring
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,7 +195,9 @@ class RaggedRefs(PagedRefs):
     query1: Ref = None  # [R, K / J, S, E], zero off the diagonal blocks
     out1: Ref = None  # [R, K / J, S, lanes]
     lse1: Ref = None  # [R, K / J, S, 128] float32
-    rules1: Ref = None  # [4, K / J, S, 128] float32 in VMEM
+    rules1_in: Ref = None  # [4, K / J, S, 128] float32 in HBM
+    rules1: Ref = None  # and in VMEM
+    rules_sem: Ref = None
     q1: Ref = None  # [query_slots, K / J, S, E] in VMEM
     o1: Ref = None  # [segments, K / J, S, lanes]
     o1_sem: Ref = None
@@ -199,7 +212,8 @@ class RaggedRefs(PagedRefs):
     lse: Ref = None  # [K, rows of all, 128]
     tree: Ref = None  # [rows of all, 128]
     ranges: Ref = None  # [I, 8, M] int32: of each row of an item, first key and stop of each of its ranges
-    rules: Ref = None  # [4, K, 1, M] float32 in VMEM
+    rules_in: Ref = None  # [4, K, 1, M] float32 in HBM
+    rules: Ref = None  # and in VMEM
     q: Ref = None  # [2, K, M, lanes] in VMEM
     o: Ref = None
     m: Ref = None  # [K, 8, M], rows alike

@@ -61,6 +61,8 @@ def blocks_for(chip: str, shape: PagedShape) -> MLABlocks:
     large = shape.align if shape.max_query_len > 1 else 0
     while large and 2 * large * heads <= rows and large < shape.max_query_len:
         large *= 2
+    # the rows that an item's request does not have are loaded and stored as others are
+    large = min(large, _round_up(shape.max_query_len, shape.align))
     return MLABlocks(kv_block, large, min(kv_block, 512), min(kv_block, 256))
 
 
@@ -125,9 +127,6 @@ def mla_attention(
     }
     if cfg.large:
         arrays["long.query"] = query[plan.rows.token_of_row].reshape(-1, lanes)
-        order = jnp.arange(cfg.large * heads, dtype=jnp.int32) // heads
-        # the same for every item, so it is an array and not computed in the kernel
-        arrays["long.order"] = jnp.broadcast_to(order[:, None], (order.shape[0], LANES))
     if new is not None:
         # zeros pad a row, since the kernel multiplies all of its lanes
         arrays["fresh"] = _plan.fresh_tiles(cfg, plan, _padded(new, lanes)[:, None, None])
@@ -166,6 +165,8 @@ def _buffers(cfg: MLAConfig, arrays: dict[str, jax.Array], stored: Any, operand_
         scratch["wide"] = pltpu.VMEM((cfg.kv_block, cfg.lanes), operand_dtype)
     if cfg.rebiased:
         scratch["lost"] = pltpu.VMEM((8, LANES), jnp.int32)
+    if cfg.large:
+        scratch["long.order"] = pltpu.VMEM((cfg.large * cfg.group, LANES), jnp.int32)
     scratch |= _launch.write_buffers(cfg, stored)
     for group, count in _row_groups(cfg).items():
         query_shape = arrays[f"{group}.query"].shape
@@ -182,7 +183,7 @@ def _buffers(cfg: MLAConfig, arrays: dict[str, jax.Array], stored: Any, operand_
         if cfg.lse:
             made[f"{group}.lse"] = jax.ShapeDtypeStruct((*query_shape[:-1], LANES), jnp.float32)
             scratch[f"{group}.lse_rows"] = pltpu.VMEM((2, rows, LANES), jnp.float32)
-    return _launch.Buffers(scratch, made, {"factors": pltpu.SMEM, "long.order": pltpu.VMEM})
+    return _launch.Buffers(scratch, made, {"factors": pltpu.SMEM})
 
 
 def _refs(cfg: MLAConfig, named: dict[str, Any]) -> MLARefs:

@@ -110,8 +110,6 @@ def ragged_paged_attention(
         sinks=sinks is not None,
         tree=batch_mask.tree is not None,
         invariant=invariant,
-        # a request of many tiles waits for the latency of its new rows' copies, if few of them are under way
-        ring=16 if shape.max_query_len > shape.tile else 8,
         rebiased=device.chip in REBIASES_E4M3 and kv_cache.dtype == jnp.float8_e4m3fn,
     )
     plan = _plan.make(cfg, batch)
@@ -144,12 +142,12 @@ def _arrays(
     padded = jnp.pad(query, ((0, 0), (0, 0), (0, cfg.lanes - query.shape[2])))
     # The first row of every request: what singles have; that of others is not read. Of a request without rows it is any
     # row.
-    arrays = {"query1": _single_queries(cfg, padded[batch.start]), "rules1": _single_rows(cfg, rules)}
+    arrays = {"query1": _single_queries(cfg, padded[batch.start]), "rules1_in": _single_rows(cfg, rules)}
     if cfg.large:
         token, request = plan.rows.token_of_row, plan.rows.request_of_row
         arrays["query"] = _by_kv_head(cfg, padded[token])
         # a row of an item is a query head of a token: heads vary fastest, in every array of rows
-        arrays["rules"] = jnp.tile(rules[:, :, None], (1, 1, 1, cfg.large))
+        arrays["rules_in"] = jnp.tile(rules[:, :, None], (1, 1, 1, cfg.large))
         if plan.ranges is not None:
             arrays["ranges"] = jnp.repeat(plan.ranges, cfg.group, axis=2)
         if cfg.tree:
@@ -209,6 +207,8 @@ def _buffers(cfg: RaggedConfig, arrays: dict[str, jax.Array], stored: Any) -> _l
         "l1": pltpu.VMEM((cfg.segments, *single, LANES), jnp.float32),
         "acc1": pltpu.VMEM((cfg.segments, *single, cfg.join * lanes), jnp.float32),
         "recompute1": pltpu.VMEM((cfg.segments, 8, LANES), jnp.int32),
+        "rules1": pltpu.VMEM(arrays["rules1_in"].shape, jnp.float32),
+        "rules_sem": pltpu.SemaphoreType.DMA(()),
     }
     if cfg.lse:
         made["lse1"] = jax.ShapeDtypeStruct((cfg.num_requests, *single, LANES), jnp.float32)
@@ -224,6 +224,7 @@ def _buffers(cfg: RaggedConfig, arrays: dict[str, jax.Array], stored: Any) -> _l
             "acc": pltpu.VMEM((2 * heads + 1, lanes, rows), jnp.float32),
             "flags": pltpu.SMEM((4,), jnp.int32),
             "recompute": pltpu.VMEM((8, rows), jnp.int32),
+            "rules": pltpu.VMEM(arrays["rules_in"].shape, jnp.float32),
         }
         if cfg.lse:
             made["lse"] = jax.ShapeDtypeStruct((heads, arrays["query"].shape[1], LANES), jnp.float32)
@@ -232,4 +233,4 @@ def _buffers(cfg: RaggedConfig, arrays: dict[str, jax.Array], stored: Any) -> _l
             scratch["edges"] = pltpu.VMEM((2, rows, LANES), dtype)
         if cfg.ranges:
             scratch["seen"] = pltpu.VMEM((2, 8, rows), jnp.int32)
-    return _launch.Buffers(scratch | _launch.write_buffers(cfg, stored), made, {"rules1": pltpu.VMEM, "rules": pltpu.VMEM})
+    return _launch.Buffers(scratch | _launch.write_buffers(cfg, stored), made)

@@ -49,6 +49,8 @@ CASES: dict[str, dict[str, Any]] = {
     "parts of rows": {"kv_cache_dtype": "fp8", "page": 32, "chip": "v6e", "blocks": BLOCKS._replace(large=16)},
     "whole pages": {"page": 32, "lens": ((70, 1, 40), (70, 33, 100))},
     "decode": {"lens": DECODES, "blocks": BLOCKS._replace(large=0)},
+    # items of as many tokens as the longest request has: score matrices of 256 rows and one of 64
+    "rows of one request": {"lens": ((20, 3), (20, 60)), "page": 16, "blocks": BLOCKS._replace(large=20)},
     "deepseek": {"lens": ((4, 4), (40, 21)), "dims": (512, 64, 128, 128), "blocks": BLOCKS._replace(large=4)},
 }
 
@@ -194,6 +196,15 @@ def test_the_rule_of_block_sizes() -> None:
     assert [blocks_for(chip, decodes).kv_block for chip in ("v4", "v6e", "v7x")] == [2048, 4096, 4096]
     with pytest.raises(ValueError, match="chip='v3' is unknown"):
         blocks_for("v3", PagedShape(1, 1, 1, 1, 1, 1, 16, 640, 16, 2, 2))
+
+
+def test_items_have_no_more_rows_than_requests() -> None:
+    """Rows that no request has are loaded, multiplied and stored as others are."""
+    shapes = [
+        PagedShape(100, 1, 16, longest, 1, 1, 128, 640, heads, 2, 2)
+        for longest, heads in ((17, 16), (3, 128), (5, 6), (99, 16))
+    ]
+    assert [blocks_for("v6e", shape).large for shape in shapes] == [17, 3, 8, 64]
 
 
 def test_tables_that_overflow_smem() -> None:

@@ -272,6 +272,23 @@ CASES: dict[str, dict[str, Any]] = {
         "same_page": ((4, 0, 0, 1),),
         "blocks": BLOCKS._replace(large=32),
     },
+    # tiles that all fit the ring, and are written after every key is loaded; a tile in the middle of a block, one in two pages,
+    # and rows that are not written
+    "late": {
+        "page": 32,
+        "lens": ((3, 1, 20, 1), (70, 33, 100, 129)),
+        "padding": 1,
+        "hold_back": 2,
+        "blocks": BLOCKS._replace(large=32),
+    },
+    # a page with new rows that a request of one row and a longer one see too
+    "late_of_another": {
+        "lens": ((20, 1, 3), (36, 40, 40)),
+        "padding": 1,
+        "same_page": ((1, 0, 0, 1), (2, 0, 0, 2)),
+        "mode": "eager",
+        "sinks": SINKS,
+    },
     "whole_pages_of_a_single": {
         "page": 32,
         "lens": ((70, 1, 3), (70, 33, 40)),
@@ -282,7 +299,16 @@ CASES: dict[str, dict[str, Any]] = {
 
 #: Each alone notices a defect of `tests.testing.planted`.
 KEPT = ("window", "bidirectional", "leaping", "fp8_by_hand", "int8", "chunks_of_a_window", "spans", "spans_of_a_window")
-KEPT += ("short_steps", "pairs", "pairs_repeated", "whole_blocks", "whole_pages", "whole_pages_of_a_single")
+KEPT += (
+    "short_steps",
+    "pairs",
+    "pairs_repeated",
+    "whole_blocks",
+    "whole_pages",
+    "whole_pages_of_a_single",
+    "late",
+    "late_of_another",
+)
 
 
 @pytest.mark.parametrize("name", sampled(list(CASES), 1, "ragged paged attention", lambda name: name in KEPT))
