@@ -26,7 +26,7 @@ from attn.backends.abstract import KVCacheSpec
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.dtypes import DTYPES
 from attn.kernels.launch import MIN_SPLIT_TILES, STARTED, split_kv_for, split_tiles_of
-from attn.kernels.mla_launch import mla_split, mla_stream_k
+from attn.kernels.mla_launch import mla_split_size, mla_stream_k
 from attn.reports.machines import pairs
 from attn.tables import Column, block, cells
 from attn.tools.bench.case import NOPE, ROPE, VALUE, BenchCase, abbreviated, parse
@@ -134,7 +134,7 @@ def makespan(times: list[int]) -> int:
 def equal_splits(tiles: "IntArray", row_tiles: int) -> tuple[list[int], int]:
     """Return the tiles of each split in the order of their start, and how many are merged."""
     if len(tiles) == 1 or tiles.max() <= 1.5 * tiles.mean():
-        split = mla_split(len(tiles) * row_tiles, int(tiles.max()) * TILE, TILE, MULTIPROCESSORS) // TILE
+        split = mla_split_size(len(tiles) * row_tiles, int(tiles.max()) * TILE, TILE, MULTIPROCESSORS) // TILE
         sizes = [min(split, n - low) for low in range(0, int(tiles.max()), split) for n in tiles.tolist() if low < max(n, 1)]
         return sizes, int((-(-tiles[tiles > split] // split)).sum())
     split_kv = split_kv_for(len(tiles), row_tiles, int(tiles.max()), 0, MULTIPROCESSORS)

@@ -43,7 +43,7 @@ from attn.kernels.launch import FUSED
 from attn.kernels.mla_launch import BESIDE, KEYS, RopeFrom
 
 _REGISTERS = ((240, 24), (232, 40))  #: per thread (consumers, producer), for a producer that copies boxes and one that gathers
-_BATCH = ("row_tiles", "splits", "split", "topk", "num_pages", "lse_h", "table_r", "indices_t")
+_BATCH = ("row_tiles", "max_splits", "split_size", "topk", "num_pages", "lse_h", "table_r", "indices_t")
 
 
 @gluon.jit
@@ -59,7 +59,15 @@ def _items_of(batch, row_tiles, PLANNED: gl.constexpr):  # type: ignore[no-untyp
 
 @gluon.jit
 def _item(  # type: ignore[no-untyped-def]
-    item, batch, row_tiles, split, topk, H: gl.constexpr, HAS_LIMITS: gl.constexpr, SPARSE: gl.constexpr, PLANNED: gl.constexpr
+    item,
+    batch,
+    row_tiles,
+    split_size,
+    topk,
+    H: gl.constexpr,
+    HAS_LIMITS: gl.constexpr,
+    SPARSE: gl.constexpr,
+    PLANNED: gl.constexpr,
 ):
     """(request, its first token, tokens, keys, first row; keys that all rows, some row see, first key, tiles, state).
 
@@ -108,10 +116,10 @@ def _item(  # type: ignore[no-untyped-def]
         slot = (2 * group + gl.where(begins == 0, 1, 0)) * row_tiles + tile
         state = gl.where(gl.load(entry + 7) > 1, slot, -1)
     else:
-        begins = gl.program_id(1) * split
-        stop = begins + split
+        begins = gl.program_id(1) * split_size
+        stop = begins + split_size
         # Programs beyond the rows' last split do nothing, but the first one always writes: rows without keys are 0.
-        num_splits = (high + split - 1) // split
+        num_splits = (high + split_size - 1) // split_size
         state = gl.where(num_splits > 1, gl.program_id(1), -1)
         q_len = gl.where(gl.program_id(1) < gl.maximum(num_splits, 1), q_len, 0)
     tiles = gl.where(first < q_len, (gl.maximum(gl.minimum(high, stop) - begins, 0) + 63) // 64, 0)
@@ -127,15 +135,15 @@ def _rows(begin, q_len, first_row, H: gl.constexpr, LAYOUT: gl.constexpr):  # ty
 
 
 @gluon.jit
-def _state(state, at, head, splits, H: gl.constexpr, PLANNED: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
+def _state(state, at, head, max_splits, H: gl.constexpr, PLANNED: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
     """The index of a row's state: by the item of the plan, or by the row and the split."""
     slot = state.to(gl.int64) * 64 + gl.arange(0, 64, layout=LAYOUT)
-    return slot if PLANNED else (at * H + head) * splits + state
+    return slot if PLANNED else (at * H + head) * max_splits + state
 
 
 @gluon.jit
 def _gather(  # type: ignore[no-untyped-def]
-    cache, rings, batch, block_table, indices, row_tiles, split, topk, strides,
+    cache, rings, batch, block_table, indices, row_tiles, split_size, topk, strides,
     H: gl.constexpr, P: gl.constexpr, HAS_LIMITS: gl.constexpr, SPARSE: gl.constexpr, PLANNED: gl.constexpr,
 ):  # fmt: skip
     """Producer of four warps: copy the tiles of selected keys in order, row by row; zeros for unused entries."""
@@ -149,7 +157,7 @@ def _gather(  # type: ignore[no-untyped-def]
     used_0, used_1 = 0, 0  # how often each stage of the rings was used by earlier items
     for item in range(first, last):
         r, begin, q_len, seq_len, first_row, low, high, begins, tiles, state = _item(
-            item, batch, row_tiles, split, topk, H, HAS_LIMITS, SPARSE, PLANNED
+            item, batch, row_tiles, split_size, topk, H, HAS_LIMITS, SPARSE, PLANNED
         )
         table = block_table + r.to(gl.int64) * table_r
         chosen = indices + (begin + first_row // H).to(gl.int64) * indices_t
@@ -182,7 +190,7 @@ def _gather(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _produce(  # type: ignore[no-untyped-def]
-    desc, rings, batch, block_table, row_tiles, split, topk, num_pages, table_r,
+    desc, rings, batch, block_table, row_tiles, split_size, topk, num_pages, table_r,
     H: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, HAS_LIMITS: gl.constexpr, SPARSE: gl.constexpr, PLANNED: gl.constexpr,
 ):  # fmt: skip
     """Producer of one warp: copy the tiles of keys in order, piece by piece, each as soon as its buffer is free."""
@@ -195,7 +203,7 @@ def _produce(  # type: ignore[no-untyped-def]
     used_0, used_1 = 0, 0  # how often each stage of the rings was used by earlier items
     for item in range(first, last):
         r, begin, q_len, seq_len, first_row, low, high, begins, tiles, state = _item(
-            item, batch, row_tiles, split, topk, H, HAS_LIMITS, SPARSE, PLANNED
+            item, batch, row_tiles, split_size, topk, H, HAS_LIMITS, SPARSE, PLANNED
         )
         table = block_table + r.to(gl.int64) * table_r
         for i in range(tiles):
@@ -341,7 +349,7 @@ def _step(  # type: ignore[no-untyped-def]
 @gluon.jit
 def _consume(  # type: ignore[no-untyped-def]
     out, lse, partial, partial_lse, query, rope, q_tile, rings, norms, bars, q_full, end, batch, factor, v_factor,
-    indices, row_tiles, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
+    indices, row_tiles, max_splits, split_size, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
     H: gl.constexpr, HAS_LIMITS: gl.constexpr, HAS_LSE: gl.constexpr, SPARSE: gl.constexpr,
     PLANNED: gl.constexpr, ROPE_T: gl.constexpr, ROPE_H: gl.constexpr, ROPE_AT: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
@@ -358,7 +366,7 @@ def _consume(  # type: ignore[no-untyped-def]
     k0, other, item_phase = 0, 0, 0  # tiles of earlier items, this consumer's and the other's; the item's number modulo 2
     for item in range(first, last):
         r, begin, q_len, seq_len, first_row, low, high, begins, tiles, state = _item(
-            item, batch, row_tiles, split, topk, H, HAS_LIMITS, SPARSE, PLANNED
+            item, batch, row_tiles, split_size, topk, H, HAS_LIMITS, SPARSE, PLANNED
         )
 
         token, at, head, live = _rows(begin, q_len, first_row, H, gl.SliceLayout(1, ROPE_COPY))
@@ -437,10 +445,10 @@ def _consume(  # type: ignore[no-untyped-def]
         if state >= 0:
             column = CONSUMER * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, O_LAYOUT))
             o_token, o_at, o_head, o_live = _rows(begin, q_len, first_row, H, gl.SliceLayout(1, O_LAYOUT))
-            partial_at = _state(state, o_at, o_head, splits, H, PLANNED, gl.SliceLayout(1, O_LAYOUT)) * 512
+            partial_at = _state(state, o_at, o_head, max_splits, H, PLANNED, gl.SliceLayout(1, O_LAYOUT)) * 512
             gl.store(partial + partial_at[:, None] + column[None, :], acc, mask=o_live[:, None])
             if CONSUMER == 0:
-                gl.store(partial_lse + _state(state, row_at, row_head, splits, H, PLANNED, ROW), log, mask=row_live)
+                gl.store(partial_lse + _state(state, row_at, row_head, max_splits, H, PLANNED, ROW), log, mask=row_live)
         else:
             # through the queries' buffer, which is no longer read, so that each thread writes 16 bytes of a row
             q_tile.index(CONSUMER).store(acc.to(dtype))
@@ -456,12 +464,14 @@ def _consume(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _fill(  # type: ignore[no-untyped-def]
-    cache, desc, rings, batch, block_table, indices, row_tiles, split, topk, num_pages, strides,
+    cache, desc, rings, batch, block_table, indices, row_tiles, split_size, topk, num_pages, strides,
     H: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, HAS_LIMITS: gl.constexpr, SPARSE: gl.constexpr, PLANNED: gl.constexpr,
 ):  # fmt: skip
     """The keys' way in: gathered one by one, or page by page."""
     if SPARSE:
-        _gather(cache, rings, batch, block_table, indices, row_tiles, split, topk, strides, H, P, HAS_LIMITS, SPARSE, PLANNED)
+        _gather(
+            cache, rings, batch, block_table, indices, row_tiles, split_size, topk, strides, H, P, HAS_LIMITS, SPARSE, PLANNED
+        )
     else:
         _produce(
             desc,
@@ -469,7 +479,7 @@ def _fill(  # type: ignore[no-untyped-def]
             batch,
             block_table,
             row_tiles,
-            split,
+            split_size,
             topk,
             num_pages,
             strides[2],
@@ -485,8 +495,8 @@ def _fill(  # type: ignore[no-untyped-def]
 @gluon.jit(do_not_specialize=_BATCH)
 def attend(  # type: ignore[no-untyped-def]
     out, lse, partial, partial_lse, query, rope, cache, query_start_loc, seq_lens, limits, items, block_table, indices, desc,
-    factor, v_factor, row_tiles, splits, split, topk, num_pages, lse_h, table_r, indices_t, o_t, o_h, q_t, q_h, c_block,
-    c_slot,
+    factor, v_factor, row_tiles, max_splits, split_size, topk, num_pages, lse_h, table_r, indices_t, o_t, o_h, q_t, q_h,
+    c_block, c_slot,
     H: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, HAS_LIMITS: gl.constexpr, HAS_LSE: gl.constexpr, SPARSE: gl.constexpr,
     PLANNED: gl.constexpr, ROPE_T: gl.constexpr, ROPE_H: gl.constexpr, ROPE_AT: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
@@ -534,16 +544,16 @@ def attend(  # type: ignore[no-untyped-def]
         [
             (_consume, (
                 out, lse, partial, partial_lse, query, rope, q_tile, rings, norms, bars, q_full, end, batch, factor, v_factor,
-                indices, row_tiles, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
+                indices, row_tiles, max_splits, split_size, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
                 H, HAS_LIMITS, HAS_LSE, SPARSE, PLANNED, ROPE_T, ROPE_H, ROPE_AT, 0,
             )),
             (_consume, (
                 out, lse, partial, partial_lse, query, rope, q_tile, rings, norms, bars, q_full, end, batch, factor, v_factor,
-                indices, row_tiles, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
+                indices, row_tiles, max_splits, split_size, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
                 H, HAS_LIMITS, HAS_LSE, SPARSE, PLANNED, ROPE_T, ROPE_H, ROPE_AT, 1,
             )),
             (_fill, (
-                cache, desc, filled, batch, block_table, indices, row_tiles, split, topk, num_pages, strides, H, P, BOX,
+                cache, desc, filled, batch, block_table, indices, row_tiles, split_size, topk, num_pages, strides, H, P, BOX,
                 HAS_LIMITS, SPARSE, PLANNED,
             )),
         ],

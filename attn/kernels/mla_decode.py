@@ -33,7 +33,7 @@ import triton.language as tl
 from attn.kernels.codes import number_in
 from attn.kernels.plan import FIELDS_OF_ITEM
 
-_BATCH = ("splits", "split", "groups", "max_query", "lse_h", "table_r")  # changes between batches do not recompile
+_BATCH = ("max_splits", "split_size", "groups", "max_query", "lse_h", "table_r")  # changes between batches do not recompile
 
 
 @triton.jit
@@ -181,8 +181,8 @@ def _store(  # type: ignore[no-untyped-def]
 @triton.jit
 def _rows(  # type: ignore[no-untyped-def]
     out, lse, partial, partial_lse, query, rope, cache, limits, block_table, indices, k_scale,
-    r, begin, q_len, seq_len, tile, begins, stop, state, factor, v_factor, splits, split, lse_h, table_r, topk, indices_t,
-    o_t, o_h, q_t, q_h, c_block, c_slot,
+    r, begin, q_len, seq_len, tile, begins, stop, state, factor, v_factor, max_splits, split_size, lse_h, table_r, topk,
+    indices_t, o_t, o_h, q_t, q_h, c_block, c_slot,
     H: tl.constexpr, L: tl.constexpr, DR: tl.constexpr, P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr,
     SEVERAL: tl.constexpr, HAS_SPLITS: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
@@ -226,14 +226,14 @@ def _rows(  # type: ignore[no-untyped-def]
         is_partial = state >= 0
         partial_at = state.to(tl.int64) + row
     elif HAS_SPLITS:
-        s = tl.program_id(1)
+        split_index = tl.program_id(1)
         # a tile's rows have equally many splits, by the keys of the one that sees most: `merge` computes the same
-        num_splits = tl.cdiv(high, split)
-        has_work = has_work & (s < tl.maximum(num_splits, 1))
+        num_splits = tl.cdiv(high, split_size)
+        has_work = has_work & (split_index < tl.maximum(num_splits, 1))
         is_partial = num_splits > 1
-        partial_at = (at * H + head) * splits + s
-        begins = s * split
-        stop = tl.minimum(high, begins + split)
+        partial_at = (at * H + head) * max_splits + split_index
+        begins = split_index * split_size
+        stop = tl.minimum(high, begins + split_size)
     else:
         stop = high
     if has_work:
@@ -302,7 +302,7 @@ def _rows(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=_BATCH)
 def attend(  # type: ignore[no-untyped-def]
     out, lse, partial, partial_lse, query, rope, cache, query_start_loc, seq_lens, limits, block_table, indices, items, k_scale,
-    factor, v_factor, splits, split, lse_h, table_r, topk, indices_t, o_t, o_h, q_t, q_h, c_block, c_slot,
+    factor, v_factor, max_splits, split_size, lse_h, table_r, topk, indices_t, o_t, o_h, q_t, q_h, c_block, c_slot,
     H: tl.constexpr, L: tl.constexpr, DR: tl.constexpr, P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, TILES: tl.constexpr,
     SEVERAL: tl.constexpr, HAS_SPLITS: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
@@ -326,7 +326,7 @@ def attend(  # type: ignore[no-untyped-def]
                 out, lse, partial, partial_lse, query, rope, cache, limits, block_table, indices, k_scale,
                 tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4) * TILES + tile,
                 begins, tl.load(item + 6), tl.where(tl.load(item + 7) > 1, state, -1),
-                factor, v_factor, splits, split, lse_h, table_r, topk, indices_t, o_t, o_h, q_t, q_h, c_block, c_slot,
+                factor, v_factor, max_splits, split_size, lse_h, table_r, topk, indices_t, o_t, o_h, q_t, q_h, c_block, c_slot,
                 H, L, DR, P, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R, SEVERAL, HAS_SPLITS, PACKED, WIDE, PRECISION, BYTES, PLANNED,
                 ROPE_T, ROPE_H, ROPE_AT,
             )  # fmt: skip
@@ -335,7 +335,7 @@ def attend(  # type: ignore[no-untyped-def]
         _rows(
             out, lse, partial, partial_lse, query, rope, cache, limits, block_table, indices, k_scale,
             group, begin, tl.load(query_start_loc + group + 1) - begin, tl.load(seq_lens + group), tile, 0, 0, -1,
-            factor, v_factor, splits, split, lse_h, table_r, topk, indices_t, o_t, o_h, q_t, q_h, c_block, c_slot,
+            factor, v_factor, max_splits, split_size, lse_h, table_r, topk, indices_t, o_t, o_h, q_t, q_h, c_block, c_slot,
             H, L, DR, P, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R, SEVERAL, HAS_SPLITS, PACKED, WIDE, PRECISION, BYTES, PLANNED,
             ROPE_T, ROPE_H, ROPE_AT,
         )  # fmt: skip
@@ -343,7 +343,7 @@ def attend(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=_BATCH)
 def merge(  # type: ignore[no-untyped-def]
-    out, lse, partial, partial_lse, query_start_loc, seq_lens, limits, items, splits, split, groups, max_query, lse_h,
+    out, lse, partial, partial_lse, query_start_loc, seq_lens, limits, items, max_splits, split_size, groups, max_query, lse_h,
     topk, o_t, o_h,
     H: tl.constexpr, L: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_S: tl.constexpr,
     SPARSE: tl.constexpr, EARLY: tl.constexpr, PLANNED: tl.constexpr, ROWS: tl.constexpr,
@@ -396,8 +396,8 @@ def merge(  # type: ignore[no-untyped-def]
     if PLANNED:
         state = tl.program_id(1).to(tl.int64)
     else:
-        num_splits = tl.cdiv(high, split)
-        state = (at * H + head) * splits
+        num_splits = tl.cdiv(high, split_size)
+        state = (at * H + head) * max_splits
     if num_splits <= 1:
         return
     d = tl.arange(0, BLOCK_L)

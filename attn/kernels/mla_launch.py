@@ -58,12 +58,12 @@ def prefers_hopper(arch: str, packed: bool) -> bool:
 
 
 def fits_hopper(
-    query: tuple[int, ...], cache: tuple[int, ...], strides: tuple[int, ...], rank: int, split: int, sparse: bool
+    query: tuple[int, ...], cache: tuple[int, ...], strides: tuple[int, ...], rank: int, split_size: int, sparse: bool
 ) -> bool:
     """Whether `hopper_mla` supports query [T, H, L + Dr] and cache [N, P, L + Dr], of one 16-bit dtype, by their extents
-    without the first, and a cache's strides. split: keys per program, if it is fixed."""
+    without the first, and a cache's strides. split_size: keys per program, if it is fixed."""
     (heads, width), (page, stored) = query, cache
-    if rank != RANK or not width == stored == RANK + ROPE or split % KEYS or any(stride % 16 for stride in strides):
+    if rank != RANK or not width == stored == RANK + ROPE or split_size % KEYS or any(stride % 16 for stride in strides):
         return False
     # A list's tile is heads of one token. Pages are copied in boxes of at least 16 rows, multiples of the 8 that swizzles
     # repeat.
@@ -79,7 +79,7 @@ def _shared(launch: Launch, rank: int, rope: int, itemsize: int, stored: int) ->
     return need + (launch.block_n * row * itemsize if stored != itemsize else 0)
 
 
-def mla_split(units: int, keys: int, block_n: int, multiprocessors: int) -> int:
+def mla_split_size(units: int, keys: int, block_n: int, multiprocessors: int) -> int:
     """Keys per program, a multiple of block_n: splits that fill whole waves of one program per multiprocessor."""
     tiles = max(1, -(-keys // block_n))
     _, best = _splits(units, tiles, multiprocessors)
@@ -124,9 +124,9 @@ def mla_stream_k(requests: int, row_tiles: int, tiles: int, multiprocessors: int
     span = max(range(1, min(row_tiles, multiprocessors, 8) + 1), key=lambda span: (busy(span), span))
     groups, blocks = multiprocessors // span, requests * -(-row_tiles // span)
     # splits take whole waves; stream-K takes a group's tiles, the plan, and the merge
-    split, _ = _splits(requests * row_tiles, tiles, multiprocessors)
+    time, _ = _splits(requests * row_tiles, tiles, multiprocessors)
     # Requests of equal length gain only where whole waves leave the device idle; 8 tiles stand for plan and merge.
-    if not uneven and 0.95 * split <= blocks * (tiles + STARTED) / groups + 8:
+    if not uneven and 0.95 * time <= blocks * (tiles + STARTED) / groups + 8:
         return None
     return StreamK(groups, span, groups + blocks)
 
@@ -212,14 +212,14 @@ class Decode(NamedTuple):
 class MLALaunches(NamedTuple):
     """The launch of a batch, by its extents alone.
 
-    tiles: of rows, per request, or per group of a plan. split: keys per program. stream_k: how a batch of uneven lengths is
-    split instead, or None. block_m, block_n: rows and keys per tile. attend, merge: the constants and options of the two stages
-    (of the first on Hopper, `hopper_mla` has its own).
+    tiles: of rows, per request, or per group of a plan. max_splits: of a request, each of `split_size` keys. stream_k: how a
+    batch of uneven lengths is split instead, or None. block_m, block_n: rows and keys per tile. attend, merge: the constants
+    and options of the two stages (of the first on Hopper, `hopper_mla` has its own).
     """
 
     tiles: int
-    splits: int
-    split: int
+    max_splits: int
+    split_size: int
     stream_k: StreamK | None
     block_m: int
     block_n: int
@@ -227,7 +227,7 @@ class MLALaunches(NamedTuple):
     merge: dict[str, Any]
 
     def programs(self, requests: int) -> int:
-        """Programs of the first stage, in each of `splits` columns of the grid."""
+        """Programs of the first stage, in each of `max_splits` columns of the grid."""
         return self.tiles * (requests if self.stream_k is None else self.stream_k.groups)
 
     def merge_grid(self, requests: int, heads: int, max_query_len: int) -> tuple[int, int]:
@@ -240,7 +240,7 @@ class MLALaunches(NamedTuple):
         """The number of split states of a batch of `rows` (token, head) pairs."""
         if self.stream_k is not None:
             return 2 * self.stream_k.groups * self.tiles * self.block_m
-        return rows * self.splits if self.splits > 1 else 0
+        return rows * self.max_splits if self.max_splits > 1 else 0
 
 
 def launches_of(of: Decode) -> MLALaunches:
@@ -251,25 +251,26 @@ def launches_of(of: Decode) -> MLALaunches:
     if not of.on_hopper:
         rule = mla_launch(of.arch, rows, of.rank, of.rope, of.itemsize, of.stored, of.sparse, of.packed)
     tiles = -(-of.heads // rule.block_m) * of.max_query_len if of.sparse else -(-rows // rule.block_m)
-    split = of.fixed_split or mla_split(of.requests * tiles, of.keys, rule.block_n, of.processors)
+    split_size = of.fixed_split or mla_split_size(of.requests * tiles, of.keys, rule.block_n, of.processors)
     # the grid's bound for the longest request; programs beyond a request's own splits end at once
-    splits = max(1, -(-of.keys // split))
+    max_splits = max(1, -(-of.keys // split_size))
     stream_k = None
     if not (of.sparse or of.fixed_split):
         stream_k = mla_stream_k(of.requests, tiles, -(-of.keys // rule.block_n), of.processors, of.uneven)
     if stream_k is not None:
         # a plan's grid is one-dimensional: a program takes its items in turn
-        tiles, splits = stream_k.span, 1
+        tiles, max_splits = stream_k.span, 1
     # without splits there is no merge whose launch could overlap
-    early = of.early and (splits > 1 or stream_k is not None)
+    early = of.early and (max_splits > 1 or stream_k is not None)
     common = {"H": of.heads, "L": of.rank, "BLOCK_M": rule.block_m, "BLOCK_L": power_of_two(of.rank), "EARLY": early, **FUSED}
     common["PLANNED"] = stream_k is not None
     sizes = {"DR": of.rope, "P": of.page, "BLOCK_N": rule.block_n, "BLOCK_R": max(16, power_of_two(of.rope)), "TILES": tiles}
-    attend: dict[str, Any] = {**common, **sizes, "SEVERAL": of.max_query_len > 1, "HAS_SPLITS": splits > 1, "PACKED": of.packed}
+    attend: dict[str, Any] = {**common, **sizes, "SEVERAL": of.max_query_len > 1, "PACKED": of.packed}
+    attend["HAS_SPLITS"] = max_splits > 1
     attend["PRECISION"] = "tf32x3" if of.itemsize == 4 and of.arch.startswith("sm") else "ieee"
     attend |= {"BYTES": not converts_e4m3(of.arch), **of.rope_from.constants()}
     attend |= {"num_warps": rule.num_warps, "num_stages": rule.num_stages}
     merge = {**common, "SPARSE": of.sparse, "ROWS": tiles * rule.block_m, "BLOCK_S": 8, "num_warps": 4}
     if early:
         merge["launch_pdl"] = True
-    return MLALaunches(tiles, splits, split, stream_k, rule.block_m, rule.block_n, attend, merge)
+    return MLALaunches(tiles, max_splits, split_size, stream_k, rule.block_m, rule.block_n, attend, merge)

@@ -15,12 +15,12 @@ from attn.torch.kernels.direct import Prepared, Signature, signature_of
 _SERVED = ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16))
 
 
-def serves(query: torch.Tensor, cache: torch.Tensor, rank: int, split: int, sparse: bool) -> bool:
+def serves(query: torch.Tensor, cache: torch.Tensor, rank: int, split_size: int, sparse: bool) -> bool:
     """Whether the kernel supports these shapes, dtypes and addresses; whether to use it is up to the launch rule."""
     (block, slot, _), dtypes = cache.stride(), (query.dtype, cache.dtype)
     if cache.data_ptr() % 16 or dtypes not in _SERVED:
         return False
-    return fits_hopper(query.shape[1:], cache.shape[1:], (block, slot), rank, split, sparse)
+    return fits_hopper(query.shape[1:], cache.shape[1:], (block, slot), rank, split_size, sparse)
 
 
 def attend(arrays: tuple[Any, ...], factors: tuple[float, float], plan: MLALaunches, requests: int) -> None:
@@ -38,11 +38,11 @@ def attend(arrays: tuple[Any, ...], factors: tuple[float, float], plan: MLALaunc
     else:
         topk, indices_t = indices.shape[1], indices.stride(0)
     # one split of all keys, longer than any sequence
-    split, lse_h = plan.split if plan.splits > 1 else 1 << 30, 0 if lse is None else lse.stride(0)
-    numbers = plan.tiles, plan.splits, split, topk, cache.shape[0], lse_h, block_table.stride(0), indices_t
+    split_size, lse_h = plan.split_size if plan.max_splits > 1 else 1 << 30, 0 if lse is None else lse.stride(0)
+    numbers = plan.tiles, plan.max_splits, split_size, topk, cache.shape[0], lse_h, block_table.stride(0), indices_t
     kernel = _prepared(signature_of(arrays, strides), query.shape[1], cache.shape[1], plan.stream_k is not None)
     try:
-        kernel(plan.programs(requests), arrays, desc, *factors, *numbers, *strides, columns=plan.splits)
+        kernel(plan.programs(requests), arrays, desc, *factors, *numbers, *strides, columns=plan.max_splits)
     # as in `hopper_prefill`: only the compiler's errors turn it off
     except Exception as error:
         hopper.turn_off("hopper_mla", error)

@@ -121,7 +121,7 @@ def mla_decode(
     if states:
         merged, (o_t, o_h, _) = (out, lse, partial, partial_lse, query_start_loc, seq_lens, limits, table), out.stride()
         kernel = second(signature_of(merged, (topk, o_t, o_h)))
-        counts = plan.splits, plan.split, groups, max_query_len, 0 if lse is None else lse.stride(0), topk, o_t, o_h
+        counts = plan.max_splits, plan.split_size, groups, max_query_len, 0 if lse is None else lse.stride(0), topk, o_t, o_h
         programs, columns = plan.merge_grid(requests, heads, max_query_len)
         kernel(programs, merged, *counts, columns=columns)
 
@@ -139,5 +139,5 @@ def _attend_generally(
     # 64-bit offsets only for caches that need them: they cost instructions in every load
     wide = cache.shape[0] * cache.stride(0) >= 2**31
     kernel = stage(signature_of(arrays, strides), WIDE=wide)
-    numbers = plan.splits, plan.split, 0 if lse is None else lse.stride(0), block_table.stride(0)
-    kernel(plan.programs(requests), arrays, *factors, *numbers, *strides, columns=plan.splits)
+    numbers = plan.max_splits, plan.split_size, 0 if lse is None else lse.stride(0), block_table.stride(0)
+    kernel(plan.programs(requests), arrays, *factors, *numbers, *strides, columns=plan.max_splits)

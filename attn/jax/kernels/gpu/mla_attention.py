@@ -105,7 +105,7 @@ def _attend(of: Decode, made: MLALaunches, args: dict[str, Any]) -> dict[str, ja
     """The first stage."""
     # the same bytes, where the hardware does not convert e4m3 (`number_in`)
     codes = {"cache": "uint8"} if args["cache"].dtype == jnp.float8_e4m3fn and made.attend["BYTES"] else {}
-    return _run(attend, of.arch, (made.programs(of.requests), made.splits), args | made.attend, _STATES, **codes)
+    return _run(attend, of.arch, (made.programs(of.requests), made.max_splits), args | made.attend, _STATES, **codes)
 
 
 def _attend_on_hopper(of: Decode, made: MLALaunches, args: dict[str, Any]) -> dict[str, jax.Array]:
@@ -122,12 +122,12 @@ def _attend_on_hopper(of: Decode, made: MLALaunches, args: dict[str, Any]) -> di
         "desc": Boxed(cache, *hopper_mla.map_of(cache.shape, dense_strides(cache.shape))),
         "row_tiles": made.tiles,
         # more than any request's keys: the only split has all of them
-        "split": made.split if made.splits > 1 else 1 << 30,
+        "split_size": made.split_size if made.max_splits > 1 else 1 << 30,
         "num_pages": cache.shape[0],
         **hopper_mla.constants(of.heads, of.page, rope_from=of.rope_from, **flags),
     }
     try:
-        return _run(hopper_mla.attend, of.arch, (made.programs(of.requests), made.splits), arguments, _STATES)
+        return _run(hopper_mla.attend, of.arch, (made.programs(of.requests), made.max_splits), arguments, _STATES)
     except Exception as error:
         hopper.turn_off("hopper_mla", error)
         raise
@@ -168,8 +168,8 @@ def _numbers(of: Decode, made: MLALaunches, args: dict[str, Any]) -> dict[str, A
     """The arguments of both stages that are neither arrays nor the rule's."""
     (_, page, row), tokens, rank = args["cache"].shape, args["query"].shape[0], of.rank
     return {
-        "splits": made.splits,
-        "split": made.split,
+        "max_splits": made.max_splits,
+        "split_size": made.split_size,
         "groups": 0 if made.stream_k is None else made.stream_k.groups,
         "max_query": of.max_query_len,
         "lse_h": 0 if args["lse"] is None else tokens,

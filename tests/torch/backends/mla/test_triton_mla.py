@@ -136,12 +136,12 @@ def test_the_hopper_kernel_is_for_plain_latents_on_hopper(monkeypatch):
 
 @needs_triton
 def test_splits_fill_the_device_and_cover_every_key():
-    from attn.kernels.mla_launch import mla_split
+    from attn.kernels.mla_launch import mla_split_size
 
-    assert mla_split(128, 4096, 64, 132) == 4096  # one wave as it is
-    assert mla_split(32, 32768, 64, 132) == 8192
+    assert mla_split_size(128, 4096, 64, 132) == 4096  # one wave as it is
+    assert mla_split_size(32, 32768, 64, 132) == 8192
     for units, keys in ((1, 1), (3, 5000), (700, 70), (16, 32768)):
-        split = mla_split(units, keys, 64, 132)
+        split = mla_split_size(units, keys, 64, 132)
         assert split % 64 == 0 and -(-keys // split) <= 64
 
 
