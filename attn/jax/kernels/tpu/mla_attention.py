@@ -25,6 +25,9 @@ from attn.jax.kernels.tpu._plan import Batch
 from attn.jax.kernels.tpu._refs import E4M3_GAIN, LANES, LOG2_E, PagedShape
 from attn.visibility import LayerMask
 
+#: The keys that a launch's table has room for, from which on its blocks may be longer.
+MANY_KEYS = 16 * 4096
+
 
 class MLABlocks(NamedTuple):
     """Sizes of a launch.
@@ -48,13 +51,16 @@ def row_lanes(width: int) -> int:
 def blocks_for(chip: str, shape: PagedShape) -> MLABlocks:
     """Block sizes for a launch on `chip`. Raises ValueError for an unknown chip.
 
-    2,048 keys at a time, and 4,096 codes that are multiplied as they are, since the products of a block wait for its
+    2,048 keys at a time, and 4,096 of decodes that are not bound by their bytes, since the products of a block wait for its
     exponentials and longer blocks wait less often; items of as many rows as those of the ragged kernel, since each takes some
     700 cycles more than its steps.
     """
-    rows = chip_of(chip).rows if shape.itemsize == 2 else ROWS  # products of float32 are more code
-    codes = shape.cache_itemsize == 1 and chip in MULTIPLIES_FP8 and shape.max_query_len == 1
-    heads, page, kv_block = shape.group, shape.page, max(4096 if codes else 2048, shape.page)
+    heads, page, made = shape.group, shape.page, chip_of(chip)
+    rows = made.rows if shape.itemsize == 2 else ROWS  # products of float32 are more code
+    computes = chip in MULTIPLIES_FP8 if shape.cache_itemsize == 1 else shape.cache_itemsize == 2 and made.keys > 1024
+    # the first block of a launch arrives later, so it must have enough others
+    many = shape.max_query_len == 1 and shape.num_requests * shape.columns * page >= MANY_KEYS
+    kv_block = max(4096 if computes and many else 2048, page)
     while kv_block > max(page, LANES) and kv_block >= 2 * shape.columns * page:
         kv_block //= 2  # no request has that many keys
     # the least that begins at whole tiles of query rows

@@ -192,8 +192,14 @@ def test_the_rule_of_block_sizes() -> None:
                 assert blocks.slots * blocks.kv_block * 640 * 2 < limits.vmem // 2 or chip == "v4"
                 for tile in (blocks.single_tile, blocks.key_tile):
                     assert blocks.kv_block % tile == 0 and tile % page == 0
-    decodes = PagedShape(64, 64, 64, 1, 1, 1, 128, 640, 128, 2, 1)
-    assert [blocks_for(chip, decodes).kv_block for chip in ("v4", "v6e", "v7x")] == [2048, 4096, 4096]
+
+    def keys(chip: str, cache_itemsize: int, requests: int = 64, max_query_len: int = 1) -> int:
+        shape = PagedShape(64, requests, 64, max_query_len, 1, 1, 128, 640, 128, max(cache_itemsize, 2), cache_itemsize)
+        return blocks_for(chip, shape).kv_block
+
+    assert [keys(chip, 1) for chip in ("v4", "v6e", "v7x")] == [2048, 4096, 4096]
+    assert [keys("v6e", 2), keys("v7x", 2), keys("v7x", 4)] == [2048, 4096, 2048]
+    assert [keys("v7x", size, 7) for size in (1, 2)] == [keys("v7x", size, 64, 2) for size in (1, 2)] == [2048] * 2
     with pytest.raises(ValueError, match="chip='v3' is unknown"):
         blocks_for("v3", PagedShape(1, 1, 1, 1, 1, 1, 16, 640, 16, 2, 2))
 
