@@ -117,9 +117,14 @@ def blocks_for(name: str, shape: PagedShape) -> RaggedBlocks:
     long = chip.rows if itemsize == 2 else ROWS
     if heads == 1 and long > ROWS:  # no other head's products hide what a step costs
         long *= 2
-    # rows of an item beyond its request's are computed for nothing: the most rows pay only for requests of many items, and of
-    # fewer where heads are wide, whose steps have fewer keys, so that a launch has more ends of them
-    while large and large < max_query_len and 2 * large * group <= (long if 16 // wide * large <= max_query_len else ROWS):
+    # rows of an item beyond its request's are computed for nothing: the most rows pay only for long requests, and twice the
+    # usual ones for half as long requests of one wide head, whose steps of few keys cost more than those rows
+    half = min(long, 2 * ROWS) if heads == 1 and wide > 1 else ROWS
+
+    def most_rows(large: int) -> int:
+        return long if 16 * large <= max_query_len else half if 8 * large <= max_query_len else ROWS
+
+    while large and large < max_query_len and 2 * large * group <= most_rows(large):
         large *= 2
     keys = max(chip.keys if max_query_len == 1 else 1024, KEYS_OF_HEADS >> (heads - 1).bit_length()) // wide
     # more one-byte keys, but not of heads of 256, whose first block would arrive late

@@ -590,15 +590,15 @@ def test_items_of_the_longest_requests() -> None:
         assert blocks(chip, 4).stretch == blocks("v5e", 4).stretch
     one_head = dataclasses.replace(SHAPE, max_query_len=2048, num_kv_heads=1, group=8)
     assert [blocks_for(chip, one_head).large * 8 for chip in ("v5e", "v6e", "v7x")] == [512, 2048, 2048]
-    # from sixteen smaller items on, and from eight where heads are wide
+    # from sixteen smaller items on; 1,024 from eight on of one head of 512
     for heads, lanes, rows in (
-        (1, 256, (512, 512, 1024)),
-        (2, 256, (512, 512, 1024)),
-        (1, 512, (512, 1024, 2048)),
-        (2, 512, (512, 1024, 1024)),
+        (1, 256, (512, 512, 1024, 2048)),
+        (1, 512, (512, 1024, 1024, 2048)),
+        (2, 512, (512, 512, 1024, 1024)),
     ):
         shape = dataclasses.replace(one_head, num_kv_heads=heads, lanes=lanes)
-        assert tuple(blocks_for("v6e", dataclasses.replace(shape, max_query_len=n)).large * 8 for n in (511, 512, 1024)) == rows
+        lengths = (511, 512, 1024, 2048)
+        assert tuple(blocks_for("v6e", dataclasses.replace(shape, max_query_len=n)).large * 8 for n in lengths) == rows
 
 
 def test_short_last_steps() -> None:
