@@ -31,6 +31,7 @@ from attn.errors import AttnError, UnsupportedError
 from attn.selector import make_request, select
 from attn.testing import Case, Violation, cache_spec, check_conformance, draw, fixtures, mla, run_case, runner_for, suite
 from attn.testing import transform as to
+from attn.testing.draw import _tables
 from attn.testing.properties import judged
 from attn.testing.rules import Score
 from attn.testing.simulated import SimulatedKernel
@@ -310,6 +311,18 @@ def test_08_latent_pages_in_int32_flashinfer_3130_3136() -> None:
     """Catches the same of latent rows, which are 576 wide: a cache outgrows the index with few pages."""
     in_a_vast_cache("TORCH_MLA")
     assert _interpreter() == ""
+
+
+@pytest.mark.parametrize(("name", "framework"), [("TRITON_MLA", "torch"), ("FLASHMLA", "torch"), ("XLA_MLA", "jax")])
+def test_08_the_full_suite_on_a_gpu_asks_for_latents_beyond_32_bits(name: str, framework: str) -> None:
+    subject = subject_of(
+        backend(name), device=Device(framework, "cuda" if framework == "torch" else "gpu", "NVIDIA H200", "sm_90")
+    )
+    (case,) = [case for case in suite.cases_of(subject, "full") if case.name == "2**31 elements"]
+    table, num_blocks = _tables(case, np.random.default_rng(0))
+    used = [row[: -(-m // case.block_size)] for row, m in zip(table, case.seq_lens, strict=True)]
+    page = case.block_size * case.head_size
+    assert int(np.concatenate(used).min()) * page > 2**31 and num_blocks * page < 2**31 + 60 * page
 
 
 # unused rows and memory

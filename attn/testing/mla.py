@@ -31,6 +31,14 @@ def latent_cases(subject: Subject, level: str) -> list[Case]:
     return positive
 
 
+def vast(subject: Subject) -> list[Case]:
+    """Return a case of a cache of more than 2**31 elements: its decodes, and a prompt's context, lie beyond them."""
+    case = _at(subject, "2**31 elements", (1, 5, 18), (70, 33, 90), dtype=main_dtypes(subject)[-1], lse=False, inputs="needle")
+    # twice the pages that the requests use, the last ones, which `draw._tables` gives them in so large a cache
+    pages = 2**31 // (case.head_size * case.block_size) + 2 * sum(-(-m // case.block_size) for m in case.seq_lens)
+    return [case.replace(num_blocks=pages)]
+
+
 def _at(subject: Subject, name: str, q: Sequence[int] = _Q, m: Sequence[int] = _M, **changes: Any) -> Case:
     return base_case(subject, name, q, m, **changes)
 

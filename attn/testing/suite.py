@@ -14,11 +14,11 @@ from attn.backends.metadata import next_power_of_two
 from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, AttentionType, Feature, supports_size
 from attn.dtypes import DTYPES, KV_CACHE_DTYPES
 from attn.errors import UnsupportedError
+from attn.testing import mla
 from attn.testing.bits import SCALED, SELF_SCALED
 from attn.testing.case import Case
 from attn.testing.fixtures import fixtures, long_context, variety, vast
 from attn.testing.grid import grid, random_cases
-from attn.testing.mla import latent_cases
 from attn.testing.subject import M_LENS, Q_LENS, Subject, base_case, main_dtypes, per_head_scales
 
 LEVELS = ("smoke", "quick", "full")
@@ -33,13 +33,14 @@ def cases_of(subject: Subject, level: str = "quick") -> list[Case]:
         raise ValueError(f"level={level!r} (supports {', '.join(LEVELS)})")
     full = level == "full"
     few_programs = subject.compiles and not full
-    positive = latent_cases(subject, level) if subject.is_latent else fixtures(subject)
+    positive = mla.latent_cases(subject, level) if subject.is_latent else fixtures(subject)
     # Without this a backend that rejects everything would pass, as its refusals are the only cases that are left.
     if not any(map(subject.serves, positive)):
         raise _nothing_served(subject, positive[0])
     # MLA has a grid of its own (`latent_cases`): the other cases are about separate keys and values.
     if subject.is_latent:
         positive += invariance(subject, full) if level != "smoke" else []
+        positive += mla.vast(subject) if full and _on_gpu(subject) else []
         return [case for case in positive if subject.serves(case)] + refusals(subject)
     if level != "smoke":
         positive += [*grid(subject, few_programs), *properties(subject, full), *long_context(subject, full)]
@@ -54,7 +55,7 @@ def cases_of(subject: Subject, level: str = "quick") -> list[Case]:
 
 
 def _on_gpu(subject: Subject) -> bool:
-    return subject.device is not None and subject.device.platform in ("cuda", "rocm")
+    return subject.device is not None and subject.device.platform in ("cuda", "rocm", "gpu")  # "gpu" is jax's
 
 
 def _nothing_served(subject: Subject, case: Case) -> UnsupportedError:
