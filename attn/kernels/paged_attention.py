@@ -102,6 +102,8 @@ def _step(  # type: ignore[no-untyped-def]
         if WIDE:
             # before the multiplication, which would overflow: the table is int32
             page = page.to(tl.int64)
+            if P == 1 << 30:  # keys in a row, of which a request may have as many
+                slot = slot.to(tl.int64)
         k_rows = page * k_block + slot * k_slot
         v_rows = k_rows if SAME else page * v_block + slot * v_slot
     else:

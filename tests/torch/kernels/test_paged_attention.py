@@ -132,6 +132,23 @@ def test_heads_of_queries_that_are_far_apart() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 20])
+def test_keys_of_a_request_that_are_far_apart(tokens: int) -> None:
+    """More than 2**31 elements from its first: keys without pages are in one row, as long as the request."""
+    far, keys = 2**25, 70
+    query, key, value = (
+        torch.randn(n, heads, SIZE, dtype=torch.float16, device=DEVICE) for n, heads in ((tokens, HEADS), (keys, 1), (keys, 1))
+    )
+    memory = torch.empty((keys - 1) * far + 2 * SIZE, dtype=torch.float16, device=DEVICE)
+    apart = [memory[at:].as_strided(x.shape, (far, SIZE, 1)).copy_(x) for at, x in ((0, key), (SIZE, value))]
+    starts, lens = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, tokens], [keys]))
+    table, outputs = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE), []
+    for caches in ((key, value), apart):
+        outputs.append(torch.zeros_like(query))
+        paged_attention(outputs[-1], None, query, *caches, starts, lens, table, tokens, keys, 0.2, right=0)
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
 def test_a_bound_of_a_window_beyond_every_key_is_none(tokens: int) -> None:
     """A kernel adds it to positions, in 32 bits."""
     query = torch.randn(tokens, HEADS, SIZE, generator=torch.Generator().manual_seed(0)).to(DEVICE)
