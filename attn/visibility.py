@@ -202,8 +202,7 @@ class Visibility(NamedTuple):
         for none; prefix: the greatest of their requests; ordered: whether these rows see no later key, if that is not the
         layer's `causal` (rows of trees are not ordered).
         """
-        layer = self.layer.within_int32()
-        left, right = layer.window
+        left, right = self.layer.window
         # 0 * first is a zero of the arguments' shape and framework.
         low = 0 * first if left is None else xp.maximum(first - left, 0 * first)
         high = end if right is None else xp.minimum(end, last + right + 1)
@@ -217,8 +216,8 @@ class Visibility(NamedTuple):
         if prefix is not None:
             # One range covers both: the keys between a prefix and a window are read too, and masked.
             low, high = xp.where(prefix > 0, 0 * low, low), xp.maximum(high, prefix)
-        if layer.chunk_size is not None:
-            low = xp.maximum(low, first // layer.chunk_size * layer.chunk_size)
+        if self.layer.chunk_size is not None:
+            low = xp.maximum(low, first // self.layer.chunk_size * self.layer.chunk_size)
         high = xp.minimum(high, end)
         # So that high - low is a number of keys, also where no key is seen.
         return low, xp.maximum(low, high)
