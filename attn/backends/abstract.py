@@ -238,7 +238,7 @@ class AttentionImpl(Implementation, ABC, Generic[T]):
             # DCP might not be initialized in testing
             self.dcp_world_size = 1
             self.dcp_rank = 0
-        # Ranks merge their parts by it (docs/semantics.md §15).
+        # Ranks merge their partial results by it (docs/semantics.md §15).
         self.need_to_return_lse_for_decode = self.dcp_world_size > 1 and self.can_return_lse_for_decode
         return self
 

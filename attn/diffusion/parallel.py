@@ -142,7 +142,7 @@ class BaseSequenceParallel:
         batch, rows, heads, size = query.shape
         merge = resolve_obj_by_qualname(f"attn.{self.framework}.merge_attn_states")
         merged, _ = merge(
-            # In float32 until all parts are merged: rounding each part to 16 bits would add W errors.
+            # In float32 until all states are merged: rounding each to 16 bits would add W errors.
             [xp.cast(out, like=lse).reshape(batch * rows, heads, size) for out, lse in states],
             # [B, H, S] -> [H, B * S], the layout of `merge_attn_states`.
             [lse.swapaxes(0, 1).reshape(heads, batch * rows) for _, lse in states],

@@ -422,16 +422,16 @@ def layers_in_turn(case: Case, run: Runner, score: Score) -> Iterator[Violation]
 
 @check
 def split_and_merge(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """Attention over parts of the keys, one of them empty, merged by lse in any order, is attention over all keys."""
+    """Attention over splits of the keys, one of them empty, merged by lse in any order, is attention over all keys."""
     call = draw(case)
     _, want, violations = oracle_of(call, run, score)
     yield from violations
     whole = _requests(call)
     states = []
-    # Uneven parts, one of no keys; each is a call of its own, whose decodes see every key of their part.
+    # Uneven splits, one of no keys; each is a call of its own, whose decodes see every key of their split.
     for a, b in ((0.0, 0.3), (0.3, 0.3), (0.3, 0.9), (0.9, 1.0)):
-        part = to.placed(call, [tuple(x[int(a * len(x)) : int(b * len(x))] for x in both) for both in whole])  # type: ignore[misc]
-        result, more = judged(part, run, score)
+        split = to.placed(call, [tuple(x[int(a * len(x)) : int(b * len(x))] for x in both) for both in whole])  # type: ignore[misc]
+        result, more = judged(split, run, score)
         yield from more
         if result.lse is None:
             return
@@ -439,7 +439,7 @@ def split_and_merge(case: Case, run: Runner, score: Score) -> Iterator[Violation
             (result.output[: call.num_tokens].astype(np.float64), result.lse[:, : call.num_tokens].astype(np.float64))
         )
     one, two, three, four = states
-    # A merge of all parts at once, and one in steps and in another order (docs/semantics.md §6: associative, commutative).
+    # A merge of all states at once, and one in steps and in another order (docs/semantics.md §6: associative, commutative).
     for order in ([one, two, three, four], [four, merge_states(*zip(three, one, strict=True)), two]):
         out, lse = merge_states(*zip(*order, strict=True))
         merged = Result(rounded(out, case.dtype), lse.astype(np.float32), None, None, case.dtype)

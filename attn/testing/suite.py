@@ -257,7 +257,7 @@ def _asking(feature: Feature, reach: int) -> dict[str, Any]:
 
 
 #: Batches of a draft, a decode, a prompt, another decode and a short prompt, as (new tokens, length). Kernels hold few rows in
-#: a tile, cut the keys of decodes into parts, and may launch prompts with the decodes: that depends on a batch's lengths.
+#: a tile, split the keys of decodes, and may launch prompts with the decodes: that depends on a batch's lengths.
 _SHORT = ((8, 20), (1, 33), (70, 80), (1, 17), (20, 40))
 _LONG = ((8, 450), (1, 450), (70, 100), (1, 17), (20, 450))
 

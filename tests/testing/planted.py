@@ -1341,7 +1341,7 @@ DEFECTS = (
         "return not (self._fixed_split() or ",
         "return not (",
         INTERPRETED,
-        "Rows of a layer that requests batch_invariant are cut by the number of requests.",
+        "Rows of a layer that requests batch_invariant are split by the number of requests.",
     ),
     Defect(
         "padded_rows_join_the_next_request",

@@ -386,7 +386,7 @@ def _launch_merge(choice: Choice) -> None:
     lses = torch.empty(choice["states"], 4, 9)
     if choice["apart"]:
         merge_two_states(outputs[0], lses[0], outputs[1], lses[1])
-        # The running state is in float32, whatever the parts' dtype.
+        # The running state is in float32, whatever the results' dtype.
         merge_into(outputs[0].float(), lses[0], outputs[1], lses[1])
     else:
         merge_states(outputs, lses)

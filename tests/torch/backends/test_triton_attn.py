@@ -456,7 +456,7 @@ def test_rows_between_padding_are_requests_of_their_own(options: dict[str, Any])
 @quiet
 @torch.no_grad()
 def test_rows_over_keys_in_no_cache_are_batch_invariant_where_a_layer_requests_it() -> None:
-    """How their keys are cut depends on the number of requests otherwise."""
+    """How their keys are split depends on the number of requests otherwise."""
     device, generator = "cuda" if ON_GPU else "cpu", torch.Generator().manual_seed(0)
     layer = Attention(4, 32, num_kv_heads=2, dtype=torch.float32, backend="TRITON_ATTN", features=["batch_invariant"]).to(
         device

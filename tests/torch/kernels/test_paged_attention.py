@@ -163,7 +163,7 @@ def test_a_bound_of_a_window_beyond_every_key_is_none(tokens: int) -> None:
 
 
 def test_splits_of_a_decode_have_the_scales_of_their_kv_head() -> None:
-    """A decode is the same in one part and in several, which are merged."""
+    """A decode is the same in one split and in several, which are merged."""
     query = torch.randn(1, HEADS, SIZE, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     key, value = (torch.cat([_stored(torch.int8, seed), _stored(torch.int8, seed + 9)], 1) for seed in (2, 3))
     scales = (torch.tensor([0.03, 0.06], device=DEVICE), torch.tensor([0.5, 8.0], device=DEVICE))
@@ -195,12 +195,12 @@ _TOGETHER: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("case", "whole"),
-    sampled([pytest.param(case, False) for case in _TOGETHER], 2, "batches together, in parts")
+    sampled([pytest.param(case, False) for case in _TOGETHER], 2, "batches together, split")
     + sampled([pytest.param(case, True) for case in _TOGETHER], 1, "batches together"),
 )
 def test_a_batch_in_one_launch(case: str, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of several tiles of rows, a request without tokens and decodes, as in launches of their own; nothing else is
-    launched but the merge of parts."""
+    launched but the merge of splits."""
     q_lens, seq_lens, page, size = [45, 1, 0, 3, 33], [45, 150, 9, 35, 200], 16, 32
     tokens, columns, choice = sum(q_lens), -(-max(seq_lens) // page), dict(_TOGETHER[case])
     generator = torch.Generator().manual_seed(7)

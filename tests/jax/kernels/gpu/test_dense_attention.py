@@ -48,7 +48,7 @@ prefill(lambda *a: dot_product.dot_product_attention(*a), *shapes(query, (2, 999
 # elsewhere: rows of no request, then attention
 assert len(lowered("sm_80", causal, *shapes(query, keys))) == 2
 assert len(lowered("sm_90", causal, *shapes(query, keys, jnp.float32))) == 2
-# a row has the keys of a decode, in parts that are merged
+# a row has the keys of a decode, in splits that are merged
 assert len(lowered("sm_90", lambda *a: dot_product.dot_product_attention(*a), *shapes((2, 1, 32, 128), (2, 9999, 8, 128)))) == 3
 loss = lambda *a: causal(*a).astype(jnp.float32).sum()
 assert lowered("sm_90", jax.grad(loss, argnums=(0, 1, 2)), *shapes(query, keys)) == []
