@@ -50,9 +50,7 @@ def _fixtures(subject: Subject) -> list[Case]:
         _at(subject, "mixed batch"),
         _at(subject, "mixed batch, needle", inputs="needle"),
         _at(subject, "decodes", (1,) * 5, edges, inputs="needle"),
-        _at(
-            subject, "decodes of equal length", (1,) * 3, (70,) * 3, inputs="needle"
-        ),  # others are split by a plan on the device
+        _at(subject, "decodes of equal length", (1,) * 3, (70,) * 3, inputs="needle"),  # others take a plan on the device
         # Up to 16 rows most backends take a request for a decode, in absorbed form; the 17 of the next case are a prefill.
         _at(subject, "drafts to verify", (4, 2, 16, 4, 3), (page + 5, 2, 16, 40, 2 * page), inputs="needle"),
         _at(subject, "prefills with context", (17, 40, 23), (page + 17, 40, 2 * page + 23), inputs="needle"),

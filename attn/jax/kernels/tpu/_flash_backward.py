@@ -63,7 +63,7 @@ def _finish(cfg: FlashConfig, refs: BackwardRefs, unit: Any) -> None:
 def _attend(cfg: FlashConfig, refs: BackwardRefs, at: GridStep, tiles: list[Tile]) -> None:
     """Process all tiles in one unrolled block; sums run one tile behind, so that the matrix unit has work meanwhile."""
     pending = None
-    for i, tile in enumerate([part for whole in tiles for part in whole.split(TILE)]):
+    for i, tile in enumerate([tile for whole in tiles for tile in whole.split(TILE)]):
         p_ds = refs.p_ds.at[i % 2, :, : tile.count]
         p_ds[0], p_ds[1] = _probabilities(cfg, refs, at, tile)
         if pending is not None:

@@ -76,7 +76,7 @@ class RowRefs:
     order: Ref = None  # [S, 128] int32: a row's token within the item
 
     @property
-    def parts(self) -> list[Any]:
+    def row_blocks(self) -> list[Any]:
         """The rows of each score matrix: 256 or 128 of them keep the matrix unit busy with one load of the keys."""
         total = self.q.shape[1]
         size = 256 if total > 256 else 128
@@ -85,7 +85,7 @@ class RowRefs:
     @property
     def least(self) -> int:
         """The keys of the shortest steps: two score matrices, so that one's products run beside the other's exponentials."""
-        return self.key_tile if len(self.parts) > 1 else 2 * self.key_tile
+        return self.key_tile if len(self.row_blocks) > 1 else 2 * self.key_tile
 
 
 class MLAStep(NamedTuple):
@@ -279,8 +279,8 @@ def _stream(cfg: MLAConfig, refs: MLARefs, rows: RowRefs, step: MLAStep, first: 
     """
     dtype, factor, item = rows.q.dtype, refs.factors[SCORES], step.item
     tiles = [pl.ds(step.start + first, rows.key_tile) for first in range(0, step.size, rows.key_tile)]
-    parts = rows.parts
-    units = [(at, n) for at in parts for n in range(len(tiles))]  # rows of each score matrix, and its keys
+    row_blocks = rows.row_blocks
+    units = [(at, n) for at in row_blocks for n in range(len(tiles))]  # rows of each score matrix, and its keys
     starts = step.begin + step.start == 0
     scores: list[jax.Array] = []
     weights: list[jax.Array] = []
@@ -288,7 +288,7 @@ def _stream(cfg: MLAConfig, refs: MLARefs, rows: RowRefs, step: MLAStep, first: 
     spoilt: list[jax.Array] = []
 
     def keys(at: Any, tile: Any) -> jax.Array:
-        if cfg.staged and at is not parts[0]:
+        if cfg.staged and at is not row_blocks[0]:
             return refs.wide[tile, :]  # type: ignore[no-any-return]
         codes = rows_at(cfg, refs, step.slot, 0, 0, tile)
         if not cfg.staged:
@@ -320,7 +320,8 @@ def _stream(cfg: MLAConfig, refs: MLARefs, rows: RowRefs, step: MLAStep, first: 
             at, tile = units[n]
             s = _scores(cfg, rows, step, at, keys(at, tiles[tile]))
             if step.masked:
-                if at is parts[0]:  # keys that are not finite, which some row may not see: no row's product with them is
+                # Keys that are not finite, which some row may not see: no row's product with them is.
+                if at is row_blocks[0]:
                     spoilt.append(s[:8])
                 s = jnp.where(_seen(cfg, rows, step, at, tile * rows.key_tile), s, -jnp.inf)
             scores.append(s)

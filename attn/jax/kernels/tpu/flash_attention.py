@@ -192,7 +192,7 @@ def _forward(static: Static, q: jax.Array, k: jax.Array, v: jax.Array, extras: E
     # A sink is applied once (docs/semantics.md §7): by the kernel if it sees all keys, else after the merge.
     layout = dataclasses.replace(layout, cfg=dataclasses.replace(layout.cfg, sinks=single and extras.sinks is not None))
     query = layout.columns(q)
-    # parts are merged before they are rounded
+    # partial results are merged before they are rounded
     out_dtype = q.dtype if single else jnp.float32
 
     def step(operands: Any) -> Any:

@@ -46,7 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
         "lens": LAST_SEEN,
     },
     "fp8": {"kv_cache_dtype": "fp8", "k_scale": 0.02, "page": 32, "chip": "v6e", "blocks": BLOCKS._replace(large=2)},
-    "parts of rows": {"kv_cache_dtype": "fp8", "page": 32, "chip": "v6e", "blocks": BLOCKS._replace(large=16)},
+    "blocks of rows": {"kv_cache_dtype": "fp8", "page": 32, "chip": "v6e", "blocks": BLOCKS._replace(large=16)},
     "whole pages": {"page": 32, "lens": ((70, 1, 40), (70, 33, 100))},
     "decode": {"lens": DECODES, "blocks": BLOCKS._replace(large=0)},
     # items of as many tokens as the longest request has: score matrices of 256 rows and one of 64
