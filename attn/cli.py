@@ -70,10 +70,10 @@ def _explain(parser: argparse.ArgumentParser) -> Run:
     add("--feature", action="append", default=[], help=f"required feature; may be repeated: {', '.join(Feature)}")
     add("--attn-type", help=f"one of {', '.join(ATTN_TYPES)} (default: {ATTN_TYPES[0]})")
     add("--mla", action="store_true", help="multi-head latent attention")
-    add("--num-heads", type=int)
-    add("--num-kv-heads", type=int)
+    add("--num-heads", type=int, help="query heads, which some backends limit (default: not judged)")
+    add("--num-kv-heads", type=int, help="kv heads (default: not judged)")
     add("--backend", help="require this backend: used or rejected with reasons, never replaced")
-    add("--framework", choices=FRAMEWORKS)
+    add("--framework", choices=FRAMEWORKS, help="(default: that of --backend or the device, else the installed one)")
     add("--disable", action="append", default=[], metavar="NAME", help="exclude a backend; may be repeated")
     add("--device", "--gpu", metavar="NAME", help="explain for this device, present or not: H100, MI300X, v6e, sm_120")
     add("--platform", choices=PLATFORMS, help="describe the device by its platform instead")
@@ -279,7 +279,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 parser(argv).print_help()
                 return 0
             # Variables are checked after the arguments, so that a wrong command line is one line.
-            args = parser(argv).parse_args(argv)
+            args, unknown = parser(argv).parse_known_args(argv)
+            if unknown:  # refused by the command, whose help has its arguments; argparse would say `attn --help`
+                args.refuse(f"unrecognized arguments: {' '.join(unknown)}")
             envs.warn_of_unknown(lambda text: print(f"attn: {text}", file=sys.stderr))
             return args.run(args)
         finally:
@@ -339,7 +341,7 @@ def parser(argv: Sequence[str]) -> argparse.ArgumentParser:
             epilog=f"example: {command.example}",
         )
         if name == chosen:
-            sub.set_defaults(run=command.configure(sub))
+            sub.set_defaults(run=command.configure(sub), refuse=sub.error)
     return top
 
 

@@ -367,6 +367,7 @@ def test_an_unknown_backend_in_the_environment_is_named(capsys, monkeypatch):
             "--device cannot be combined with --platform, --arch",
         ),
         ("bench --limit many", "invalid float value: 'many'"),
+        ("env --jsn", "attn env: unrecognized arguments: --jsn (attn env --help)"),
     ],
 )
 def test_wrong_usage(capsys, argv, words):

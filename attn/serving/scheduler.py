@@ -162,7 +162,7 @@ class Scheduler:
         # This is what makes waiting safe: alone in the pool, every accepted request can finish.
         blocks = self._blocks_for(total - 1)  # the last generated token is not cached
         if blocks > self.pool.num_blocks:
-            pool = f"{self.pool.num_blocks} blocks of {self.block_size}"
+            pool = f"{self.pool.num_blocks} block{'' if self.pool.num_blocks == 1 else 's'} of {self.block_size}"
             raise RequestError(f"{name}: {parts} need {blocks} blocks: the whole pool has {pool}")
         # Numbered only once it is accepted, so that a rejected one leaves no gap.
         request = GenerationRequest(self._submitted, tokens, len(tokens), max_new_tokens, cache_salt)

@@ -65,6 +65,17 @@ def test_rule_c_sees_one_element_that_a_row_hides() -> None:
     assert expect(draw(CASE)).slack is None  # float32: a correct kernel may be noisier than an eager one
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_rule_c_leaves_a_unit_in_the_last_place_where_an_eager_kernel_is_exact(dtype: str) -> None:
+    """Over values that are all 1.625, another kernel's sums of rounded weights may round to the next number."""
+    case = CASE.replace(dtype=dtype, query_lens=(1,), seq_lens=(1,), inputs="constant")
+    unit = {"float16": 2.0**-10, "bfloat16": 2.0**-7}[dtype]
+    for units, broken in ((1, False), (2, True)):
+        result, call = perfect(case), draw(case)
+        result.output[:, :, 5] += units * unit
+        assert ("C" in rules(compare(case, result, expect(call)))) == broken
+
+
 def test_rule_d_is_a_limit_on_the_lse() -> None:
     def off(amount: float) -> Callable[[Result], None]:
         def change(result: Result) -> None:

@@ -173,7 +173,9 @@ def parse(batch: str) -> list[tuple[int, int]]:
         # `fullmatch`, so that a batch with a typing error is refused instead of read in part.
         match = _PART.fullmatch(part)
         if match is None:
-            raise ValueError(f"batch={batch!r}: {part!r} is not <count>q<new tokens>[k][s<tokens in the cache>[k]]")
+            raise ValueError(
+                f"batch={batch!r}: {part!r} is not <count>q<new tokens>[k][s<tokens in the cache>[k]], as in 64q1s4k"
+            )
         # An empty count is 1, and a part without `s` has no context.
         count, q, q_k, kv, kv_k = match.groups()
         n = int(q) * (1024 if q_k else 1)

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--framework", choices=list(FRAMEWORKS), help="(default: the installed one)")
     parser.add_argument("--backend", metavar="NAME", help="attention backend: used or rejected (default: selected)")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights and the cache (default: float32)")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="new tokens per prompt (default: 64)")
     parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens per cache block (default: 16)")
     parser.add_argument("--num-blocks", type=int, metavar="N", help="blocks in the cache (default: as many as needed)")
