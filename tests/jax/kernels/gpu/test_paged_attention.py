@@ -70,7 +70,9 @@ def compare():
             if key == "q_desc" and given["Q_STAGES"] == 1:
                 continue  # any other's
             a, b = plain(theirs[key]), plain(given[key])
-            if isinstance(a, float):
+            if key == "scratch" and None not in (a, b):  # torch keeps one for launches of other batches
+                assert a[0] == b[0] and a[1] >= b[1], (name, key, a, b)
+            elif isinstance(a, float):
                 assert abs(a - b) <= 1e-12 * abs(a), (name, key, a, b)
             else:
                 assert a == b, (name, key, a, b)
