@@ -165,30 +165,30 @@ def packs_rows(arch: str, itemsize: int) -> bool:
     return itemsize == 2 and arch.startswith(("sm_", "interpreter"))
 
 
-TOGETHER = 64  #: tokens of a request, and rows of a tile, of a batch that is one launch
+TOGETHER = 64  #: rows of a tile of a batch that is one launch
 
 
 def run_together(q_lens: Any, keys: Any, group: int, kv_heads: int, multiprocessors: int) -> bool:
-    """Whether a batch with prompts of few rows is better one launch.
+    """Whether a batch with prompts is better one launch, which splits the keys of all requests.
 
     q_lens, keys: the tokens and visible keys of each request (NumPy, [R]). group: query heads of a kv head.
 
-    The work of one launch is counted in tiles of 64 rows and 64 keys: those of all requests, and 3/8 of a tile for each row
+    The work of one launch is counted in tiles of 64 rows and 64 keys: those of all requests, and 1/4 of a tile for each row
     that has to be merged, because the keys of its request are split. The multiprocessors share it. Otherwise prompts have a
-    launch of their own, whose longest program takes 5/4 of such a tile for 128 keys. For its beginning and end, one launch
-    takes 2 tiles more than that launch if it has a merge, and 2 less if it has none; a second launch, of decodes, takes 6.
+    launch of their own, which splits no keys: its longest program takes 3/2 of such a tile for 128 keys. For its beginning and
+    end, one launch takes 6 tiles more than that launch if it has a merge, and 2 less if it has none; a second launch, of
+    decodes, takes 8. Prompts that fill the device are never together: a tile of theirs takes a quarter as many rows.
 
-    Measured (H200): the numbers were set by 46 batches, with 1 instead of 5/4, and then took 1.01 of the faster form's time on
-    40 batches drawn at random (geometric mean; at most 1.20); with 5/4, which was set by all 86, they take 1.002 (1.10). The
-    rule before this one, without merged rows, took 1.09 on the 40 (at most 3.5).
+    Measured (H200): set by 138 batches drawn at random, 90 of prompts of up to 64 tokens and 48 of up to 640, whose faster form
+    they take 1.008 of (geometric mean; at most 1.29).
     """
-    if not 1 < q_lens.max(initial=0) <= TOGETHER:
+    if q_lens.max(initial=0) <= 1:
         return False
     tiles = -(-keys // 64)
     split = tiles > MIN_SPLIT_TILES
-    work = int(tiles @ blocks_of(q_lens, group)) + 3 * group * int(q_lens[split].sum()) // 8
+    work = int(tiles @ blocks_of(q_lens, group)) + group * int(q_lens[split].sum()) // 4
     longest = -(-int(keys[q_lens > 1].max()) // 128)
-    spare = 1.25 * longest + (-2 if split.any() else 2) + (6 if (q_lens == 1).any() else 0)
+    spare = 1.5 * longest + (-6 if split.any() else 2) + (8 if (q_lens == 1).any() else 0)
     return work * kv_heads <= spare * multiprocessors
 
 

@@ -535,27 +535,31 @@ def _finish(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=_BATCH)
 def merge(  # type: ignore[no-untyped-def]
-    scratch, output, lse, query_start_loc, sinks, v_scale, output_scale, v_factor, states, lse_h, o_t, o_h, vscale_h,
+    scratch, output, lse, query_start_loc, sinks, v_scale, output_scale, v_factor, num_reqs, states, lse_h, o_t, o_h, vscale_h,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
-    HAS_V_SCALE: tl.constexpr, EARLY: tl.constexpr,
+    TILED: tl.constexpr, HAS_V_SCALE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The second stage: one program merges BLOCK_C columns of the splits of one row.
 
-    Grid (R x BLOCK_Q x H x blocks of columns, most tiles of a request).
+    Grid (tiles of rows x BLOCK_Q x H x blocks of columns): one tile for each request, or, if TILED, several (`request_of`).
     """
     BLOCKS: tl.constexpr = (D + BLOCK_C - 1) // BLOCK_C
     row = tl.program_id(0) // BLOCKS
     r = row // (BLOCK_Q * H)
-    of_tile = row // H % BLOCK_Q
-    tile = tl.program_id(1)
-    token = tile * BLOCK_Q + of_tile
     h = row % H
     head = h + tl.zeros((1,), tl.int32)
+    # The lengths are older than both stages, so they may be read before the wait for the splits.
+    tile = 0
+    if TILED:
+        tile = r
+        r = request_of(query_start_loc, tile, num_reqs, BLOCK_Q)
+        tile -= tl.load(query_start_loc + r) // BLOCK_Q + r
     begin = tl.load(query_start_loc + r)
     q_len = tl.load(query_start_loc + r + 1) - begin
-    # Requests of more rows were the prefill's, and left no plan. The lengths are older than both stages, so they may be read
-    # before the wait for the splits.
-    if (token >= q_len) | (q_len > BLOCK_Q * tl.num_programs(1)):
+    of_tile = row // H % BLOCK_Q
+    token = tile * BLOCK_Q + of_tile
+    # requests of more rows were the prefill's, and left no plan
+    if (token >= q_len) | ((not TILED) & (q_len > BLOCK_Q)):
         return
     if EARLY:
         # until every program of the first stage has ended and its stores are visible

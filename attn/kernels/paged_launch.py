@@ -222,11 +222,12 @@ class Launches:
         """Constants and options of `merge`: see `launch.splits_merged_at_once`."""
         early = self.kinds.early
         block = {"BLOCK_Q": self.tokens, "BLOCK_C": self._merged_columns(split_kv), "BLOCK_S": split_kv.merged}
+        block["TILED"] = self.kinds.together
         return {**self._common(), **block, "EARLY": early, "num_warps": 1, **({"launch_pdl": True} if early else {}), **FUSED}
 
-    def merge_programs(self, num_reqs: int, split_kv: SplitKV) -> int:
-        """Programs of `merge` for each tile of rows of a request."""
-        return num_reqs * self.rows * -(-self.kinds.shape[1] // self._merged_columns(split_kv))
+    def merge_programs(self, tiles: int, split_kv: SplitKV) -> int:
+        """Programs of `merge` for as many tiles of rows as `tiles` returns."""
+        return tiles * self.rows * -(-self.kinds.shape[1] // self._merged_columns(split_kv))
 
     def _merged_columns(self, split_kv: SplitKV) -> int:
         return min(power_of_two(self.kinds.shape[1]), 2048 // split_kv.merged)

@@ -135,7 +135,14 @@ def test_every_launch_asks_for_fused_products_and_sums():
     sources = Path(hopper.__file__).parent
     makers = ("launch", "paged_launch", "kv_write", "latent_write", "hopper_prefill_launch", "hopper_mla", "mla_launch", "plan")
     assert all("**FUSED" in (sources / f"{name}.py").read_text() for name in makers)
-    made = {"rules.prefill", "rules.decode(block_r, crowded)", "rules.merge", "FUSED", "rule.options()", "launch.options()"}
+    made = {
+        "rules.prefill",
+        "rules.decode(block_r, crowded)",
+        "rules.merge(split_kv)",
+        "FUSED",
+        "rule.options()",
+        "launch.options()",
+    }
     of_rules = ("constants(", "plan.constants(", "dict(constants)")
     made |= {word for _, words in spread for word in words if word.startswith(of_rules)}
     assert [name for name, words in spread if not words & made] == []
@@ -161,7 +168,7 @@ def test_explain_says_which_prompts_the_general_kernel_takes_on_hopper(monkeypat
     monkeypatch.setattr(hopper, "why_off", lambda kernel: "")
     rules = AttentionBackendEnum.TRITON_ATTN.get_class().rules
     rule, packed = rules(H200)
-    assert packed.startswith("prompts of up to 64 tokens and little work are in one launch with decodes")
+    assert packed.startswith("prompts that do not fill the device are split, in one launch with decodes")
     assert rule.startswith("prompts of 16-bit caches take the Hopper prefill kernel, except for ALiBi, a draft tree, ")
     assert "a prefix under a window" in rule and "span" not in rule and "chunk" not in rule
     assert rules(MI300) == rules(None) == BlocksparseFlashAttentionBackend.rules(H200) == ()

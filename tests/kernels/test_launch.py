@@ -163,7 +163,10 @@ def test_little_work_is_one_launch() -> None:
     # measured on an H200, us: 57 and 19, 16.8 and 10.7 (rows to merge); 18 and 28, 31 and 38 (long programs)
     assert not together([(60, 400)] * 5, 32, 8) and not together([(10, 162)], 28, 4)
     assert together([(20, 1000)], 28, 4) and together([(60, 2000)] * 5, 8, 1)
-    assert not together([(65, 65), (1, 20)], 16, 16) and not together([(1, 20)], 16, 16) and not together([], 16, 16)
+    assert not together([(1, 20)], 16, 16) and not together([], 16, 16)
+    # chunks of few tiles over many keys, 147 and 70, 361 and 77, 106 and 75; others fill the device, 382 and 812
+    assert together([(137, 713), (41, 17864), (47, 170)], 16, 16)
+    assert together([(128, 32768)], 8, 1) and together([(512, 8192)], 8, 1) and not together([(512, 30720)], 32, 8)
 
 
 def test_a_mixed_batch_shares_the_device_where_that_is_shorter() -> None:

@@ -93,7 +93,7 @@ class TritonPagedBackend(PagedAttentionBackend):
         on_hopper = device is not None and (device.platform, device.arch) == ("cuda", "sm_90") and not cls.off_paths(device)
         general = f"{', '.join(GENERAL)}, and heads of 512 in groups that do not divide 64"
         sm90 = f"prompts of 16-bit caches take the Hopper prefill kernel, except for {general}"
-        packed = f"prompts of up to {TOGETHER} tokens and little work are in one launch with decodes (heads of up to 128)"
+        packed = "prompts that do not fill the device are split, in one launch with decodes (heads of up to 128)"
         on_nvidia = device is not None and device.platform == "cuda"
         return ((sm90,) if on_hopper else ()) + ((packed,) if on_nvidia else ())
 

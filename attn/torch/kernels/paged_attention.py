@@ -82,13 +82,11 @@ class _Launches:
         plan = states, lse_h, table_r, tree_w, split_kv.split_tiles, split_kv.max_splits, split_kv.whole_from
         programs = split_kv.items * kv_heads + rules.beside
         self._decode(split_kv.block_r, split_kv.crowded)(programs, (memory, *arrays), *numbers, *plan, *strides)
-        # Tiles of rows of a request: several only where prompts are in the decodes' launch.
-        most = -(-max_query_len // rules.tokens) if rules.kinds.together else 1
         of_merge = (memory, *arrays[: len(OF_MERGE)])
         merging = self._merge.get(split_kv.merged)
         if merging is None:
             merging = self._merge[split_kv.merged] = Prepared(merge, **rules.merge(split_kv))
-        merging(rules.merge_programs(num_reqs, split_kv), of_merge, v_factor, states, lse_h, *strides[:2], columns=most)
+        merging(rules.merge_programs(tiles, split_kv), of_merge, v_factor, num_reqs, states, lse_h, *strides[:2])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -158,8 +156,8 @@ def paged_attention(
     output is then float8_e4m3fn and holds result / output_scale, saturated and rounded to nearest even. prefill_programs:
     number of multiprocessors for the prefill of a mixed batch that runs concurrently with the decode (Hopper); 0 for all.
     keys_below: `hopper_prefill_launch.keys_below` of rows of prompts, None if that is not known.
-    whole: do not split the keys of decodes (`launch.are_whole`). together: prompts, of at most `launch.TOGETHER`
-    rows, are in the launch of the decodes (`launch.run_together`). singles: whether there may be requests of one token.
+    whole: do not split the keys of decodes (`launch.are_whole`). together: prompts are in the launch of the decodes
+    (`launch.run_together`). singles: whether there may be requests of one token.
     key, value: [T, K, D] to be written at slots [T] as by `kv_write.write_kv` before anything is read, to caches without a
     scale per token: at most one token of each request, at its last position, in a page of no other request; not in a traced
     graph.

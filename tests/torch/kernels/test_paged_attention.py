@@ -201,7 +201,7 @@ _TOGETHER: dict[str, dict[str, Any]] = {
 def test_a_batch_in_one_launch(case: str, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of several tiles of rows, a request without tokens and decodes, as in launches of their own; nothing else is
     launched but the merge of splits."""
-    q_lens, seq_lens, page, size = [45, 1, 0, 3, 33], [45, 150, 9, 35, 200], 16, 32
+    q_lens, seq_lens, page, size = [70, 1, 0, 3, 33], [70, 150, 9, 35, 200], 16, 32
     tokens, columns, choice = sum(q_lens), -(-max(seq_lens) // page), dict(_TOGETHER[case])
     generator = torch.Generator().manual_seed(7)
     noise = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731

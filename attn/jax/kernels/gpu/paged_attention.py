@@ -241,7 +241,7 @@ class _LaunchSequence:
         self.numbers |= {name: getattr(split_kv, name) for name in ("split_tiles", "max_splits", "whole_from")}
         self._attend(split_kv.items * rules.kv_heads, rules.decode(split_kv.block_r, split_kv.crowded))
         of_merge = {name: self.arrays[name] for name in OF_MERGE}
-        numbers = {name: self.numbers[name] for name in ("scratch", "v_factor", "states", "lse_h", "o_t", "o_h")}
+        numbers = {name: self.numbers[name] for name in ("scratch", "v_factor", "num_reqs", "states", "lse_h", "o_t", "o_h")}
         self._launch(merge, rules.merge_programs(num_reqs, split_kv), of_merge | numbers | rules.merge(split_kv))
 
     def _attend(self, programs: int, constants: dict[str, Any]) -> None:
