@@ -2,6 +2,9 @@
 
 import collections
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +16,9 @@ from attn.backends.registry import AttentionBackendEnum
 from attn.errors import DeviceError
 from attn.tools.fuzz import entries as fuzz_entries
 from attn.torch import Attention, MLAAttention
+from attn.torch.backends import _paged
 from attn.torch.backends._paged import PagedAttentionImpl
+from attn.torch.backends.mla import _mla
 from attn.torch.backends.mla._mla import MLACommonImpl
 from attn.torch.metadata import check_device
 
@@ -105,6 +110,28 @@ def test_a_call_is_where_its_query_is(name: str) -> None:
     here = torch.device("cpu")
     with META:
         assert call(layer, metadata, cache, here).device == here
+
+
+@pytest.mark.parametrize("name", ["TORCH_SDPA", "TORCH_MLA"])
+def test_a_call_makes_the_device_of_its_query_the_current_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some packages launch kernels on the current GPU, wherever their arrays are."""
+    query: Any = SimpleNamespace(is_cuda=True, get_device=lambda: 1)
+    for current in (0, 1):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
+        assert _paged.is_elsewhere(query) == (current == 0)
+    current_ones = list[torch.device]()
+
+    @contextmanager
+    def device(of: torch.device) -> Iterator[None]:
+        current_ones.append(of)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    for module in (_paged, _mla):
+        monkeypatch.setattr(module, "is_elsewhere", lambda x: not current_ones)
+    layer = layer_of(name)
+    call(layer, layer.build(BATCH), layer.new_kv_cache(2), "cpu")
+    assert current_ones == [torch.device("cpu")]
 
 
 def test_random_devices_around_a_layer() -> None:

@@ -100,6 +100,11 @@ def is_captured(x: torch.Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+def is_elsewhere(x: torch.Tensor) -> bool:
+    """Whether a call on tensor `x` is of another GPU than the current one, on which some packages launch whatever they get."""
+    return not torch.compiler.is_compiling() and x.is_cuda and x.get_device() != torch.cuda.current_device()
+
+
 #: Whether graphs that are captured now are replayed with the lengths of their capture alone, as a benchmark's are.
 of_one_batch: ContextVar[bool] = ContextVar("of_one_batch", default=False)
 
@@ -286,6 +291,9 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
 
     def _run(self, call: PagedCall, stages: "Stages | None" = None) -> torch.Tensor | None:
         """Write the new tokens, unless they belong to another layer's cache, and attend; return what `_attend` does."""
+        if is_elsewhere(call.query):
+            with torch.cuda.device(call.query.device):
+                return self._run(call, stages)
         key, meta = call.key, call.meta
         if self.attn_type in ENCODER_TYPES:
             return self._attend_ragged(call._replace(kv_cache=None, key=aligned(key), value=aligned(call.value)))

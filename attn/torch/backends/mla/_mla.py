@@ -40,7 +40,7 @@ from attn.errors import DeviceError, ShapeError, UnsupportedError
 from attn.imports import installed
 from attn.torch import kv_cache as caches
 from attn.torch.arrays import Facts
-from attn.torch.backends._paged import check_replays
+from attn.torch.backends._paged import check_replays, is_elsewhere
 from attn.torch.backends.mla import _rows
 from attn.torch.backends.mla._metadata import (
     MLACommonMetadata,
@@ -181,6 +181,9 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
                 if result is not None:
                     return result
         query = self._shaped("query", hidden_states_or_cq, (self.num_heads, self.qk_head_dim))
+        if is_elsewhere(query):
+            with torch.cuda.device(query.device):
+                return self.forward(layer, query, kv_c_normed, k_pe, kv_cache, attn_metadata, output)
         new = self._new_rows(kv_c_normed, k_pe)
         shape = (query.shape[0], self.num_heads, self.v_head_dim)
         out = query.new_empty(shape) if output is None else self._check_output(query, output, shape)
