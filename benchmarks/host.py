@@ -1,7 +1,7 @@
 """The host's part of an eager call of this package's Triton backends: the time of Python and torch, without any kernel.
 
     python -m benchmarks.host [--only MLA] [--entries] [--profile]
-    python -m benchmarks.host --build
+    python -m benchmarks.host --build [--device cuda]
     python -m benchmarks.host --adapters
 
 Needs Triton but no GPU: tensors are on the CPU, a placeholder driver stands for a GPU (sm_90), for which kernels are compiled,
@@ -11,9 +11,9 @@ number of launches. Layers are tiny, and matrix products are replaced by their d
 them. "first" is the first layer's call over a batch, "us" that of the layers after it, which repeat its launches. With
 --entries each kernel's function is also called alone, with the arguments that the layer's first call passes to it. --build
 times what makes a batch instead: `from_lens` of lists of block ids, of arrays of them and of a table, and a builder of a
-device without memory (`meta`), from such a batch of arrays, from one whose table was padded, and from tensors on that device,
-for which launches cost nothing. --adapters times a layer's call by FLASH_ATTN and FLASHINFER instead, of 64 decodes of which
-nothing is written, around a vendor's function that does nothing.
+device, from such a batch of arrays, from one whose table was padded, and from tensors on that device. That is one without
+memory (`meta`), for which launches cost nothing, unless --device names another. --adapters times a layer's call by
+FLASH_ATTN and FLASHINFER instead, of 64 decodes of which nothing is written, around a vendor's function that does nothing.
 Figures are the least of several runs, in processor time; torch's own attention over one key, in the same run, gives the scale.
 """
 
@@ -177,11 +177,11 @@ def entries_of(call: Callable[[], Any]) -> dict[str, Callable[[], Any]]:
 
 
 #: Requests, keys of all of them, whether their lengths are log-normal.
-BUILT = ((64, 64_000, False), (200, 300_000, True), (256, 2_000_000, True))
+BUILT = ((64, 64_000, False), (64, 64_000, True), (200, 300_000, True), (256, 2_000_000, True))
 _WAYS = ("lists", "arrays", "table", "build: arrays", "build: table", "tensors")
 
 
-def ways_of(requests: int, keys: int, ragged: bool) -> dict[str, Callable[[], Any]]:
+def ways_of(requests: int, keys: int, ragged: bool, device: torch.device) -> dict[str, Callable[[], Any]]:
     """Return what makes a batch of decodes with pages of 16 keys, by `_WAYS`."""
     rng = np.random.default_rng(0)
     shares = rng.lognormal(0, 1, requests) if ragged else np.ones(requests)
@@ -194,9 +194,9 @@ def ways_of(requests: int, keys: int, ragged: bool) -> dict[str, Callable[[], An
     batch, padded = from_lens(arrays), from_lens(arrays)
     table = padded.block_table
     spec = KVCacheSpec(16, 8, 128, "bfloat16", "auto", len(ids))
-    builder = PagedAttentionMetadataBuilder(spec, ["layer"], None, torch.device("meta"))
+    builder = PagedAttentionMetadataBuilder(spec, ["layer"], None, device)
     names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
-    there = padded.replace(**{name: torch.from_numpy(getattr(padded, name)).to("meta") for name in names})
+    there = padded.replace(**{name: torch.from_numpy(getattr(padded, name)).to(device) for name in names})
     calls = (
         functools.partial(from_lens, lists),
         functools.partial(from_lens, arrays),
@@ -208,17 +208,18 @@ def ways_of(requests: int, keys: int, ragged: bool) -> dict[str, Callable[[], An
     return dict(zip(_WAYS, calls, strict=True))
 
 
-def builds() -> None:
+def builds(device: torch.device) -> None:
     """Print what making a batch takes."""
 
-    print(f"{'requests':10s}{'keys':10s}" + "".join(f"{way:>16s}" for way in _WAYS))
+    print(f"{'requests':10s}{'keys':10s}{'lengths':10s}" + "".join(f"{way:>16s}" for way in _WAYS))
     for requests, keys, ragged in BUILT:
-        ways = ways_of(requests, keys, ragged)
+        ways = ways_of(requests, keys, ragged, device)
         least = dict.fromkeys(ways, float("inf"))
         for _ in range(REPEATS):
             for way, call in ways.items():
                 least[way] = min(least[way], timeit.timeit(call, timer=time.process_time, number=5) / 5 * 1e6)
-        print(f"{requests:<10d}{keys:<10d}" + "".join(f"{least[way]:16.1f}" for way in _WAYS), flush=True)
+        lengths = "ragged" if ragged else "equal"
+        print(f"{requests:<10d}{keys:<10d}{lengths:10s}" + "".join(f"{least[way]:16.1f}" for way in _WAYS), flush=True)
 
 
 def adapters() -> None:
@@ -255,11 +256,12 @@ def main() -> None:
     parser.add_argument("--entries", action="store_true", help="also time each kernel's function alone")
     parser.add_argument("--profile", action="store_true", help="print where the time of each row goes")
     parser.add_argument("--build", action="store_true", help="time what makes a batch instead")
+    parser.add_argument("--device", type=torch.device, default="meta", help="where --build puts batches (default: %(default)s)")
     parser.add_argument("--adapters", action="store_true", help="time the adapters of vendors' functions instead")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.build or arguments.adapters:
-        builds() if arguments.build else adapters()
+        builds(arguments.device) if arguments.build else adapters()
         return
     with without_kernels() as seen, torch.no_grad():
         one = torch.ones(1, 1, 1, 8)

@@ -10,7 +10,6 @@ import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate
 from numbers import Integral
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, Self
@@ -150,16 +149,18 @@ class CommonAttentionMetadata:
         if len(q) and ends[-1] > INT32_MAX:
             i = int((ends > INT32_MAX).argmax())
             raise MetadataError("query_start_loc", i + 1, int(ends[i]), f"at most {INT32_MAX}")
-        start = np.zeros(len(q) + 1, np.int32)
-        start[1:] = ends
+        num_tokens = int(ends[-1]) if len(q) else 0
+        checked = Checked(len(q) + 1, len(s), num_tokens)
+        # Slots are placeholders: they are computed once the table is known to have a block for every token.
+        start, lens, slots = checked.arrays
+        start[1:], lens[:] = ends, s
         batch = cls(
             query_start_loc=start,
-            seq_lens=s,
+            seq_lens=lens,
             block_table=table,
-            # A placeholder: slots are computed once the table is known to have a block for every token.
-            slot_mapping=np.zeros(int(start[-1]), np.int64),
+            slot_mapping=slots,
             num_reqs=len(q),
-            num_actual_tokens=int(start[-1]),
+            num_actual_tokens=num_tokens,
             # `max` takes 2 us more
             max_query_len=int(q[q.argmax()]) if len(q) else 0,
             max_seq_len=int(s[s.argmax()]) if len(s) else 0,
@@ -172,20 +173,18 @@ class CommonAttentionMetadata:
         batch.validate(block_size, strict=_flag("strict", strict))
         # The number of blocks is not known here, so any int32 id of at least 0 passes; padding of -1 in use does not.
         batch._check_blocks(block_size, INT32_MAX + 1)
-        if _flag("writes", writes):
-            batch.slot_mapping = slots_of(table, *_rows_of(start, s), block_size)
-        else:
-            batch.slot_mapping.fill(PAD_SLOT_ID)
+        slots[:] = slots_of(table, *_rows_of(start, s), block_size) if _flag("writes", writes) else PAD_SLOT_ID
         largest = batch._check_slots(None)
         # Arrays of flags and masks are not compared with what they were: a batch with such is checked by each builder.
         if type(causal) is bool and tree_mask is spans is prefix is None:
-            batch._checked = Checked(batch, largest)
+            batch._checked = checked.keep(batch, largest)
         return batch
 
     def known(self) -> "Checked | None":
-        """Return the arrays of a batch that is as `from_lens` has checked it, else None."""
-        checked = self._checked
-        return checked if checked is not None and checked.holds(self) else None
+        """Return what is known of a batch that is as `from_lens` has checked it, else None."""
+        if self._checked is not None and not self._checked.holds(self):
+            self._checked = None
+        return self._checked
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_checked": None}  # the arrays of a copy have memory of their own
@@ -772,11 +771,6 @@ class Pages:
             out[:n] = self.ids
             out[n:] = -1
 
-    @property
-    def is_table(self) -> bool:
-        """Whether each row begins where the last one's full width ends, so that the copy is the table itself."""
-        return self.packed and self.size == self.shape[0] * self.shape[1]
-
     @functools.cached_property
     def largest(self) -> int:
         """The largest id as an unsigned number, so that a negative one is larger than any other."""
@@ -829,66 +823,36 @@ class Pages:
         return table
 
 
-class Joined:
-    """int32 arrays [n] as they are put together in one block of `size` words, each aligned to 16 bytes.
+class Checked:
+    """The starts, lengths and slots of a batch in one block of memory, each aligned to 16 bytes, as a device gets them in one
+    copy; once the batch was checked, also how it was then.
 
-    sizes: of the parts of the block, which are the arrays and the padding between them; places: which of them are arrays.
+    sizes: of each, in words: slots have two. size: of the block. largest: the largest slot.
     """
 
-    def __init__(self, parts: "Sequence[IntArray | Pages | Joined]") -> None:
-        self._parts, self.sizes, self.places = parts, list[int](), list[int]()
-        for part in parts:
-            at = len(self.sizes)
-            if isinstance(part, Joined):
-                self.sizes += part.sizes
-                self.places += [at + place for place in part.places]
-            else:
-                n = part.size
-                self.sizes += (n, -n % 4) if n % 4 else (n,)
-                self.places.append(at)
-        self.size = sum(self.sizes)
-
-    def copy_to(self, out: "IntArray") -> None:
-        """Write the arrays, [size] int32."""
-        begin = 0
-        for part in self._parts:
-            end = begin + part.size
-            if isinstance(part, (Pages, Joined)):  # noqa: UP038 - a union takes three times as long
-                part.copy_to(out[begin:end])
-            else:
-                out[begin:end] = part
-            begin = end + -end % 4
-
-
-class Checked(Joined):
-    """The arrays of a checked batch, which become views of their block: starts, lengths, slots of two words each, and of rows
-    that are not many their ids and, unless they are a table as they are, where they begin. largest: the largest slot."""
-
-    def __init__(self, batch: CommonAttentionMetadata, largest: int) -> None:
+    def __init__(self, starts: int, lens: int, slots: int) -> None:
+        """The number of each; all are 0."""
         import numpy as np
 
-        start, seq_lens, slots, pages = batch.query_start_loc, batch.seq_lens, batch.slot_mapping, batch.pages
-        parts = [start, seq_lens, slots.view(np.int32)]
-        if pages is not None and pages.size < _LONG:
-            parts += [pages] if pages.is_table else [pages, pages.begins]
-        super().__init__(parts)
-        self.largest, self._block = largest, np.zeros(self.size, np.int32)
-        super().copy_to(self._block)
-        ends = [*accumulate(self.sizes)]
-        start, seq_lens, slots = (self._block[ends[i] - self.sizes[i] : ends[i]] for i in self.places[:3])
-        batch.query_start_loc = batch.query_start_loc_cpu = start
-        batch.seq_lens = batch.seq_lens_cpu = seq_lens
-        batch.slot_mapping = slots.view(np.int64)
-        # Of the table, rows of `Pages` are never written to, and an array is checked by each builder.
-        self._values = self._block[: ends[self.places[2]]]
-        self._content, self._fields = self._values.tobytes(), [*map(batch.__dict__.get, _FIELDS)]
+        self.sizes = starts, lens, 2 * slots
+        second = starts + -starts % 4
+        third = second + lens + -lens % 4
+        self.size = third + 2 * slots + -2 * slots % 4
+        block = self._block = np.zeros(self.size, np.int32)
+        self.arrays = block[:starts], block[second : second + lens], block[third : third + 2 * slots].view(np.int64)
 
-    def copy_to(self, out: "IntArray") -> None:
-        out[:] = self._block
+    def keep(self, batch: CommonAttentionMetadata, largest: int) -> "Checked":
+        self.largest, self._content = largest, self._block.tobytes()
+        self._fields = [*map(batch.__dict__.get, _FIELDS)]
+        return self
 
     def holds(self, batch: CommonAttentionMetadata) -> bool:
         """Whether a batch is as it was: its fields by identity, and the values of its arrays, which their owner may change."""
-        return all(map(is_, self._fields, map(batch.__dict__.get, _FIELDS))) and self._values.tobytes() == self._content
+        return all(map(is_, self._fields, map(batch.__dict__.get, _FIELDS))) and self._block.tobytes() == self._content
+
+    def copy_to(self, out: "IntArray") -> None:
+        """Write the block, [size] int32."""
+        out[:] = self._block
 
 
 #: What checks and copies of a batch without masks depend on.

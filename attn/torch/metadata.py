@@ -16,7 +16,7 @@ from torch.utils._pytree import GetAttrKey, register_pytree_node
 from attn import envs
 from attn.arrays import to_framework
 from attn.backends.abstract import AttentionMetadataBuilder
-from attn.backends.metadata import PAD_SLOT_ID, AttentionMetadata, Checked, CommonAttentionMetadata, Joined, Pages
+from attn.backends.metadata import PAD_SLOT_ID, AttentionMetadata, Checked, CommonAttentionMetadata, Pages
 from attn.errors import DeviceError, MetadataError
 from attn.torch.alignment import aligned
 from attn.torch.arrays import Facts, facts_of, from_foreign, static
@@ -291,6 +291,11 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
 
     metadata_cls = PagedAttentionMetadata
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # once: a device and a word are never equal, so that tensors that are there would be moved in each build
+        self.device = None if self.device is None else torch.device(self.device)
+
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PagedAttentionMetadata:
@@ -353,7 +358,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         """Return the batch's `ARRAYS` on the device: those of NumPy's in one copy, which the device makes while the host goes
         on; tensors that are there already as they are. And the rows of the block table, if they were read. known: what
         `batch.known` returned."""
-        target = None if self.device is None else torch.device(self.device)
+        target = self.device
         # a CPU needs no staged copy: tensors share the arrays' memory
         if target is None or target.type == "cpu":
             return [self._put(getattr(batch, name), dtype) for name, dtype in zip(ARRAYS, _DTYPES, strict=True)], None
@@ -365,7 +370,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         if array is None or (type(array) is torch.Tensor and array.dtype is dtype and array.device == self.device):
             return array
         tensor = from_foreign(array) if isinstance(array, np.ndarray) else to_framework(array, "torch")
-        target = tensor.device if self.device is None else torch.device(self.device)
+        target = tensor.device if self.device is None else self.device
         # a copy to the host must complete before it is read; the device's stream orders a copy from the host
         return tensor.to(device=target, dtype=dtype, non_blocking=target.type != "cpu")
 
@@ -374,9 +379,10 @@ def _mirror(array: Any) -> "IntArray | None":
     return array if isinstance(array, np.ndarray) else None
 
 
-#: What is on the host, where in `ARRAYS` the block table and the slots are, and behind them where the table's rows begin.
+#: What is on the host, where in `ARRAYS` the block table and the slots are, and behind them where the table's rows begin; where
+#: the arrays of `Checked` are.
 _ON_HOST, _TABLE, _SLOTS, _BEGINS = (np.ndarray, Pages), ARRAYS.index("block_table"), ARRAYS.index("slot_mapping"), len(ARRAYS)
-_ORDER = (0, 1, _SLOTS, _TABLE, _BEGINS)  #: of the arrays of `Checked`
+_OF_CHECKED = (0, 1, _SLOTS)
 #: Types of devices whose `index_select` reads rows that overlap where they are; others may make a copy of all of them first.
 _STRIDED = ("cuda", "cpu", "meta")
 
@@ -399,46 +405,59 @@ def _copies(
     """
     table, pages, places, parts = arrays[_TABLE], None, list[int](), list[Any]()
     if known is not None:
-        places += _ORDER[: len(known.places)]
+        places += _OF_CHECKED
         parts.append(known)
     else:
-        for i in _ORDER[:3]:
+        for i in _OF_CHECKED:
             if isinstance(arrays[i], np.ndarray):
                 places.append(i)
                 # Slots as two words each, so that all arrays are in one of int32.
                 parts.append(np.ascontiguousarray(arrays[i], np.int64).view(np.int32) if i == _SLOTS else arrays[i])
-    is_here = isinstance(table, _ON_HOST)
-    if is_here:
+    gathers = False
+    if isinstance(table, _ON_HOST):
         pages = table if isinstance(table, Pages) else Pages.of(table, seq_lens, block_size)
-        if _TABLE not in places:
-            places.append(_TABLE)
-            parts.append(pages or table.reshape(-1))
-            if pages is not None and not pages.is_table:
-                places.append(_BEGINS)
-                parts.append(pages.begins)
+        places.append(_TABLE)
+        parts.append(pages or table.reshape(-1))  # type: ignore[union-attr]
+        # Rows of which each begins where the last one's full width ends are the table itself, and need no gather.
+        gathers = pages is not None and not (pages.packed and pages.size == table.shape[0] * table.shape[1])
+        if gathers:
+            places.append(_BEGINS)
+            parts.append(pages.begins)  # type: ignore[union-attr]
     on_device = [*arrays, None]
     if parts:
         for i, copy in zip(places, put_together(parts, device), strict=True):
             on_device[i] = copy
-    if _BEGINS in places:
+    if gathers:
         on_device[_TABLE] = _table(on_device[_TABLE], on_device[_BEGINS], table.shape[1])
-    elif is_here:
+    elif _TABLE in places:
         on_device[_TABLE] = on_device[_TABLE].view(table.shape)
     if _SLOTS in places:
         on_device[_SLOTS] = on_device[_SLOTS].view(torch.int64)
     return on_device[:_BEGINS], pages
 
 
-def put_together(parts: "Sequence[IntArray | Pages | Joined]", device: torch.device) -> list[torch.Tensor]:
+def put_together(parts: "Sequence[IntArray | Pages | Checked]", device: torch.device) -> list[torch.Tensor]:
     """Return int32 copies on `device` of arrays [n], in one copy: one each would take as many times as long. They are parts of
     one tensor, each aligned to 16 bytes, because kernels are compiled for that.
 
     A GPU copies them from pinned memory while the host goes on; torch keeps that memory until the copy is done, and for later
     batches.
     """
-    joined = parts[0] if len(parts) == 1 and isinstance(parts[0], Joined) else Joined(parts)
-    staged = torch.empty(joined.size, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
-    joined.copy_to(staged.numpy())
-    # The padding to 16 bytes is a part of its own: one `split_with_sizes` of all takes less time than a slice for each.
-    pieces = staged.to(device, non_blocking=True).split_with_sizes(joined.sizes)
-    return [pieces[i] for i in joined.places]
+    sizes, at, size = list[int](), list[int](), 0
+    for part in parts:
+        for n in part.sizes if type(part) is Checked else (part.size,):
+            at.append(len(sizes))
+            # The padding to 16 bytes is a part of its own: one `split_with_sizes` of all takes less time than a slice for each.
+            sizes += (n, -n % 4) if n % 4 else (n,)
+            size += n + -n % 4
+    staged = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+    host, begin = staged.numpy(), 0
+    for part in parts:
+        end = begin + part.size
+        if isinstance(part, np.ndarray):
+            host[begin:end] = part
+        else:
+            part.copy_to(host[begin:end])
+        begin = end + -end % 4
+    pieces = staged.to(device, non_blocking=True).split_with_sizes(sizes)
+    return [pieces[i] for i in at]
