@@ -10,7 +10,7 @@ by index. Lengths are needed on the host only for batches with a query longer th
 import functools
 import itertools
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from attn.backends.mla.common import dcp_row_limits
 from attn.backends.mla.prefill.abstract import MLAContextChunk, MLAPrefillMetadata
 from attn.torch.metadata import (
     LAUNCHED_BY,
+    Kept,
     PagedAttentionMetadata,
     PagedAttentionMetadataBuilder,
     exportable,
@@ -281,7 +282,28 @@ class MLACommonMetadata(PagedAttentionMetadata):
     short: MLADecodeMetadata | None = None
     prefill: MLAPrefillBatch | None = None
 
+    #: The longest query of a decode, and `short_rows`, by which `divide` has divided the batch; None if it did not.
+    thresholds: tuple[int | None, int] | None = None
+
     _launched_by: ClassVar = attrgetter(*LAUNCHED_BY, "decode", "short", "prefill")
+
+    def divide(self, threshold: int | None, short_rows: int) -> None:
+        """Fill `decode`, `short` and `prefill` from the other fields."""
+        self.decode, self.short, self.prefill, self.thresholds = None, None, None, (threshold, short_rows)
+        # by the bound alone, so that neither lengths nor a wait for them are needed
+        if threshold is None or self.max_query_len <= threshold:
+            self.decode = _decode_all(self)
+        else:
+            _split(self, threshold, short_rows)
+
+    def kept(self) -> Kept:
+        before, kept = self.__dict__.get("_kept"), super().kept()
+        if before is None or before is kept or self.thresholds is None:
+            return kept
+        # A field was assigned: the parts are of those before.
+        if not all(map(is_, before.fields[: len(LAUNCHED_BY)], kept.fields)):
+            self.divide(*self.thresholds)
+        return super().kept()
 
 
 class MLACommonMetadataBuilder(PagedAttentionMetadataBuilder):
@@ -302,11 +324,9 @@ class MLACommonMetadataBuilder(PagedAttentionMetadataBuilder):
         # Context parallelism first: every rank has some of each request's keys, whatever the number of new tokens.
         if batch.dcp_local_seq_lens is not None:
             self._share_context(metadata, batch, self._put(batch.dcp_local_seq_lens, torch.int32))
-        # by the bound alone, so that neither lengths nor a wait for them are needed
-        elif self.decode_threshold is None or metadata.max_query_len <= self.decode_threshold:
-            metadata.decode = _decode_all(metadata)
         else:
-            _split(metadata, self.decode_threshold, self.short_rows())
+            metadata.divide(self.decode_threshold, self.short_rows())
+            metadata.kept()  # remembers the fields of the division
 
     @staticmethod
     def _share_context(batch: MLACommonMetadata, common: CommonAttentionMetadata, local: torch.Tensor) -> None:

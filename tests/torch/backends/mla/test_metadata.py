@@ -8,6 +8,7 @@ import torch
 
 from attn.backends.abstract import KVCacheSpec
 from attn.backends.metadata import CommonAttentionMetadata
+from attn.torch import MLAAttention
 from attn.torch.backends.mla._metadata import MLACommonMetadataBuilder, context_spans, is_short
 
 PAGE = 16
@@ -20,6 +21,21 @@ def drawn(seed: int) -> tuple[Any, Any, int]:
     q_lens = np.exp(rng.uniform(0, np.log(300), count)).astype(int)
     context = np.exp(rng.uniform(0, np.log(5000), count)).astype(int) * (rng.random(count) < rng.random())
     return q_lens, context, int(np.exp(rng.uniform(np.log(30), np.log(20000))))
+
+
+@pytest.mark.parametrize("before_a_call", [False, True])
+@pytest.mark.parametrize("rows", [[1, 3], [1, 40]])
+def test_lengths_that_are_assigned_to_a_batch_are_attended(rows: list[int], before_a_call: bool) -> None:
+    layer = MLAAttention(2, 32, 16, 16, 16, torch.randn(32, 2, 32), block_size=PAGE, backend="TORCH_MLA")
+    cache, query = layer.new_kv_cache(16).normal_(), torch.randn(sum(rows), 2, 32)
+    tables = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
+    meta, other = (layer.build(CommonAttentionMetadata.from_lens(rows, lens, tables, PAGE)) for lens in ([30, 60], [20, 70]))
+    want = layer(query, None, None, cache, other)
+    if not before_a_call:
+        assert not torch.allclose(layer(query, None, None, cache, meta), want)
+    for name in ("seq_lens", "seq_lens_cpu", "max_seq_len", "block_table"):
+        setattr(meta, name, getattr(other, name))
+    torch.testing.assert_close(layer(query, None, None, cache, meta), want)
 
 
 @pytest.mark.parametrize("seed", range(12))
