@@ -13,7 +13,8 @@ host.REPEATS, host.NUMBER, host.BUILT = 1, 1, ((3, 300, False), (3, 300, True))
 said = io.StringIO()
 with host.without_kernels() as seen, torch.no_grad():
     for lens, launches in (
-        ([1, 1], "attention merge"), ([1, 300], "write prefill attention merge"), ([300, 40], "write prefill"),
+        ([1, 1], "attention merge"), ([1, 300], "write attention merge"), ([1, 3000], "write prefill attention merge"),
+        ([300, 40], "write prefill"),
     ):
         calls = host.calls_of("TRITON_ATTN", "auto", lens)
         calls.first()
