@@ -65,19 +65,6 @@ def test_all_keys_are_dense_attention(make_mla: Any) -> None:
     np.testing.assert_allclose(lse, want_lse, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["XLA_MLA_SPARSE", "PALLAS_MLA_SPARSE"])
-def test_under_64_bit_types(make_mla: Any, name: str) -> None:
-    kind = {"dims": DEEPSEEK, "dtype": "bfloat16"} if name == "PALLAS_MLA_SPARSE" else {}
-    batch = make_mla((1, 3), (20, 9), **{**SPARSE, "backend": name}, **kind)
-    indices, _ = choose(batch, 16)
-    want, _ = batch.layer(*batch.arguments(), indices=indices)
-    with jax.enable_x64(True):
-        got, _ = jax.jit(batch.layer.__call__)(*batch.arguments(), indices=indices)
-    for one, other in zip(got, want, strict=True):
-        assert one.dtype == other.dtype
-        np.testing.assert_allclose(one.astype(np.float32), other.astype(np.float32), atol=1e-6)
-
-
 def test_what_is_refused(make_mla: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = make_mla(**SPARSE)
     arguments, rows = batch.arguments(), batch.metadata.slot_mapping.shape[0]
