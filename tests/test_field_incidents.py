@@ -315,6 +315,7 @@ def test_08_latent_pages_in_int32_flashinfer_3130_3136() -> None:
 
 @pytest.mark.parametrize(("name", "framework"), [("TRITON_MLA", "torch"), ("FLASHMLA", "torch"), ("XLA_MLA", "jax")])
 def test_08_the_full_suite_on_a_gpu_asks_for_latents_beyond_32_bits(name: str, framework: str) -> None:
+    """Catches a kernel whose offsets into a cache of latents are 32-bit: no case of the suite had a larger one."""
     subject = subject_of(
         backend(name), device=Device(framework, "cuda" if framework == "torch" else "gpu", "NVIDIA H200", "sm_90")
     )

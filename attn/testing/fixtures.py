@@ -114,6 +114,8 @@ def _scores(at: At, dtype: str, edges: tuple[int, ...]) -> list[Case]:
         at(f"{dtype}, scores of -inf", dtype=dtype, inputs="infinite"),
         at(f"{dtype}, scores of -inf, decodes", _ONES, edges, dtype=dtype, inputs="infinite"),
         at(f"{dtype}, constant V", dtype=dtype, inputs="constant", check="constant_value"),
+        # long enough that sums in 16 bits miss the value by more than the unit that rule C leaves
+        at(f"{dtype}, constant V, long", _ONES, (300, 257, 400, 90, 700), dtype=dtype, inputs="constant", num_blocks=None),
         at(f"{dtype}, one key of score -524288", _ONES, _ONES, dtype=dtype, inputs="far", scale=0.125, check="single_key"),
         at(f"{dtype}, one key of any score", _ONES, _ONES, dtype=dtype, inputs="magnitudes", check="single_key"),
     ]

@@ -260,6 +260,9 @@ def _asking(feature: Feature, reach: int) -> dict[str, Any]:
 #: a tile, split the keys of decodes, and may launch prompts with the decodes: that depends on a batch's lengths.
 _SHORT = ((8, 20), (1, 33), (70, 80), (1, 17), (20, 40))
 _LONG = ((8, 450), (1, 450), (70, 100), (1, 17), (20, 450))
+#: With a prompt that fills a GPU, which kernels launch apart from the decodes: these are whole, or split.
+_PROMPT = ((1, 33), (1000, 1020), (1, 17))
+_PROMPT_LONG = ((8, 450), (1, 450), (1000, 1020), (1, 17))
 
 
 def features_alone(subject: Subject) -> list[Case]:
@@ -272,7 +275,8 @@ def features_alone(subject: Subject) -> list[Case]:
     sizes, dtypes = subject.sizes((64, 96, 128, 256), c.head_sizes), [d for d in main_dtypes(subject) if d != "float32"]
     quantised = [stored for stored in c.kv_cache_dtypes if stored in (*SCALED, *SELF_SCALED)]
     cases = []
-    for reach, lens in ((4, _SHORT), (150, _LONG))[: 2 if _on_gpu(subject) else 1]:  # long ones are slow elsewhere
+    batches = ((4, _SHORT), (150, _LONG), (80, _PROMPT), (230, _PROMPT_LONG))
+    for reach, lens in batches[: 4 if _on_gpu(subject) else 1]:  # long ones are slow elsewhere
         asked = {feature.value: changes for feature in Feature if (changes := _asking(feature, reach))}
         # Not `_asking`'s, whose left side is open: with both bounds a kernel may skip keys on each side.
         asked["two_sided_window"] = {"sliding_window": (reach, 2), "causal": False}
@@ -291,7 +295,7 @@ def features_alone(subject: Subject) -> list[Case]:
             # Sizes, dtypes and the LSE change at different rates from way to way, so that most combinations occur in one pass.
             more = {"head_size": sizes[(i + reach // 75) % len(sizes)], "check": "batch_order", "num_blocks": None}
             more |= {"dtype": dtypes[i // 2 % len(dtypes)]} if dtypes else {}
-            name = f"alone: {words}, up to {max(m)} keys"
+            name = f"alone: {words}, {len(m)} requests of up to {max(m)} keys"
             cases.append(base_case(subject, name, q, m, **{"lse": subject.lse and i % 2 == 0, **more, **changes}))
     return cases
 
