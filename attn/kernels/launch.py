@@ -177,10 +177,11 @@ def run_together(q_lens: Any, keys: Any, group: int, kv_heads: int, multiprocess
     that has to be merged, because the keys of its request are split. The multiprocessors share it. Otherwise prompts have a
     launch of their own, which splits no keys: its longest program takes 3/2 of such a tile for 128 keys. For its beginning and
     end, one launch takes 6 tiles more than that launch if it has a merge, and 2 less if it has none; a second launch, of
-    decodes, takes 8. Prompts that fill the device are never together: a tile of theirs takes a quarter as many rows.
+    decodes, takes 8. Prompts that fill the device have more work than that: their own launch computes it faster.
 
-    Measured (H200): set by 138 batches drawn at random, 90 of prompts of up to 64 tokens and 48 of up to 640, whose faster form
-    they take 1.008 of (geometric mean; at most 1.29).
+    Measured (H200): the numbers were set by 138 batches, most of them drawn at random, 90 of prompts of up to 64 tokens and 48
+    of up to 640; the choice takes 1.008 of the faster form's time (geometric mean; at most 1.29). On 30 batches of up to 640
+    tokens drawn afterwards it takes 1.003 (1.12). Other GPUs, which have the rule too, were not measured.
     """
     if q_lens.max(initial=0) <= 1:
         return False
@@ -259,7 +260,8 @@ class SplitKV:
     chooses the smallest number that makes at most `max_splits` items more than there are requests. whole_from: the number of
     requests from which those of about equal length stay whole. items: the bound of work items per kv head. block_r: requests
     per vector in the device's search. crowded: whether requests take at least half of the items that fit on the device at once,
-    so that there are more. merged: splits that a program of `paged_attention.merge` reads at once.
+    so that there are more. merged: splits that a program of `paged_attention.merge` reads at once, one number for all fixed
+    splits, since the order of sums depends on it.
     """
 
     split_tiles: int
@@ -314,8 +316,8 @@ def splits_merged_at_once(splits: int) -> int:
     """`SplitKV.merged` for requests of `splits` splits on average.
 
     A program of the merge is one warp with 64 elements a lane, of as many columns as that leaves for each split. Measured
-    (H200) on 23 batches, 17 sizes: 16 x 128 elements are the fastest where requests have up to 4 splits, 64 x 32 at 22 to 44,
-    and 128 x 16 beyond. The four warps for 32 splits of 128 columns of before took 1.01 to 1.35 times as long as these.
+    (H200, heads of 128) on 23 batches, 17 sizes: 16 x 128 elements are the fastest, or nearly, where requests have up to 4
+    splits, 64 x 32 at 22 to 44, and 128 x 16 beyond. The limits were set by these batches and not compared on others.
     """
     return 16 if splits < 8 else 64 if splits < 64 else 128
 

@@ -118,8 +118,8 @@ class Launches:
 
     tokens: of a request that fit in one decode tile, 0 without a block table; of all requests together, in one of a request's
     tiles. prefill: the constants and options of `attention` for requests of more tokens, or None; its tile holds
-    `prefill_tokens`. beside: whether decodes run beside `hopper_prefill`, which `on_hopper` says takes
-    the prompts, where launches may overlap.
+    `prefill_tokens`. beside: whether decodes run beside `hopper_prefill`, which `on_hopper` says takes the prompts, where
+    launches may overlap.
     """
 
     def __init__(self, kinds: Kinds, layer: LayerParams) -> None:
