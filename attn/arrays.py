@@ -6,8 +6,10 @@ error: a tracer has no memory, and gradients do not cross. The frameworks' modul
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
+from attn.errors import DTypeError, ShapeError
 from attn.imports import resolve_obj_by_qualname
 
 FRAMEWORKS = ("torch", "jax", "numpy")
@@ -56,3 +58,41 @@ def to_framework(array: Any, framework: str, *, like: Any = None) -> Any:
     if framework == "numpy":
         return resolve_obj_by_qualname(f"attn.{source}.arrays.to_numpy")(array, like=like)
     return resolve_obj_by_qualname(f"attn.{framework}.arrays.from_foreign")(array, like=like)
+
+
+def on_host(array: Any) -> Any:
+    """Return `array` if it is a NumPy array, else None."""
+    import numpy as np
+
+    return array if isinstance(array, np.ndarray) else None
+
+
+def check_array(name: str, array: Any, extents: tuple[int | None, ...], dtypes: tuple[str, ...]) -> None:
+    """Check rank, the extents that are not None, and dtype, by attributes that every framework's arrays have.
+
+    Raises `ShapeError` or `DTypeError`.
+    """
+    shape = getattr(array, "shape", None)
+    if shape is None:
+        raise DTypeError(f"{name} is a {type(array).__name__}: must be an array of {' or '.join(dtypes)}")
+    if shape != extents and not _has_extents(shape, extents):
+        words = ", ".join("*" if extent is None else str(extent) for extent in extents)
+        raise ShapeError(f"{name} has shape {list(shape)}: must be [{words}]")
+    if _dtype_text(array.dtype) not in dtypes:
+        raise DTypeError(f"{name} has dtype {_dtype_text(array.dtype)}: must be {' or '.join(dtypes)}")
+
+
+@functools.cache
+def _dtype_text(dtype: Any) -> str:
+    """Return a dtype's name; cached, since NumPy takes a microsecond to format one."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _has_extents(shape: Sequence[int], extents: Sequence[int | None]) -> bool:
+    # a loop, since every batch passes here: a generator would take half a microsecond longer
+    if len(shape) != len(extents):
+        return False
+    for extent, required in zip(shape, extents, strict=True):  # noqa: SIM110
+        if required is not None and required != extent:
+            return False
+    return True

@@ -20,11 +20,16 @@ The formulas use operators and indexing only, so arrays of NumPy, torch and JAX 
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from attn.arrays import check_array, on_host
+from attn.errors import MetadataError, ShapeError
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+    IntArray = npt.NDArray[np.integer[Any]]
 
 #: (left, right), inclusive distances from a row's position; None: unbounded.
 Window = tuple[int | None, int | None]
@@ -98,6 +103,36 @@ class BatchMask(NamedTuple):
         # Spans are the one array with an entry per row; the others have one per request.
         return BatchMask(*(x if x is None else x[rows if name == "spans" else requests] for name, x in self._asdict().items()))
 
+    def validate(
+        self, num_reqs: int, num_rows: int, query_lens: "IntArray | None" = None, seq_lens: "IntArray | None" = None
+    ) -> Self:
+        """Check the masks of a batch of R requests and T new tokens; returns them.
+
+        query_lens, seq_lens: [R], the new tokens of each request, and all of its tokens, on the host. Ranks, extents and dtypes
+        are always checked; values only if they and the lengths are on the host. Raises `ShapeError`, `DTypeError` or
+        `MetadataError`, with a batch's names of the arrays: `tree_mask`, `spans`, `prefix`, `causal`.
+        """
+        for name, array, extents, dtype in (
+            ("tree_mask", self.tree, (num_reqs, None, None), "bool"),
+            ("spans", self.spans, (None, 2), "int32"),
+            ("prefix", self.prefix, (num_reqs,), "int32"),
+            ("causal", self.is_causal, (num_reqs,), "bool"),
+        ):
+            if array is not None:
+                check_array(name, array, extents, (dtype,))
+        if self.tree is not None and self.tree.shape[1] != self.tree.shape[2]:
+            raise ShapeError(f"tree_mask has shape {list(self.tree.shape)}: must be [R, W, W]")
+        if self.spans is not None and self.spans.shape[0] < num_rows:
+            raise ShapeError(f"spans has {self.spans.shape[0]} rows: must be at least num_actual_tokens={num_rows}")
+        tree, spans, prefix = on_host(self.tree), on_host(self.spans), on_host(self.prefix)
+        if tree is not None and query_lens is not None:
+            _check_tree(tree, query_lens)
+        if prefix is not None and seq_lens is not None:
+            _check_prefix(prefix, seq_lens)
+        if spans is not None and query_lens is not None and seq_lens is not None:
+            _check_spans(spans, query_lens, seq_lens)
+        return self
+
     def __repr__(self) -> str:
         return _fields_set(self)
 
@@ -110,6 +145,46 @@ class BatchMask(NamedTuple):
     def has_ranges(self) -> bool:
         """Whether rows may see keys that neither causality nor the window allows: spans and prefixes."""
         return self.spans is not None or self.prefix is not None
+
+
+def _check_tree(tree: "npt.NDArray[np.bool_]", query_lens: "IntArray") -> None:
+    """Check the trees in use: a token sees itself and no later token."""
+    import numpy as np
+
+    node = np.arange(tree.shape[1])
+    # [R, W]: nodes in use. A longer request is causal and does not use its tree, so its entries may be anything.
+    inside = (node < query_lens[:, None]) & (query_lens <= len(node))[:, None]
+    # [R, W, W]. Kernels rely on it: they skip keys after a row, and a row that does not see itself could see no key at all.
+    wrong = np.where(node[:, None] == node, ~tree, tree & (node > node[:, None])) & inside[:, :, None] & inside[:, None, :]
+    if wrong.any():
+        r, i, j = (int(x) for x in np.argwhere(wrong)[0])
+        bound = "True on the diagonal" if i == j else "False above the diagonal: ancestors come before their descendants"
+        raise MetadataError("tree_mask", (r, i, j), bool(tree[r, i, j]), bound)
+
+
+def _check_prefix(prefix: "IntArray", seq_lens: "IntArray") -> None:
+    """Check that prefixes are within the tokens that will be in the cache."""
+    bad = (prefix < 0) | (prefix > seq_lens)
+    if bad.any():
+        r = int(bad.argmax())
+        raise MetadataError("prefix", r, int(prefix[r]), f"between 0 and seq_lens[{r}] = {seq_lens[r]}")
+
+
+def _check_spans(spans: "IntArray", query_lens: "IntArray", seq_lens: "IntArray") -> None:
+    """Check that spans are within the tokens that will be in the cache."""
+    import numpy as np
+
+    # Rows past the batch's own are padding.
+    first, last = spans[: int(query_lens.sum())].T
+    row_seq_lens = np.repeat(seq_lens, query_lens)
+    bad = ((first < 0) | (last < first) | (last >= row_seq_lens)) & ~((first == -1) & (last == -1))
+    if bad.any():
+        t = int(bad.argmax())
+        r = int(np.repeat(np.arange(len(query_lens)), query_lens)[t])
+        bound = f"(first, last) with 0 <= first <= last < seq_lens[{r}] = {seq_lens[r]}, or (-1, -1) for none"
+        if 0 <= first[t] <= last[t]:  # the rest of an image, for example, is in a later chunk
+            bound += f"; schedule the tokens up to position {last[t]} in this step, as later keys are not in the cache yet"
+        raise MetadataError("spans", t, [int(first[t]), int(last[t])], bound)
 
 
 #: A layer and a batch that ask for nothing besides causality.
@@ -131,6 +206,44 @@ class Visibility(NamedTuple):
 
     layer: LayerMask
     batch: BatchMask = PLAIN
+
+    def __and__(self, other: "Visibility") -> "Visibility":
+        """Return the mask of the keys that both masks allow. Raises ValueError where no one mask is that.
+
+        Spans and prefixes add keys to those of the layer. So if one mask has any, the other has the same arrays, with the same
+        window if that cuts spans, or limits rows by chunks alone. Trees meet causality, or trees of their size.
+        """
+        causal, tree, is_causal = self._common_causality(other)
+        spans, prefix = self._common_ranges(other)
+        layer = (self.layer & other.layer)._replace(causal=causal)
+        return Visibility(layer, BatchMask(tree, spans, prefix, is_causal))
+
+    def _common_causality(self, other: "Visibility") -> tuple[bool, Any, Any]:
+        """Return `causal`, `tree` and `is_causal` of both masks."""
+        masks = self, other
+        flags = [mask.batch.is_causal for mask in masks if mask.batch.is_causal is not None]
+        # Flags of requests replace the layer's causality and its tree.
+        layers = [mask for mask in masks if mask.layer.causal and mask.batch.is_causal is None]
+        trees = [mask.batch.tree for mask in layers if mask.batch.tree is not None]
+        if trees and (flags or trees[0].shape != trees[-1].shape):
+            raise ValueError(f"{self} and {other} have no common mask: a tree meets causality, or a tree of its size")
+        # A tree is a part of causality, and a causal layer makes every request causal.
+        if layers or not flags:
+            return bool(layers), trees[0] & trees[-1] if trees else None, None
+        return False, None, flags[0] | flags[-1]
+
+    def _common_ranges(self, other: "Visibility") -> tuple[Any, Any]:
+        """Return `spans` and `prefix` of both masks."""
+        one, two = self.batch, other.batch
+        for batch, mask in ((one, other), (two, self)):
+            # Chunks limit all keys, also those that ranges add.
+            unlimited = mask.layer._replace(chunk_size=None, span_window=None) == LayerMask(False) and mask.batch.is_plain
+            if unlimited or not (one.has_ranges or two.has_ranges):
+                return batch.spans, batch.prefix
+        cut = one.spans is not None and self.layer.span_window and self.layer.window != other.layer.window
+        if one.spans is not two.spans or one.prefix is not two.prefix or cut:
+            raise ValueError(f"{self} and {other} have no common mask: one adds keys that the other may not allow")
+        return one.spans, one.prefix
 
     @property
     def window(self) -> Window:

@@ -1,5 +1,8 @@
 """The formulas of visibility against the oracle's, in every framework; bounds against what rows see."""
 
+import re
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +10,7 @@ import pytest
 import torch
 
 from attn import reference
+from attn.errors import AttnError
 from attn.visibility import BatchMask, LayerMask, Visibility
 
 
@@ -100,6 +104,73 @@ def test_masks_compose():
         np.testing.assert_array_equal(both.as_array(n, m), first.as_array(n, m) & second.as_array(n, m))
     with pytest.raises(ValueError, match="chunk_size=2 and chunk_size=3 have no common mask"):
         LayerMask(chunk_size=2) & LayerMask(chunk_size=3)
+
+
+def test_masks_of_batches_compose():
+    """The common mask of two is the keys that both allow, or none: drawn so that all kinds of arrays meet each other."""
+    rng, composed, refused = np.random.default_rng(3), Counter(), 0
+    for _ in range(3000):
+        (one, n, m), (two, _, _) = drawn(rng), drawn(rng)
+        while np.size(two.batch.spans) > 1 or two.batch.tree is not None:  # of another request
+            two = drawn(rng)[0]
+        batch = two.batch._replace(prefix=None if two.batch.prefix is None else np.minimum(two.batch.prefix, m))
+        if rng.integers(2):
+            batch = batch._replace(spans=one.batch.spans, prefix=one.batch.prefix)
+        if two.layer.causal and one.batch.tree is not None and rng.integers(2):
+            batch = batch._replace(tree=np.tril(one.batch.tree | (rng.random(one.batch.tree.shape) < 0.3)))
+        layer = two.layer._replace(chunk_size=one.layer.chunk_size, span_window=one.layer.span_window)
+        two = Visibility(LayerMask(False) if rng.integers(3) == 0 else layer, batch)
+        if rng.integers(2):
+            one, two = two, one
+        try:
+            both = one & two
+        except ValueError as error:
+            assert "have no common mask" in str(error)
+            refused += 1
+            continue
+        want = one.as_array(n, m) & two.as_array(n, m)
+        np.testing.assert_array_equal(both.as_array(n, m), want, f"{one} & {two} = {both}")
+        composed.update(name for name, array in both.batch._asdict().items() if array is not None)
+        composed["plain"] += both.batch.is_plain
+    assert min(composed[name] for name in ("plain", *BatchMask._fields)) > 30 and refused > 300, (composed, refused)
+
+
+def test_what_two_masks_may_not_have():
+    spans, tree, flags = np.zeros((2, 2), np.int32), np.ones((1, 1, 1), bool), np.array([True])
+    plain = Visibility(LayerMask())
+    with pytest.raises(ValueError, match="one adds keys that the other may not allow"):
+        plain & Visibility(LayerMask(), BatchMask(spans=spans))
+    with pytest.raises(ValueError, match="one adds keys that the other may not allow"):
+        Visibility(LayerMask(), BatchMask(spans=spans)) & Visibility(LayerMask(), BatchMask(spans=spans.copy()))
+    with pytest.raises(ValueError, match="a tree meets causality, or a tree of its size"):
+        Visibility(LayerMask(), BatchMask(tree)) & Visibility(LayerMask(), BatchMask(is_causal=flags))
+    same = Visibility(LayerMask(), BatchMask(spans=spans))
+    assert (same & same) == same and (plain & Visibility(LayerMask(False, (3, None)))) == Visibility(LayerMask(True, (3, None)))
+
+
+def test_masks_of_a_batch_are_validated():
+    ints = np.int32
+    tree, spans, prefix = np.tril(np.ones((2, 2, 2), bool)), np.full((3, 2), -1, ints), np.array([1, 0], ints)
+    good, lens = BatchMask(tree, spans, prefix), (np.array([2, 1]), np.array([4, 1]))
+    assert good.validate(2, 3, *lens) is good and BatchMask().validate(2, 3) == BatchMask()
+    for wrong, message in (
+        (good._replace(tree=tree[:1]), "tree_mask has shape [1, 2, 2]: must be [2, *, *]"),
+        (good._replace(tree=tree[:, :1]), "tree_mask has shape [2, 1, 2]: must be [R, W, W]"),
+        (good._replace(tree=tree | True), "tree_mask[0, 0, 1] = True: must be False above the diagonal"),
+        (good._replace(spans=spans[:2]), "spans has 2 rows: must be at least num_actual_tokens=3"),
+        (
+            good._replace(spans=spans * 0 + 1),
+            "spans[2] = [1, 1]: must be (first, last) with 0 <= first",
+        ),
+        (good._replace(prefix=prefix + ints(4)), "prefix[0] = 5: must be between 0 and seq_lens[0] = 4"),
+        (good._replace(prefix=prefix.astype(float)), "prefix has dtype float64: must be int32"),
+        (good._replace(is_causal=np.ones(3, bool)), "causal has shape [3]: must be [2]"),
+    ):
+        with pytest.raises(AttnError, match=re.escape(message)):
+            wrong.validate(2, 3, *lens)
+    # on a device, or without lengths, values are not read
+    assert good._replace(tree=torch.ones(2, 2, 2, dtype=torch.bool)).validate(2, 3, *lens)
+    assert good._replace(tree=tree | True).validate(2, 3)
 
 
 def test_a_mask_says_what_it_is():

@@ -6,16 +6,15 @@ and may reuse them for the next batch once the step is done. Checks read only ho
 the caller passed): they never copy from a device, unless ATTN_DEBUG requests it.
 """
 
-import functools
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Integral
-from operator import attrgetter, is_
+from operator import is_
 from typing import TYPE_CHECKING, Any, Self
 
 from attn.arguments import as_flag
-from attn.arrays import to_framework
+from attn.arrays import check_array, on_host, to_framework
+from attn.backends.block_table import INT32_MAX, LONG, PAD_SLOT_ID, Pages, as_int32, as_pages, fits_int32, slots_of
 from attn.errors import DTypeError, MetadataError, ShapeError
 from attn.visibility import BatchMask
 
@@ -25,11 +24,9 @@ if TYPE_CHECKING:
 
     IntArray = npt.NDArray[np.integer[Any]]
 
-PAD_SLOT_ID = -1  #: marks a token that is not written to the cache
 #: Most new tokens of a request that counts as a decode where prompts have a backend of their own: speculated tokens too, as in
 #: this package's decode kernels, since a few rows read as many bytes as one.
 FEW_ROWS = 16
-INT32_MAX = 2**31 - 1
 
 
 class AttentionMetadata:
@@ -92,9 +89,9 @@ class CommonAttentionMetadata:
         if self.query_start_loc_cpu is None:
             # A NumPy array is its own mirror; a tensor on a device is not copied, since that would wait for all work
             # before it.
-            self.query_start_loc_cpu = _on_host(self.query_start_loc)
+            self.query_start_loc_cpu = on_host(self.query_start_loc)
         if self.seq_lens_cpu is None:
-            self.seq_lens_cpu = _on_host(self.seq_lens)
+            self.seq_lens_cpu = on_host(self.seq_lens)
         self._checked: Checked | None = None
 
     if not TYPE_CHECKING:  # else every name would be an attribute
@@ -140,10 +137,10 @@ class CommonAttentionMetadata:
         """
         import numpy as np
 
-        q, s = _int32("query_lens", query_lens), _int32("seq_lens", seq_lens)
+        q, s = as_int32("query_lens", query_lens), as_int32("seq_lens", seq_lens)
         _check_int("block_size", block_size, 1)
         # Before the sums, so that an error names the row of the table and not a length computed from it.
-        table = _table(block_table, s, block_size)
+        table = as_pages(block_table, s, block_size)
         # In int64, because the sum of valid int32 lengths may not fit, and would wrap to a negative number of tokens.
         ends = q.cumsum(dtype=np.int64)
         if len(q) and ends[-1] > INT32_MAX:
@@ -167,7 +164,7 @@ class CommonAttentionMetadata:
             causal=_flags(causal, len(q)),
             tree_mask=tree_mask,
             spans=None if spans is None else _rows_of_ints("spans", spans),
-            prefix=None if prefix is None else _int32("prefix", prefix),
+            prefix=None if prefix is None else as_int32("prefix", prefix),
             block_size=block_size,
         )
         batch.validate(block_size, strict=_flag("strict", strict))
@@ -210,7 +207,7 @@ class CommonAttentionMetadata:
         ids = table.ids if isinstance(table, Pages) else table
         # Measured on a CPU: 11 us for 64 requests of 1,000 keys and 22 for 200 of 1,500, where the launch that is saved
         # takes 3 to 5 in each layer.
-        if not (isinstance(slots, np.ndarray) and isinstance(ids, np.ndarray)) or not 0 < ids.size <= _LONG:
+        if not (isinstance(slots, np.ndarray) and isinstance(ids, np.ndarray)) or not 0 < ids.size <= LONG:
             return False
         if seq_lens[seq_lens.argmin()] < 1:
             return False
@@ -250,7 +247,7 @@ class CommonAttentionMetadata:
     def mask(self) -> BatchMask:
         """What the batch lets its rows see. A tree mask without nodes, [R, 0, 0], counts as none."""
         # Equal flags are not "mixed": such a batch needs no backend with that feature (`all_causal` says which they are).
-        causal = None if type(self.causal) is bool else _on_host(self.causal)
+        causal = None if type(self.causal) is bool else on_host(self.causal)
         is_causal = causal if causal is not None and (causal != causal[:1]).any() else None
         tree = self.tree_mask if self.tree_mask is not None and self.tree_mask.shape[1] else None
         return BatchMask(tree, self.spans, self.prefix, is_causal)
@@ -259,7 +256,7 @@ class CommonAttentionMetadata:
     def all_causal(self) -> bool:
         """Whether every request is causal (True for a batch without requests)."""
         causal = self.causal
-        return causal if type(causal) is bool else bool(causal if _on_host(causal) is None else causal.all())
+        return causal if type(causal) is bool else bool(causal if on_host(causal) is None else causal.all())
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with some fields changed. NumPy's lengths are their own mirrors, unless mirrors are passed too."""
@@ -338,10 +335,9 @@ class CommonAttentionMetadata:
                 self._check_query_start_loc(self.query_start_loc_cpu)
             if self.seq_lens_cpu is not None:
                 self._check_seq_lens(self.seq_lens_cpu, block_size, strict)
-            if self.tree_mask is not None:
-                self._check_tree(_on_host(self.tree_mask))
-            if self.spans is not None or self.prefix is not None:
-                self._check_reach(_on_host(self.spans), _on_host(self.prefix))
+            if not self.tree_mask is self.spans is self.prefix is None:
+                masks = BatchMask(self.tree_mask, self.spans, self.prefix)  # `causal` was checked beside the lengths
+                masks.validate(self.num_reqs, self.num_actual_tokens, self.query_lens_cpu(), self.seq_lens_cpu)
         if num_blocks is not None:
             self.check_ids(block_size, num_blocks, known=known)
         return self
@@ -362,29 +358,17 @@ class CommonAttentionMetadata:
         for name in ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len"):
             _check_int(name, getattr(self, name), 0)
         _check_causal(self.causal, self.num_reqs)
-        _check_array("query_start_loc", self.query_start_loc, (self.num_reqs + 1,), _INT32)
-        _check_array("seq_lens", self.seq_lens, (self.num_reqs,), _INT32)
-        _check_array("block_table", self.pages or self.block_table, (self.num_reqs, None), _INT32)
-        _check_array("slot_mapping", self.slot_mapping, (None,), _INT32_OR_64)
+        check_array("query_start_loc", self.query_start_loc, (self.num_reqs + 1,), _INT32)
+        check_array("seq_lens", self.seq_lens, (self.num_reqs,), _INT32)
+        check_array("block_table", self.pages or self.block_table, (self.num_reqs, None), _INT32)
+        check_array("slot_mapping", self.slot_mapping, (None,), _INT32_OR_64)
         if self.slot_mapping.shape[0] < self.num_actual_tokens:
             raise ShapeError(
                 f"slot_mapping has {self.slot_mapping.shape[0]} entries: "
                 f"must be at least num_actual_tokens={self.num_actual_tokens}"
             )
-        if self.tree_mask is not None:
-            _check_array("tree_mask", self.tree_mask, (self.num_reqs, None, None), _BOOL)
-            if self.tree_mask.shape[1] != self.tree_mask.shape[2]:
-                raise ShapeError(f"tree_mask has shape {list(self.tree_mask.shape)}: must be [R, W, W]")
-        if self.spans is not None:
-            _check_array("spans", self.spans, (None, 2), _INT32)
-            if self.spans.shape[0] < self.num_actual_tokens:
-                raise ShapeError(
-                    f"spans has {self.spans.shape[0]} rows: must be at least num_actual_tokens={self.num_actual_tokens}"
-                )
-        if self.prefix is not None:
-            _check_array("prefix", self.prefix, (self.num_reqs,), _INT32)
         if self.dcp_local_seq_lens is not None:
-            _check_array("dcp_local_seq_lens", self.dcp_local_seq_lens, (self.num_reqs,), _INT32)
+            check_array("dcp_local_seq_lens", self.dcp_local_seq_lens, (self.num_reqs,), _INT32)
         start, seq = self.query_start_loc_cpu, self.seq_lens_cpu
         if start is not None and start is not self.query_start_loc:
             _check_mirror("query_start_loc_cpu", start, self.num_reqs + 1)
@@ -432,48 +416,6 @@ class CommonAttentionMetadata:
             i = int(short.argmax())
             bound = f"at least query_lens[{i}] = {query_lens[i]} (seq_lens counts the new tokens too)"
             raise MetadataError("seq_lens", i, int(seq[i]), bound)
-
-    def _check_tree(self, tree: "npt.NDArray[np.bool_] | None") -> None:
-        """Check the trees in use, if on the host: a token sees itself and no later token."""
-        import numpy as np
-
-        query_lens = self.query_lens_cpu()
-        if tree is None or query_lens is None:
-            return
-        node = np.arange(tree.shape[1])
-        # [R, W]: nodes in use. A longer request is causal and does not use its tree, so its entries may be anything.
-        inside = (node < query_lens[:, None]) & (query_lens <= len(node))[:, None]
-        # [R, W, W]. Kernels rely on it: they skip keys after a row, and a row that does not see itself could see no key
-        # at all.
-        wrong = np.where(node[:, None] == node, ~tree, tree & (node > node[:, None])) & inside[:, :, None] & inside[:, None, :]
-        if wrong.any():
-            r, i, j = (int(x) for x in np.argwhere(wrong)[0])
-            bound = "True on the diagonal" if i == j else "False above the diagonal: ancestors come before their descendants"
-            raise MetadataError("tree_mask", (r, i, j), bool(tree[r, i, j]), bound)
-
-    def _check_reach(self, spans: "IntArray | None", prefix: "IntArray | None") -> None:
-        """Check that spans and prefixes are within the tokens that will be in the cache, if they are on the host."""
-        import numpy as np
-
-        seq, query_lens = self.seq_lens_cpu, self.query_lens_cpu()
-        if prefix is not None and seq is not None:
-            bad = (prefix < 0) | (prefix > seq)
-            if bad.any():
-                r = int(bad.argmax())
-                raise MetadataError("prefix", r, int(prefix[r]), f"between 0 and seq_lens[{r}] = {seq[r]}")
-        if spans is None or seq is None or query_lens is None:
-            return
-        # Rows past the batch's own are padding.
-        first, last = spans[: int(query_lens.sum())].T
-        row_seq_lens = np.repeat(seq, query_lens)
-        bad = ((first < 0) | (last < first) | (last >= row_seq_lens)) & ~((first == -1) & (last == -1))
-        if bad.any():
-            t = int(bad.argmax())
-            r = int(np.repeat(np.arange(len(query_lens)), query_lens)[t])
-            bound = f"(first, last) with 0 <= first <= last < seq_lens[{r}] = {seq[r]}, or (-1, -1) for none"
-            if 0 <= first[t] <= last[t]:  # the rest of an image, for example, is in a later chunk
-                bound += f"; schedule the tokens up to position {last[t]} in this step, as later keys are not in the cache yet"
-            raise MetadataError("spans", t, [int(first[t]), int(last[t])], bound)
 
     def _check_blocks(self, block_size: int, num_blocks: int, pages: "Pages | None" = None) -> None:
         """Check the block ids in use against the number of blocks, if the table is on the host. pages: as in `check_ids`."""
@@ -536,13 +478,6 @@ class CommonAttentionMetadata:
         return PAD_SLOT_ID
 
 
-def _on_host(array: Any) -> Any:
-    """Return `array` if it is a NumPy array, else None."""
-    import numpy as np
-
-    return array if isinstance(array, np.ndarray) else None
-
-
 _INT32, _INT32_OR_64, _BOOL = ("int32",), ("int32", "int64"), ("bool",)
 
 
@@ -577,37 +512,9 @@ def _check_causal(causal: Any, num_reqs: int) -> None:
     import numpy as np
 
     if isinstance(causal, np.ndarray) and causal.ndim:
-        _check_array("causal", causal, (num_reqs,), _BOOL)
+        check_array("causal", causal, (num_reqs,), _BOOL)
     else:
         _flag("causal", causal)
-
-
-@functools.cache
-def _dtype_name(dtype: Any) -> str:
-    """Return a dtype's name; cached, since NumPy takes a microsecond to format one."""
-    return str(dtype).removeprefix("torch.")
-
-
-def _check_array(name: str, array: Any, want: tuple[int | None, ...], dtypes: tuple[str, ...]) -> None:
-    """Check rank, the extents in `want` that are not None, and dtype, by attributes that every framework's arrays have."""
-    shape = getattr(array, "shape", None)
-    if shape is None:
-        raise DTypeError(f"{name} is a {type(array).__name__}: must be an array of {' or '.join(dtypes)}")
-    if shape != want and not _has_extents(shape, want):
-        words = ", ".join("*" if w is None else str(w) for w in want)
-        raise ShapeError(f"{name} has shape {list(shape)}: must be [{words}]")
-    if _dtype_name(array.dtype) not in dtypes:
-        raise DTypeError(f"{name} has dtype {_dtype_name(array.dtype)}: must be {' or '.join(dtypes)}")
-
-
-def _has_extents(shape: Sequence[int], want: Sequence[int | None]) -> bool:
-    # a loop, since every batch passes here: a generator would take half a microsecond longer
-    if len(shape) != len(want):
-        return False
-    for extent, required in zip(shape, want, strict=True):  # noqa: SIM110
-        if required is not None and required != extent:
-            return False
-    return True
 
 
 def _check_mirror(name: str, array: Any, extent: int) -> None:
@@ -615,25 +522,7 @@ def _check_mirror(name: str, array: Any, extent: int) -> None:
 
     if not isinstance(array, np.ndarray):
         raise DTypeError(f"{name} is a {type(array).__name__}: must be a NumPy array")
-    _check_array(name, array, (extent,), _INT32_OR_64)
-
-
-def _int32(name: str, values: Any, row: int | None = None) -> "IntArray":
-    """Convert lengths (or, with `row`, one row of a block table) to int32; reject values that would round or overflow."""
-    import numpy as np
-
-    array = np.asarray(values)
-    if array.ndim != 1:
-        argument, letter = (name, "R") if row is None else (f"{name}[{row}]", "B")
-        raise ShapeError(f"{argument} has shape {list(array.shape)}: must be [{letter}]")
-    if array.size and array.dtype.kind not in "iu":
-        raise DTypeError(f"{name} has dtype {array.dtype}: must be integers")
-    # Compared in the input's own dtype: `astype(np.int32)` would wrap 2**32 + 5 to 5 without a word.
-    least = 0 if row is None else -INT32_MAX - 1  # entries of a table that are never read may have any value
-    if array.size and not least <= array[array.argmin()] <= array[array.argmax()] <= INT32_MAX:
-        i = int(((array < least) | (array > INT32_MAX)).argmax())
-        raise MetadataError(name, i if row is None else (row, i), int(array[i]), f"between {least} and {INT32_MAX}")
-    return array.astype(np.int32)
+    check_array(name, array, (extent,), _INT32_OR_64)
 
 
 def _rows_of_ints(name: str, values: Any) -> "IntArray":
@@ -645,7 +534,7 @@ def _rows_of_ints(name: str, values: Any) -> "IntArray":
         raise ShapeError(f"{name} has shape {list(array.shape)}: must be [T, 2]")
     if array.size and array.dtype.kind not in "iu":
         raise DTypeError(f"{name} has dtype {array.dtype}: must be integers")
-    if not _fits_int32(array):
+    if not fits_int32(array):
         raise MetadataError(name, None, "an entry", f"between {-INT32_MAX - 1} and {INT32_MAX}")
     return array.astype(np.int32)
 
@@ -686,143 +575,6 @@ def spans_of(groups: "Sequence[Sequence[int]] | Sequence[IntArray]", query_lens:
     return np.concatenate(spans)
 
 
-#: Tables of fewer entries are copied with their padding, others by chunks of 2**_CHUNK entries: shorter ones are more, longer
-#: ones have more padding.
-_LONG, _CHUNK = 1 << 15, 6
-
-
-class Pages:
-    """The rows of a block table [R, B] without most of its padding, never written to. `pages[rows, columns]` reads like it.
-
-    ids: int32, the block ids of all requests in turn; anything may be between two rows, unless they are `packed`. counts: [R]
-    int64, how many each has; begins: [R] int64, where they begin. size: of a copy, in which the last row has B entries.
-    """
-
-    #: A table's memory as chunks, and which of them have the rows before the last one, which is `ids`; None once it is copied.
-    _source: "tuple[IntArray, IntArray] | None" = None
-
-    def __init__(self, ids: "IntArray", counts: "IntArray", columns: int, begins: "IntArray | None" = None) -> None:
-        """columns: B; begins: None of rows that follow one another."""
-        self.ids, self.counts, self.packed = ids, counts, begins is None
-        self.begins = counts.cumsum() - counts if begins is None else begins
-        self.shape, self.dtype = (len(counts), columns), ids.dtype
-        self.size = int(self.begins[-1]) + columns if len(counts) else 0
-
-    @classmethod
-    def of(cls, table: "IntArray", seq_lens: "IntArray | None", block_size: int) -> "Pages | None":
-        """Return the rows of a long table [R, B] that is mostly padding; None of any other. They are in the table until
-        `copy_to` was called.
-
-        A row ends where the blocks of its tokens do, if a negative id or nothing follows them; a row that goes on, as one with
-        blocks of tokens to come does, makes a table that is copied as it is.
-        """
-        import numpy as np
-
-        (rows, columns), (step, of_entries), size = table.shape, table.strides, table.itemsize
-        if seq_lens is None or len(seq_lens) != rows or table.size < _LONG or columns < 1 << _CHUNK:
-            return None
-        # Entries must be adjacent and rows in order, apart by whole entries: transposed, reversed and broadcast tables
-        # are copied as they are, and so are unsigned ones and those of 16 bits, whose ids the caller converts.
-        if of_entries != size or step < size * columns or step % size or table.dtype.kind != "i" or size < 4:
-            return None
-        # In int64: int32 lengths near 2^31 would overflow when they are rounded up.
-        counts = seq_lens + np.int64(block_size - 1)
-        counts //= block_size
-        step //= size
-        if table.flags.c_contiguous:
-            memory = table.reshape(-1)
-        else:  # with what is between its rows
-            memory = np.lib.stride_tricks.as_strided(table, ((rows - 1) * step + columns,), (size,))
-        # Where rows begin, in entries. The entry after a row's last used one tells whether it goes on (any id of at
-        # least 0 does).
-        starts = np.arange(0, rows * step, step)
-        goes_on = (memory.take(starts + np.minimum(counts, columns - 1)) >= 0) & (counts < columns)
-        if goes_on[goes_on.argmax()] or counts[counts.argmax()] > columns or 2 * int(np.add.reduce(counts)) > table.size:
-            return None
-        # The memory is read as chunks of 64 entries: row r needs `number` of them from chunk `first` on, and begins at
-        # `offset` in it. `index` lists the chunks of all rows in turn (first, first + 1, ...), `before` how many of
-        # them precede a row's.
-        first, offset = starts >> _CHUNK, starts & (1 << _CHUNK) - 1
-        number = offset + counts + ((1 << _CHUNK) - 1) >> _CHUNK
-        number[-1] = 0  # the last row is longer than a chunk, so that those of other rows are all whole
-        before = number.cumsum() - number
-        index = (first - before).repeat(number)
-        index += np.arange(index.size)
-        begins = (before << _CHUNK) + offset
-        # The last row is copied whole behind the chunks, since its last chunk may end past the table's memory; so the
-        # rows of equal lengths that a device makes again end within the copy.
-        begins[-1] = index.size << _CHUNK
-        chunks = memory[: memory.size >> _CHUNK << _CHUNK].reshape(-1, 1 << _CHUNK)
-        pages = cls(table[-1], counts, columns, begins)
-        pages._source = chunks, index
-        return pages
-
-    def copy_to(self, out: "IntArray") -> None:
-        """Write the ids, [size] of their dtype. Those of a table are in `out` from then on."""
-        if self._source is not None:
-            chunks, index = self._source
-            room = index.size << _CHUNK
-            chunks.take(index, 0, out[:room].reshape(-1, 1 << _CHUNK), "clip")  # none is out of range
-            out[room:] = self.ids
-            # The table may change after its batch is built; from here on the ids are those of the copy.
-            self.ids, self._source = out, None
-        else:
-            n = self.ids.size
-            out[:n] = self.ids
-            out[n:] = -1
-
-    @functools.cached_property
-    def largest(self) -> int:
-        """The largest id as an unsigned number, so that a negative one is larger than any other."""
-        import numpy as np
-
-        if self._source is not None:
-            self.copy_to(np.empty(self.size, self.dtype))
-        ids, n = self.ids.view(f"u{self.dtype.itemsize}"), len(self.counts)
-        if self.packed:
-            return int(ids.max(initial=0))
-        # [begin, end) of each row, interleaved: `reduceat` gives the maximum of each slice between two of them, of
-        # which every second is a row. An end at the end of the ids is left out, as `reduceat` has no empty slice there.
-        bounds = np.empty((n, 2), np.int64)
-        bounds[:, 0] = self.begins
-        np.add(self.begins, self.counts, out=bounds[:, 1])
-        of_rows = np.maximum.reduceat(ids, bounds.reshape(-1)[: 2 * n - (bounds[-1, 1] == ids.size)])[::2]
-        # Where a slice is empty `reduceat` returns its first entry, which is another row's.
-        of_rows[self.counts == 0] = 0
-        return int(of_rows[of_rows.argmax()])
-
-    def __getitem__(self, at: Any) -> Any:
-        """Return the ids [n] at (rows [n], columns [n]); for a slice, rows as `Pages`."""
-        if isinstance(at, tuple):
-            rows, columns = at
-            return self.ids.take(self.begins[rows] + columns, mode="clip")  # a request without blocks has no place
-        counts, begins = self.counts[at], self.begins[at]
-        columns = self.shape[1]
-        if not len(begins):
-            return Pages(self.ids[:0], counts, columns)
-        # Rows between chunks keep `columns` entries after the last one's begin, as `size` says.
-        first, end = int(begins[0]), int(begins[-1] + (counts[-1] if self.packed else columns))
-        return Pages(self.ids[first:end], counts, columns, None if self.packed else begins - first)
-
-    def hold(self, seq_lens: "IntArray", block_size: int, num_blocks: int) -> bool:
-        """Return whether every request has blocks for its tokens and every id is one of `num_blocks`, in use or not."""
-        room = self.counts * block_size - seq_lens
-        # One maximum checks both bounds of an id, as a negative one is large without its sign.
-        return self.largest < num_blocks and (not room.size or bool(room[room.argmin()] >= 0))
-
-    def padded(self) -> "IntArray":
-        """Return the table, [R, B] int32, short rows padded with -1."""
-        import numpy as np
-
-        table = np.full(self.shape, -1, np.int32)
-        if self.packed and table.size == self.ids.size:
-            table[:] = self.ids.reshape(self.shape)
-        else:
-            for row, begin, n in zip(table, self.begins.tolist(), self.counts.tolist(), strict=True):
-                row[:n] = self.ids[begin : begin + n]
-        return table
-
-
 class Checked:
     """The starts, lengths and slots of a batch in one block of memory, each aligned to 16 bytes, as a device gets them in one
     copy; once the batch was checked, also how it was then.
@@ -859,75 +611,6 @@ class Checked:
 _FIELDS = (*(f.name for f in fields(CommonAttentionMetadata)), "_pages")
 
 
-def _table(
-    rows: "Sequence[Sequence[int]] | Sequence[IntArray] | IntArray", seq_lens: "IntArray", block_size: int
-) -> "IntArray | Pages":
-    """Convert a block table to int32: rows, and an array [R, B] that is mostly padding, to `Pages`; always a copy.
-
-    Integers are converted at once. Other input is converted row by row, so that the error states the position.
-    """
-    import numpy as np
-
-    if isinstance(rows, np.ndarray) and rows.ndim == 2 and rows.dtype.kind in "iu":
-        pages = Pages.of(rows, seq_lens, block_size)
-        # `largest` copies the ids, so the batch never refers to the caller's table.
-        if pages is not None and pages.largest <= INT32_MAX:
-            pages.ids, pages.dtype = pages.ids.astype(np.int32, copy=False), np.dtype(np.int32)
-            return pages
-        if _fits_int32(rows):
-            return rows.astype(np.int32)
-    rows = list(rows)
-    flat = _joined(rows)
-    if flat is None:
-        flat = np.concatenate([np.empty(0, np.int32), *(_int32("block_table", row, i) for i, row in enumerate(rows))])
-    counts = np.fromiter(map(len, rows), np.int64, len(rows))
-    return Pages(flat, counts, int(counts.max(initial=0)))
-
-
-_ndim, _dtype = attrgetter("ndim"), attrgetter("dtype")
-
-
-def _joined(rows: list[Any]) -> "IntArray | None":
-    """Concatenate the entries of all rows as int32; None if they are not all integers of 32 bits."""
-    import numpy as np
-
-    types = {*map(type, rows)}
-    if types == {np.ndarray}:
-        if {*map(_ndim, rows)} != {1} or not all(dtype.kind in "iu" for dtype in {*map(_dtype, rows)}):
-            return None
-        flat = np.concatenate(rows)
-        return flat.astype(np.int32, copy=False) if flat.dtype.kind in "iu" and _fits_int32(flat) else None
-    # `struct` takes True for 1; the slow path rejects rows of bools with their position.
-    if not types <= {list, tuple, range} or any(type(row[0]) is bool for row in rows if row):
-        return None
-    try:  # the fastest conversion of a list that accepts only integers within range
-        # Row by row: one flat pass over 125,000 ids takes 2.3 ms and more, where this takes 1.1: a list of as many
-        # pointers leaves the cache between its passes. The result is read-only, as `Pages` are.
-        return np.frombuffer(b"".join([_pack(len(row))(*row) for row in rows]), np.int32)
-    except struct.error:
-        return None
-
-
-@functools.lru_cache(maxsize=4096)
-def _pack(count: int) -> Any:
-    """Return what packs `count` ints; reading its format takes as long as packing a hundred."""
-    return struct.Struct(f"{count}i").pack
-
-
-def rows_of(block_table: "IntArray", counts: "IntArray") -> "list[IntArray]":
-    """Return the first `counts` [R] entries of each row of a table [R, B]."""
-    return [row[:n] for row, n in zip(block_table, counts.tolist(), strict=True)]
-
-
-def _fits_int32(numbers: "IntArray") -> bool:
-    return (
-        not numbers.size
-        or (numbers.dtype.kind == "i" and numbers.itemsize <= 4)
-        # As Python's ints: a comparison of uint64 with a negative number would convert both to float64.
-        or (int(numbers.min()) > -INT32_MAX - 2 and int(numbers.max()) <= INT32_MAX)
-    )
-
-
 def next_power_of_two(size: int) -> int:
     """Return the power of two at or above `size` (1 for 0)."""
     return 1 << max(size - 1, 0).bit_length()
@@ -943,18 +626,3 @@ def _rows_of(start: "IntArray", seq_lens: "IntArray") -> "tuple[IntArray, IntArr
     request = np.repeat(np.arange(len(query_lens)), query_lens)
     # Row i of n has position i + (m - n), negative if there are more rows than keys (docs/semantics.md §3).
     return request, np.arange(len(request)) - start[request] + (seq_lens - query_lens)[request]
-
-
-def slots_of(block_table: "IntArray | Pages", request: "IntArray", position: "IntArray", block_size: int) -> "IntArray":
-    """Return the [T] int64 slots of tokens at `position` of `request` (each [T]); -1 for a position before the sequence."""
-    import numpy as np
-
-    if not len(position) or not block_table.shape[1]:  # without columns every sequence is empty
-        return np.full(len(position), PAD_SLOT_ID, np.int64)
-    page, offset = np.divmod(position, block_size)
-    inside = position[position.argmin()] >= 0
-    # A row before its sequence's first key reads any page and is then not written; int64, as block * P may exceed int32.
-    slots = block_table[request, page if inside else np.maximum(page, 0)].astype(np.int64)
-    slots *= block_size
-    slots += offset
-    return slots if inside else np.where(position < 0, PAD_SLOT_ID, slots)

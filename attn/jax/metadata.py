@@ -18,7 +18,8 @@ from attn import envs
 from attn.arguments import as_int, check_flag, positive_int
 from attn.arrays import to_framework
 from attn.backends.abstract import AttentionMetadataBuilder
-from attn.backends.metadata import INT32_MAX, PAD_SLOT_ID, AttentionMetadata, CommonAttentionMetadata, next_power_of_two
+from attn.backends.block_table import INT32_MAX, PAD_SLOT_ID
+from attn.backends.metadata import AttentionMetadata, CommonAttentionMetadata, next_power_of_two
 from attn.errors import MetadataError, ShapeError
 from attn.jax.kernels.xla import Requests
 from attn.visibility import BatchMask

@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from attn.arguments import as_int
-from attn.backends.metadata import PAD_SLOT_ID, CommonAttentionMetadata, next_power_of_two
+from attn.backends.block_table import PAD_SLOT_ID
+from attn.backends.metadata import CommonAttentionMetadata, next_power_of_two
 from attn.errors import AttnError
 from attn.serving.scheduler import Scheduler, Step
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from attn.arguments import as_int, natural_int, positive_int
-from attn.backends.metadata import INT32_MAX, CommonAttentionMetadata
+from attn.backends.block_table import INT32_MAX
+from attn.backends.metadata import CommonAttentionMetadata
 from attn.errors import AttnError
 from attn.serving.block_pool import BlockPool, PoolError, block_key
 

@@ -13,7 +13,8 @@ from typing import Any, Self
 import numpy as np
 
 from attn.backends.abstract import KVCacheSpec
-from attn.backends.metadata import CommonAttentionMetadata, next_power_of_two, slots_of
+from attn.backends.block_table import slots_of
+from attn.backends.metadata import CommonAttentionMetadata, next_power_of_two
 from attn.capabilities import AttentionType
 from attn.dtypes import kv_cache_row
 from attn.reference import alibi_slopes

@@ -16,7 +16,8 @@ from torch.utils._pytree import GetAttrKey, register_pytree_node
 from attn import envs
 from attn.arrays import to_framework
 from attn.backends.abstract import AttentionMetadataBuilder
-from attn.backends.metadata import PAD_SLOT_ID, AttentionMetadata, Checked, CommonAttentionMetadata, Pages
+from attn.backends.block_table import PAD_SLOT_ID, Pages
+from attn.backends.metadata import AttentionMetadata, Checked, CommonAttentionMetadata
 from attn.errors import DeviceError, MetadataError
 from attn.torch.alignment import aligned
 from attn.torch.arrays import Facts, facts_of, from_foreign, static

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from attn.backends import metadata
-from attn.backends.metadata import INT32_MAX, CommonAttentionMetadata, slots_of, spans_of
+from attn.backends import block_table
+from attn.backends.block_table import INT32_MAX, slots_of
+from attn.backends.metadata import CommonAttentionMetadata, spans_of
 from attn.errors import AttnError, DTypeError, MetadataError, ShapeError
 
 BLOCK = 4
@@ -169,7 +170,7 @@ def test_rows_of_pages_are_those_of_the_table():
 @pytest.mark.parametrize("wide", [0, 5])
 def test_rows_of_pages_that_were_read_by_chunks(last, wide, monkeypatch):
     """What is between the rows in the table's memory is neither an id nor the largest one."""
-    monkeypatch.setattr(metadata, "_LONG", 64)
+    monkeypatch.setattr(block_table, "LONG", 64)
     counts = np.array([3, 0, 64, 1, 0, 65, last])
     memory = np.full((7, 150 + wide), 9999, np.int32)
     table = memory[:, :150]
@@ -203,7 +204,7 @@ def test_ids_after_a_row_may_be_anything_until_they_are_in_use(after):
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint8])
 def test_a_table_that_is_mostly_padding_is_read_as_rows(dtype, monkeypatch):
     """Its shape is the table's own, and the caller's array is neither kept nor changed."""
-    monkeypatch.setattr(metadata, "_LONG", 64)
+    monkeypatch.setattr(block_table, "LONG", 64)
     lens, table = [8, 3, 0, 8 * 20], np.full((4, 64), -1).astype(dtype)
     table[:, 0], table[3, :20] = np.array([7, 6, -1, 0]).astype(dtype), range(20)
     made = CommonAttentionMetadata.from_lens([1, 1, 0, 1], lens, table, 8)
@@ -218,8 +219,8 @@ def test_a_table_that_is_mostly_padding_is_read_as_rows(dtype, monkeypatch):
 
 
 def test_which_tables_are_mostly_padding(monkeypatch):
-    monkeypatch.setattr(metadata, "_LONG", 64)
-    of, table, lens = metadata.Pages.of, np.full((4, 64), -1, np.int32), np.array([8, 8, 8, 8 * 64], np.int32)
+    monkeypatch.setattr(block_table, "LONG", 64)
+    of, table, lens = block_table.Pages.of, np.full((4, 64), -1, np.int32), np.array([8, 8, 8, 8 * 64], np.int32)
     table[:, 0] = table[3] = 3
     assert of(table, lens, 8).counts.tolist() == [1, 1, 1, 64] == of(table, lens * 2, 16).counts.tolist()
     assert of(np.full((4, 64), 3, np.int32), lens, 8) is None  # rows go on
@@ -233,7 +234,7 @@ def test_which_tables_are_mostly_padding(monkeypatch):
     with pytest.raises(MetadataError, match=re.escape(f"block_table[0, 0] = {2**40}")):
         CommonAttentionMetadata.from_lens([1] * 4, lens, far, 8)
     assert of(table.astype(np.int16), lens, 8) is None  # short integers are not worth a case of their own
-    monkeypatch.setattr(metadata, "_LONG", 1 << 15)
+    monkeypatch.setattr(block_table, "LONG", 1 << 15)
     assert of(table, lens, 8) is None
 
 

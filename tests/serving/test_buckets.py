@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attn.backends.metadata import PAD_SLOT_ID
+from attn.backends.block_table import PAD_SLOT_ID
 from attn.errors import AttnError
 from attn.serving import Buckets, Scheduler, Step
 

@@ -88,6 +88,22 @@ DEFECTS = (
         "The right side of a window cuts spans although the layer does not ask for it.",
     ),
     Defect(
+        "visibility_common_ranges",
+        "visibility.py",
+        "if unlimited or not (one.has_ranges or two.has_ranges):",
+        "if unlimited or not (one.has_ranges and two.has_ranges):",
+        ("test_visibility.py",),
+        "The common mask of two keeps spans that the other does not allow.",
+    ),
+    Defect(
+        "visibility_common_causality",
+        "visibility.py",
+        "return False, None, flags[0] | flags[-1]",
+        "return False, None, flags[0] & flags[-1]",
+        ("test_visibility.py",),
+        "A request that one of two masks makes causal is not causal in their common mask.",
+    ),
+    Defect(
         "visibility_tree_transposed",
         "visibility.py",
         "edge = tree[request, row_node * inside, node * inside]",
@@ -1903,7 +1919,7 @@ DEFECTS = (
     ),
     Defect(
         "batch_row_lacks_blocks",
-        "backends/metadata.py",
+        "backends/block_table.py",
         "room[room.argmin()] >= 0",
         "room[room.argmin()] >= -block_size",
         ("backends/test_metadata.py",),
@@ -1911,7 +1927,7 @@ DEFECTS = (
     ),
     Defect(
         "batch_row_that_goes_on",
-        "backends/metadata.py",
+        "backends/block_table.py",
         "if goes_on[goes_on.argmax()] or",
         "if goes_on.all() or",
         ("backends/test_metadata.py", "torch/test_metadata.py"),
@@ -1919,7 +1935,7 @@ DEFECTS = (
     ),
     Defect(
         "batch_largest_of_what_is_between_rows",
-        "backends/metadata.py",
+        "backends/block_table.py",
         "(bounds[-1, 1] == ids.size)])[::2]",
         "(bounds[-1, 1] == ids.size)])[: n]",
         ("backends/test_metadata.py", "torch/test_metadata.py"),
@@ -1927,7 +1943,7 @@ DEFECTS = (
     ),
     Defect(
         "batch_last_row_by_chunks",
-        "backends/metadata.py",
+        "backends/block_table.py",
         "        number[-1] = 0  # the last",
         "        number[0] = 0  # the last",
         ("backends/test_metadata.py", "torch/test_metadata.py"),
@@ -1967,7 +1983,7 @@ DEFECTS = (
     ),
     Defect(
         "batch_slot_before_the_sequence",
-        "backends/metadata.py",
+        "backends/block_table.py",
         "return slots if inside else np.where(position < 0, PAD_SLOT_ID, slots)",
         "return slots",
         ("backends/test_metadata.py", "reference/test_reference.py"),

@@ -26,7 +26,7 @@ def test_every_mistake_is_refused(name: str) -> None:
 
 def test_only_errors_that_this_package_raises_answer_a_mistake() -> None:
     from attn.arguments import check_scale
-    from attn.backends.metadata import slots_of
+    from attn.backends.block_table import slots_of
 
     def refused(act: object, *arguments: object) -> bool:
         with pytest.raises(Exception) as raised:

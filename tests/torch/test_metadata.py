@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from attn.backends import metadata as neutral
+from attn.backends import block_table
 from attn.backends.abstract import KVCacheSpec
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.errors import DTypeError, MetadataError, ShapeError
@@ -248,8 +248,8 @@ def test_what_from_lens_has_put_together_reaches_the_device(query_lens: Any, seq
 @pytest.mark.parametrize("kind", ["dense", "listed", "wide", "transposed", "preallocated", "short"])
 def test_a_long_table_is_copied_without_its_padding(kind: str, strided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device makes the rows again, with the entries in use. A table with rows that go on after them is copied whole."""
-    monkeypatch.setattr(neutral, "_LONG", 64)
-    monkeypatch.setattr(neutral, "_CHUNK", 3)
+    monkeypatch.setattr(block_table, "LONG", 64)
+    monkeypatch.setattr(block_table, "_CHUNK", 3)
     monkeypatch.setattr(metadata, "_STRIDED", ("cpu",) if strided else ())
     rows, seq_lens = [[1, 2, 3], [4], [], [*range(5, 30)], [30, 31], [0] if kind == "short" else []], [24, 1, 0, 200 - 7, 16, 0]
     if kind == "short":
@@ -294,8 +294,8 @@ def test_a_long_table_is_copied_without_its_padding(kind: str, strided: bool, mo
 def test_blocks_of_a_long_table_are_checked_as_they_were_copied(
     wrong: int, at: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(neutral, "_LONG", 64)
-    monkeypatch.setattr(neutral, "_CHUNK", 3)
+    monkeypatch.setattr(block_table, "LONG", 64)
+    monkeypatch.setattr(block_table, "_CHUNK", 3)
     spec = KVCacheSpec(block_size=8, num_kv_heads=2, head_size=16, dtype="float32", num_blocks=31)
     builder = PagedAttentionMetadataBuilder(spec, device="meta")
     table = [[1, 2, 3], [4], [0], [*range(5, 30)], [30]]

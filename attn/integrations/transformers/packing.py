@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from attn.backends.metadata import CommonAttentionMetadata, slots_of
+from attn.backends.block_table import slots_of
+from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import AttentionType, Feature, supports_size
 from attn.errors import UnsupportedError

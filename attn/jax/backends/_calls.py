@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from attn.backends.block_table import PAD_SLOT_ID
 from attn.backends.checks import check_block_size, check_cache_element, check_num_blocks
-from attn.backends.metadata import PAD_SLOT_ID
 from attn.capabilities import Feature
 from attn.errors import ShapeError, UnsupportedError
 from attn.jax import kv_cache as caches

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from attn import envs
 from attn.arguments import fold_sign
 from attn.backends.abstract import AttentionLayer, AttentionType
+from attn.backends.block_table import PAD_SLOT_ID
 from attn.backends.checks import check_array, check_built, check_like, check_masks, check_pair, dtype_error
-from attn.backends.metadata import PAD_SLOT_ID
 from attn.backends.paged import PagedBackend, PagedCall, PagedImpl
 from attn.capabilities import ENCODER_TYPES, Feature
 from attn.dtypes import dtype_name

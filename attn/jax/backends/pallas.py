@@ -17,7 +17,8 @@ import numpy as np
 
 from attn import envs
 from attn.backends.abstract import AttentionType, MultipleOf
-from attn.backends.metadata import PAD_SLOT_ID, CommonAttentionMetadata
+from attn.backends.block_table import PAD_SLOT_ID
+from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.paged import PagedCall
 from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, Device, Feature, Request
 from attn.errors import MetadataError, ShapeError

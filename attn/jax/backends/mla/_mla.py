@@ -19,8 +19,9 @@ from jax import lax
 from attn import envs
 from attn.arguments import fold_sign
 from attn.backends.abstract import AttentionLayer
+from attn.backends.block_table import PAD_SLOT_ID
 from attn.backends.checks import check_array, check_built, check_like, check_masks, check_pair, dtype_error, require
-from attn.backends.metadata import PAD_SLOT_ID, CommonAttentionMetadata
+from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.mla.common import MLABackend, MLAImpl, dcp_row_limits
 from attn.backends.mla.prefill.abstract import MLAContextChunk, MLAPrefillBackend, MLAPrefillMetadata
 from attn.backends.mla.prefill.selector import get_mla_prefill_backend
