@@ -213,7 +213,7 @@ def layer_features(
     """
     if kv_sharing_target_layer_name is not None and not isinstance(kv_sharing_target_layer_name, str):
         raise ValueError(f"kv_sharing_target_layer_name={kv_sharing_target_layer_name!r} must be the name of a layer, or None")
-    asked = {
+    requested = {
         Feature.SLIDING_WINDOW: window[0] is not None,
         # None is unbounded and 0 is causality, which every decoder has; only a right bound above 0 needs a kernel for it.
         Feature.TWO_SIDED_WINDOW: bool(window[1]),
@@ -223,17 +223,17 @@ def layer_features(
         Feature.KV_SHARING: kv_sharing_target_layer_name is not None,
         Feature.CHUNK_SIZE: chunk_size is not None,
     }
-    return frozenset(feature.value for feature, needed in asked.items() if needed)
+    return frozenset(feature.value for feature, needed in requested.items() if needed)
 
 
 def batch_features(mask: BatchMask) -> frozenset[str]:
     """Return the features that a batch with this mask requires of its backend."""
-    asked = {
+    requested = {
         Feature.TREE_MASK: mask.tree is not None,
         Feature.MIXED_CAUSAL: mask.is_causal is not None,
         Feature.SPANS: mask.has_ranges,
     }
-    return frozenset(feature.value for feature, needed in asked.items() if needed)
+    return frozenset(feature.value for feature, needed in requested.items() if needed)
 
 
 def check_reach(impl: Any, attn_metadata: Any) -> None:

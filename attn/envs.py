@@ -168,8 +168,3 @@ def warn_of_unknown(warn: Callable[[str], object] = warnings.warn) -> None:
             _warned.add(name)
             hint = f"did you mean {meant}?" if meant else f"known: {', '.join(VARIABLES)}"
             warn(f"environment variable {name} is not read by attn: {hint}")
-
-
-def forget_warnings() -> None:
-    """Allow every warning about a variable to be given again (for tests)."""
-    _warned.clear()

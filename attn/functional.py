@@ -356,10 +356,10 @@ def attend_rows(
     v = xp.where(attended, v, 0.0)
     finite = xp.isfinite(v)
     # A weight of 0 times an infinite or NaN value is NaN, in rows that do not see the value: the product has finite
-    # values only, and `_wild` adds the others to the rows that see them. `add_if` computes that product only if there
+    # values only, and `_non_finite` adds the others to the rows that see them. `add_if` computes that product only if there
     # are any: under jax by `lax.cond`, under torch by reading one bool.
     summed = xp.einsum("bkgrm,bmkd->brkgd", weights, xp.where(finite, v, 0.0))
-    summed = xp.add_if(~finite.all(), summed, lambda: _wild(xp, xp.broadcast_to(allowed, weights.shape), v))
+    summed = xp.add_if(~finite.all(), summed, lambda: _non_finite(xp, xp.broadcast_to(allowed, weights.shape), v))
     per_row = [xp.where(empty, 0.0, factor), empty]  # [B, K, G, r] -> [B, r, K, G, 1]
     factor, none = (xp.moveaxis(x, 3, 1)[..., None] for x in per_row)
     # `where`, not a product with 0: its gradient is 0 for an empty row, whatever the arguments hold.
@@ -402,7 +402,7 @@ def softmax(xp: Any, rules: DenseParams, q: Array, k: Array, position: Array, ex
     return weights, factor, empty, lse, allowed
 
 
-def _wild(xp: Any, allowed: Array, v: Array) -> Array:
+def _non_finite(xp: Any, allowed: Array, v: Array) -> Array:
     """Return the effect of infinite and NaN values on the rows that see them: inf, -inf or NaN, else 0; [B, r, K, G, Dv]."""
     total: Array = 0.0
     # Counts of the special values that a row sees. In order, so that a row that sees both infinities adds inf and -inf

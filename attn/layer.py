@@ -90,7 +90,7 @@ class BaseLayer:
         # Under decode context parallelism each rank returns a part of the softmax, which the backend must support even
         # if the layer itself returns no log-sum-exp.
         needed = {Feature.DCP: world_size() > 1, Feature.LSE: check_flag("return_lse", return_lse)}
-        features = {*required, *list_of_names("features", features), *(feature for feature, asked in needed.items() if asked)}
+        features = {*required, *list_of_names("features", features), *(feature for feature, is_set in needed.items() if is_set)}
         dtype = self._default_dtype() if dtype is None else dtype
         return selector.make_request(head_size, dtype, features=features, **more)
 
@@ -146,12 +146,12 @@ class BaseLayer:
         device = self._device() if device is None else device
         # By implementation, not by layer: casting a torch module makes a new implementation, whose batches may need
         # another builder.
-        kept = _builders.setdefault(self.impl, {})
+        builders = _builders.setdefault(self.impl, {})
         # The specification has the number of blocks, so a larger cache gets a builder that checks ids against it.
         key = (self.kv_cache_spec, device, tuple(sorted(config.items())) if config else ())
-        builder = kept.get(key)
+        builder = builders.get(key)
         if builder is None:
-            builder = kept[key] = self.backend.get_builder_cls()(self.kv_cache_spec, config=config, device=device)
+            builder = builders[key] = self.backend.get_builder_cls()(self.kv_cache_spec, config=config, device=device)
         return builder
 
     def new_kv_cache(self, num_blocks: int, device: Any = None) -> Any:
@@ -284,7 +284,7 @@ class BaseAttention(BaseLayer):
         cache = {"kv_cache_dtype": kv_cache_dtype, "block_size": block_size}
         request = self._request(head_size, dtype, features, required, return_lse, **heads, **cache)
         # a backend of vLLM's interface alone does not take these
-        further = {"sinks": sinks, "chunk_size": chunk_size, "span_window": span_window}
+        extras = {"sinks": sinks, "chunk_size": chunk_size, "span_window": span_window}
         self._choose(
             request,
             backend,
@@ -296,7 +296,7 @@ class BaseAttention(BaseLayer):
             kv_sharing_target_layer_name=kv_sharing_target_layer_name,
             # Left out if None: such a backend's constructor has no such keyword, and serves the layer if it asks for
             # none of them.
-            **{name: value for name, value in further.items() if value is not None},
+            **{name: value for name, value in extras.items() if value is not None},
         )
         self.kv_cache_spec = KVCacheSpec(
             request.block_size or block_size,

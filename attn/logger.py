@@ -55,9 +55,3 @@ def init_logger(name: str) -> AttnLogger:
     if not root.handlers:
         root.addHandler(logging.NullHandler())
     return AttnLogger(logging.getLogger(name), {})
-
-
-def forget_notices() -> None:
-    """Allow every once-only notice to be logged again (for tests)."""
-    with _lock():
-        _seen.clear()

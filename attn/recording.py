@@ -83,10 +83,10 @@ def record_next(count: int = 1) -> None:
 def _take_request() -> bool:
     global _requested
     with _lock():
-        taken = _requested > 0
+        requested = _requested > 0
         # A bool counts as 0 or 1.
-        _requested -= taken
-    return taken
+        _requested -= requested
+    return requested
 
 
 def recorder() -> "Recorder | None":
@@ -161,22 +161,22 @@ class Recorder:
         if sum(sizes) + sum(array.nbytes for array in copied.arrays.values()) > MAX_BYTES:
             logger.warning_once("ATTN_RECORD: a call does not fit in %s (%s bytes in all)", folder, str(MAX_BYTES))
             return None
-        about = {"reason": reason, "error": f"{type(error).__name__}: {error}" if error else ""}
-        about |= {"backend": layer.selection.name, "device": str(layer.selection.device)}
+        metadata = {"reason": reason, "error": f"{type(error).__name__}: {error}" if error else ""}
+        metadata |= {"backend": layer.selection.name, "device": str(layer.selection.device)}
         # In a container every process may have the same id: a file of an earlier run keeps its name.
         name = f"{os.getpid()}-{layer.selection.name}-{reason}{SUFFIX}"
         path = next(path for number in _numbers if not (path := folder / f"{number:06d}-{name}").exists())
-        write(path, copied, about)
+        write(path, copied, metadata)
         return path
 
 
-def write(path: Path, recorded: Snapshot, about: dict[str, str]) -> None:
+def write(path: Path, recorded: Snapshot, metadata: dict[str, str]) -> None:
     """Write a recording, replacing the file atomically. Raises OSError."""
     save = resolve_obj_by_qualname("safetensors.numpy.save_file")
     described = {name: json.dumps(value) for name, value in (("case", recorded.case), ("dtypes", recorded.dtypes))}
     # Not *.safetensors until it is whole, so that a replay that lists the folder never reads half a file.
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    save(recorded.arrays, temporary, {**about, **described, MARK[0]: MARK[1]})
+    save(recorded.arrays, temporary, {**metadata, **described, MARK[0]: MARK[1]})
     temporary.replace(path)
 
 

@@ -21,8 +21,7 @@ from attn.capabilities import LAYER_KINDS, AttentionType, Device, Feature, Reque
 from attn.dtypes import dtype_name, framework_of_dtype
 from attn.imports import resolve_obj_by_qualname
 from attn.logger import fork_safe_lock, init_logger
-from attn.selection import plugins, preferences
-from attn.selection.choice import Asked, asked_by_environment, asked_for, decide, framework_of_backend, member_of, place_of
+from attn.selection import choice, plugins, preferences
 from attn.selection.platforms import Platform, default_framework, platform_for
 from attn.selection.verdicts import Selection, choose
 
@@ -88,7 +87,7 @@ def backend_name_to_enum(backend_name: str) -> AttentionBackendEnum | None:
     """
     assert backend_name is not None
     try:
-        return member_of(AttentionBackendEnum, backend_name)
+        return choice.member_of(AttentionBackendEnum, backend_name)
     except ValueError:
         return None
 
@@ -103,8 +102,8 @@ def get_env_variable_attn_backend() -> AttentionBackendEnum | None:
     * AttentionBackendEnum value if an override is specified
     * None otherwise, also for an unknown name (selection rejects it)
     """
-    asked = asked_by_environment(AttentionBackendEnum)
-    return None if asked is None else backend_name_to_enum(asked[1])
+    requested = choice.requested_by_environment(AttentionBackendEnum)
+    return None if requested is None else backend_name_to_enum(requested[1])
 
 
 def get_global_forced_attn_backend() -> AttentionBackendEnum | None:
@@ -128,7 +127,7 @@ def global_force_attn_backend(attn_backend: AttentionBackendEnum | str | None) -
 
     Raises ValueError for an unknown name, TypeError for anything that is neither a member nor a name.
     """
-    _forced.set(None if attn_backend is None else member_of(AttentionBackendEnum, attn_backend))
+    _forced.set(None if attn_backend is None else choice.member_of(AttentionBackendEnum, attn_backend))
 
 
 @contextlib.contextmanager
@@ -191,7 +190,7 @@ def selection_state() -> tuple[object, ...]:
     return generation(), envs.selecting(), _per_kind.get(), _forced.get()
 
 
-def asked_for_kind(layer_kind: str) -> Asked:
+def requested_for_kind(layer_kind: str) -> choice.RequestedBackend:
     """Return the backend requested for a kind of layer: by `backend_per_kind`, else by ATTN_BACKEND_PER_KIND, else None.
 
     Raises ValueError for a malformed variable, and for an unknown kind or backend in it.
@@ -200,8 +199,8 @@ def asked_for_kind(layer_kind: str) -> Asked:
         # The environment is parsed only if the context has no backend for the kind, so a malformed variable is an error
         # only where it counts.
         if (member := dict(backends()).get(layer_kind)) is not None:
-            return Asked(member, f"{source}[{layer_kind!r}]")
-    return Asked(None, "priority")
+            return choice.RequestedBackend(member, f"{source}[{layer_kind!r}]")
+    return choice.RequestedBackend(None, "priority")
 
 
 def _per_kind_in_environment() -> _PerKind:
@@ -220,7 +219,7 @@ def _checked_per_kind(backends: Iterable[tuple[str, AttentionBackendEnum | str]]
     for kind, backend in backends:
         if kind not in LAYER_KINDS:
             raise ValueError(f"{source}: {unknown_name('kind of layer', kind, LAYER_KINDS)}")
-        pairs.append((kind, member_of(AttentionBackendEnum, backend, f"{source}[{kind!r}]")))
+        pairs.append((kind, choice.member_of(AttentionBackendEnum, backend, f"{source}[{kind!r}]")))
     return tuple(pairs)
 
 
@@ -310,7 +309,7 @@ def _cached_get_attn_backend(
 
 def _measuring(dtype: Any) -> object:
     """State of the file that `attn.selection.preferences` reads, if ATTN_PREFERENCES is set: a few microseconds per call."""
-    if not preferences.on():  # set to 0: the framework need not be found
+    if not preferences.is_enabled():  # set to 0: the framework need not be found
         return False
     platform = platform_for(_framework(dtype))
     # `deterministic` is a setting of the framework that may change between calls, and turns measured times off.
@@ -394,14 +393,14 @@ def select(
     With ATTN_PREFERENCES set, times measured on this machine (`attn tune`) may put a valid backend before the list's first,
     unless `measured` is False (`attn.selection.preferences`).
     """
-    asked = _asked(backend, request)
-    platform, device = place_of(asked, framework, platform, device)
-    return decide(
-        AttentionBackendEnum, request, device, platform.priorities, asked, disable, measured_on=platform if measured else None
+    named = _requested(backend, request)
+    platform, device = choice.resolve_device(named, framework, platform, device)
+    return choice.decide(
+        AttentionBackendEnum, request, device, platform.priorities, named, disable, measured_on=platform if measured else None
     )
 
 
-def _asked(backend: AttentionBackendEnum | str | None, request: Request | None) -> Asked:
+def _requested(backend: AttentionBackendEnum | str | None, request: Request | None) -> choice.RequestedBackend:
     """Return the backend requested by name: by the force of this context, by `backend`, for the layer's kind, or by the
     environment."""
 
@@ -411,11 +410,11 @@ def _asked(backend: AttentionBackendEnum | str | None, request: Request | None) 
         yield _forced.get(), "context"
         yield backend, "argument"
         if request is not None:
-            yield asked_for_kind(layer_kind(request.attn_type, request.features))
+            yield requested_for_kind(layer_kind(request.attn_type, request.features))
 
-    return asked_for(AttentionBackendEnum, wishes())
+    return choice.requested_backend(AttentionBackendEnum, wishes())
 
 
 def _framework(dtype: Any, request: Request | None = None) -> str:
     """Return the framework for a dtype: its own, else that of a backend requested by name, else the default."""
-    return framework_of_dtype(dtype) or framework_of_backend(_asked(None, request).member) or default_framework()
+    return framework_of_dtype(dtype) or choice.framework_of_backend(_requested(None, request).member) or default_framework()

@@ -65,24 +65,24 @@ def wrapped(text: str, indent: str = "", more: str = "") -> list[str]:
     """Break a line at spaces, into none if it is empty; the continuations are indented by `more` too."""
     # Words longer than a line (paths, names of cases) are broken only where COLUMNS asks for a width: a broken path
     # cannot be copied.
-    asked = asked_width()
-    width = asked or WIDTH
+    requested = requested_width()
+    width = requested or WIDTH
     more = (indent + more)[: width // 2]
     return textwrap.wrap(
-        text, width, initial_indent=indent, subsequent_indent=more, break_on_hyphens=False, break_long_words=asked > 0
+        text, width, initial_indent=indent, subsequent_indent=more, break_on_hyphens=False, break_long_words=requested > 0
     )
 
 
-def asked_width() -> int:
+def requested_width() -> int:
     """Return the characters of a line that COLUMNS asks for; 0 if it asks for none."""
-    asked = os.environ.get("COLUMNS", "")
+    columns = os.environ.get("COLUMNS", "")
     # Below 20 the indents alone fill a line. `isdecimal`, since COLUMNS is any string that the environment holds.
-    return max(20, int(asked)) if asked.isdecimal() and int(asked) else 0
+    return max(20, int(columns)) if columns.isdecimal() and int(columns) else 0
 
 
 def folded(text: object) -> str:
     """Return a text for printing: lines longer than COLUMNS, if that is set, are broken, and continued with an indent."""
-    width, lines = asked_width(), str(text).split("\n")
+    width, lines = requested_width(), str(text).split("\n")
     if not width:
         return str(text)
     indents = [" " * min(len(line) - len(line.lstrip()) + 4, width // 2) for line in lines]

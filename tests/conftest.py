@@ -53,8 +53,8 @@ def fresh_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     selector._cache.clear()
     distributed.set_dcp_group(None)
     imports._known.clear()
-    logger.forget_notices()
-    envs.forget_warnings()
+    logger._seen.clear()
+    envs._warned.clear()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

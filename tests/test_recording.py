@@ -184,7 +184,7 @@ def test_latent_calls_are_made_smaller(folder):
         return result
 
     small = as_smaller(call, wrong, lambda case: True)
-    assert sum(small.case.query_lens) == 2 and small.case.num_heads == 1 and small.up.shape == (32, 1, 32)
+    assert sum(small.case.query_lens) == 2 and small.case.num_heads == 1 and small.kv_b_proj.shape == (32, 1, 32)
     assert max(small.case.seq_lens) <= 2
 
 

@@ -15,7 +15,7 @@ from attn.capabilities import Device, check_known
 from attn.diffusion.backends.abstract import ROLES, DiffusionAttentionBackend, DiffusionRequest
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.dtypes import dtype_name, framework_of_dtype
-from attn.selection.choice import asked_for, decide, place_of
+from attn.selection.choice import decide, requested_backend, resolve_device
 from attn.selection.platforms import Platform
 from attn.selection.verdicts import Selection
 
@@ -42,7 +42,7 @@ class DiffusionAttentionConfig:
             return self.per_role[role], f"per_role[{role!r}]"
         if category in self.per_category:
             return self.per_category[category], f"per_category[{category!r}]"
-        # Without a default nothing was configured, and the environment is asked next (`asked_for`).
+        # Without a default nothing was configured, and the environment is read next (`requested_backend`).
         return self.default, "default" if self.default is not None else ""
 
 
@@ -97,10 +97,10 @@ def select_diffusion(
     """
     category = check_known("category", category if category is not None else role if role in ROLES else "self", ROLES)
     configured = (config or DiffusionAttentionConfig()).resolve(role, category)
-    asked = asked_for(DiffusionAttentionBackendEnum, ((backend, "argument"), configured))
-    platform, device = place_of(asked, framework, platform, device)
+    requested = requested_backend(DiffusionAttentionBackendEnum, ((backend, "argument"), configured))
+    platform, device = resolve_device(requested, framework, platform, device)
     order = platform.diffusion_priorities
-    return decide(DiffusionAttentionBackendEnum, request, device, order, asked, disable, role=role)
+    return decide(DiffusionAttentionBackendEnum, request, device, order, requested, disable, role=role)
 
 
 def get_diffusion_attn_backend(

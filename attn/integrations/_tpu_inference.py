@@ -194,16 +194,16 @@ class AttnKernels(AttentionBackend):
         )
         batch = (shared_md.seq_lens, md.block_tables, shared_md.query_start_loc, shared_md.request_distribution)
         requests, heads = P(ShardingAxisName.ATTN_DATA), P(ShardingAxisName.ATTN_HEAD)
-        further: dict[str, Any] = {"sinks": (sinks, heads), "spans": (spans, requests)}
+        extras: dict[str, Any] = {"sinks": (sinks, heads), "spans": (spans, requests)}
         # an absent array has no spec, so it is left out
-        further = {name: pair for name, pair in further.items() if pair[0] is not None}
+        extras = {name: pair for name, pair in extras.items() if pair[0] is not None}
         output, kv_cache = jax.shard_map(
             local,
             mesh=mesh,
-            in_specs=(rows, rows, rows, pages, [requests] * len(batch), {name: spec for name, (_, spec) in further.items()}),
+            in_specs=(rows, rows, rows, pages, [requests] * len(batch), {name: spec for name, (_, spec) in extras.items()}),
             out_specs=(rows, pages),
             check_vma=False,  # a Pallas kernel does not declare which of its results vary over which axes
-        )(q, k, v, kv_cache, [*batch], {name: array for name, (array, _) in further.items()})
+        )(q, k, v, kv_cache, [*batch], {name: array for name, (array, _) in extras.items()})
         return kv_cache, output
 
     def _check(self, kv_cache: Any, q: Any, batches: tuple[Any, ...], mesh: Mesh, scales: tuple[Any, Any, Any]) -> None:

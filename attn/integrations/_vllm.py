@@ -104,29 +104,29 @@ class AttnBackend(vllm_backend.AttentionBackend):
     def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
         """Return every reason to reject a layer of this configuration: of this integration, then of each backend."""
         # by the names of this version of vLLM, so that what it has added is seen and refused
-        asked = inspect.signature(super().validate_configuration).bind(*args, **kwargs).arguments
-        invariant = asked.pop("use_batch_invariant", False)
-        features = {feature for word, feature in _FEATURES.items() if asked.pop(word, False)}
-        why = [f"{word} not supported: {_ELSEWHERE}" for word, value in asked.items() if value and word not in _READ]
+        arguments = inspect.signature(super().validate_configuration).bind(*args, **kwargs).arguments
+        invariant = arguments.pop("use_batch_invariant", False)
+        features = {feature for word, feature in _FEATURES.items() if arguments.pop(word, False)}
+        why = [f"{word} not supported: {_ELSEWHERE}" for word, value in arguments.items() if value and word not in _READ]
         if invariant and not envs.batch_invariant():  # a layer learns of it by the environment alone
             why.append("use_batch_invariant not supported without VLLM_BATCH_INVARIANT=1 in the environment")
-        name, attn_type = layer_name(), _word(asked["attn_type"])
+        name, attn_type = layer_name(), _word(arguments["attn_type"])
         features -= {Feature.SPANS} if attn_type in ENCODER_TYPES else set()  # each of its tokens sees all
-        problem = _cache_problem(asked["kv_cache_dtype"])
+        problem = _cache_problem(arguments["kv_cache_dtype"])
         if problem:
             return [f"{name}: {reason}" for reason in (*why, problem)]
         request = make_request(
-            asked["head_size"],
-            asked["dtype"],
-            asked["kv_cache_dtype"],
-            asked["block_size"],
+            arguments["head_size"],
+            arguments["dtype"],
+            arguments["kv_cache_dtype"],
+            arguments["block_size"],
             attn_type=attn_type,
             features=features,
         )
         selection = select(request, framework="torch")
         # a backend serves it: why others do not is of no interest
         if selection.winner is None:
-            why += [*selection.reasons, _able(request)]
+            why += [*selection.reasons, _serving_backends(request)]
         return [f"{name}: {reason}" for reason in why]
 
 
@@ -272,7 +272,7 @@ class AttnImpl(vllm_backend.AttentionImpl):
                 arguments: dict[str, Any] = {name: getattr(self, name) for name in _ARGUMENTS.split()}
                 self.layers[block_size] = _Unscaled(**arguments, block_size=block_size)
             except UnsupportedError as error:
-                raise UnsupportedError(f"{self.name}: {error}\n{_able(self._request())}", error.reasons) from None
+                raise UnsupportedError(f"{self.name}: {error}\n{_serving_backends(self._request())}", error.reasons) from None
         return self.layers[block_size]
 
     def _request(self) -> Request:
@@ -348,7 +348,7 @@ class AttnImpl(vllm_backend.AttentionImpl):
             metadata, scales = attn_metadata.of(wrapped), (output_scale, output_block_scale)
             wrapped.impl.forward(layer, query, key, value, cache, metadata, output, *scales)
         except UnsupportedError as error:
-            raise UnsupportedError(f"{self.name}: {error}\n{_able(self._request())}", error.reasons) from None
+            raise UnsupportedError(f"{self.name}: {error}\n{_serving_backends(self._request())}", error.reasons) from None
         return output
 
 
@@ -364,7 +364,7 @@ def _cache_problem(kv_cache_dtype: str | None) -> str | None:
     return f"kv_cache_dtype={kv_cache_dtype} not supported (supports {', '.join(AttnBackend.supported_kv_cache_dtypes)})"
 
 
-def _able(request: Request) -> str:
+def _serving_backends(request: Request) -> str:
     """Return a sentence with the backends that serve a request on any device."""
     candidates = [member.candidate() for member in AttentionBackendEnum]
     loaded = [c for c in candidates if getattr(getattr(c.backend, "capabilities", None), "framework", None) == "torch"]

@@ -80,8 +80,8 @@ def create() -> Any:
 
 def _unknown_arguments(interface: Any) -> list[str]:
     attention = getattr(getattr(interface, "AttentionBackend", None), "attention", None)
-    taken = inspect.signature(attention).parameters if attention else {}
-    return [f"{_INTERFACE}.AttentionBackend.attention has the unknown {name}" for name in taken if name not in _ATTENTION]
+    parameters = inspect.signature(attention).parameters if attention else {}
+    return [f"{_INTERFACE}.AttentionBackend.attention has the unknown {name}" for name in parameters if name not in _ATTENTION]
 
 
 def _missing_fields(metadata: Any) -> list[str]:

@@ -123,11 +123,11 @@ class _DenseCall(NamedTuple):
             visible = bias != -jnp.inf
             mask, bias = visible if mask is None else mask & visible, jnp.where(visible, bias, 0)
         # Rows count from the first key, so that under causality no row sees a key behind the last row's own.
-        kept = min(rows, self.key.shape[1]) if self.visible.causal else self.key.shape[1]
+        num_keys = min(rows, self.key.shape[1]) if self.visible.causal else self.key.shape[1]
         # jax.nn takes lengths beyond the keys, but kernels of this package would read what is behind them.
-        lens = None if self.key_lens is None else jnp.minimum(self.key_lens, kept)
-        bias, mask = (x if x is None or x.shape[-1] == 1 else x[..., :kept] for x in (bias, mask))
-        return self._replace(key=self.key[:, :kept], value=self.value[:, :kept], bias=bias, mask=mask, key_lens=lens)
+        lens = None if self.key_lens is None else jnp.minimum(self.key_lens, num_keys)
+        bias, mask = (x if x is None or x.shape[-1] == 1 else x[..., :num_keys] for x in (bias, mask))
+        return self._replace(key=self.key[:, :num_keys], value=self.value[:, :num_keys], bias=bias, mask=mask, key_lens=lens)
 
     @property
     def needs_mask(self) -> bool:

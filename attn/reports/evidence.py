@@ -59,8 +59,8 @@ class Evidence:
 
     def __str__(self) -> str:
         outcome = counted(self.cases, "case") if not self.failures else f"{self.failures} of {self.cases} cases FAILED"
-        by = f", reported by {self.reporter}" * bool(self.reporter)
-        return f"{self.kind} on {self.device}{by} ({outcome}, {self.date[:10]})"
+        reporter = f", reported by {self.reporter}" * bool(self.reporter)
+        return f"{self.kind} on {self.device}{reporter} ({outcome}, {self.date[:10]})"
 
 
 def load(path: Path = PATH) -> list[Evidence]:

@@ -25,19 +25,19 @@ def hints(selection: Selection) -> tuple[str, ...]:
     if selection.source != "priority":
         return ()
     # Only backends that the list prefers to the winner: a change that lets a later one serve changes nothing.
-    at = selection.trace.index(selection.winner) if selection.winner else len(selection.trace)
-    ahead = [verdict for verdict in selection.trace[:at] if not any(r.startswith("disabled by") for r in verdict.reasons)]
-    ways = {verdict.name: list(_ways(verdict.name, selection.request, selection.device)) for verdict in ahead}
-    sentences = [f"{', or '.join(changes)}: {name}" for name, changes in ways.items() if changes]
+    position = selection.trace.index(selection.winner) if selection.winner else len(selection.trace)
+    ahead = [verdict for verdict in selection.trace[:position] if not any(r.startswith("disabled by") for r in verdict.reasons)]
+    changes_of = {verdict.name: list(_changes(verdict.name, selection.request, selection.device)) for verdict in ahead}
+    sentences = [f"{', or '.join(changes)}: {name}" for name, changes in changes_of.items() if changes]
     return (*sentences, *_head_size(selection.request, selection.device))
 
 
-def _ways(name: str, request: Request, device: Device) -> Iterator[str]:
+def _changes(name: str, request: Request, device: Device) -> Iterator[str]:
     """Yield changes with which a rejected backend would serve: another block size, or a package."""
     # Without pages there is no block size to change.
     if request.block_size is not None:
-        asked = (size for size in BLOCK_SIZES if _serves(name, replace(request, block_size=size), device))
-        yield from (f"with block_size={size}" for size in itertools.islice(asked, 1))
+        served_sizes = (size for size in BLOCK_SIZES if _serves(name, replace(request, block_size=size), device))
+        yield from (f"with block_size={size}" for size in itertools.islice(served_sizes, 1))
     # GPUs before Ampere have no bfloat16 products: their kernels are for float16
     dtypes = {"": request} | ({"dtype=float16": replace(request, dtype="float16")} if request.dtype == "bfloat16" else {})
     for dtype, other in dtypes.items():

@@ -271,7 +271,7 @@ def explain_model(
     rows: list[KindReport] = []
     # The device of the first choice, where none was passed: all layers of a model are on one.
     target: Device | None = device
-    asked: dict[str, Any] = {"backend": backend, "framework": framework, "device": device, "disable": disable, "assume": assume}
+    args: dict[str, Any] = {"backend": backend, "framework": framework, "device": device, "disable": disable, "assume": assume}
     for layer in model.kinds:
         # T5's bias differs for each pair of positions and head, which no feature of a paged backend describes, so none
         # is asked.
@@ -281,7 +281,7 @@ def explain_model(
             arguments = {name: getattr(layer, name) for name in ("features", "attn_type", "num_heads", "num_kv_heads")}
             # Encoders attend the keys of the call: no cache, and no block size that could rule out a backend.
             stored, page = (kv_cache_dtype, block_size) if cached else (None, None)
-            selection = explain(layer.head_size, dtype, stored, page, **arguments, **asked)
+            selection = explain(layer.head_size, dtype, stored, page, **arguments, **args)
             target = selection.device
         token = _token_bytes(layer, dtype_name(dtype), kv_cache_dtype) * layer.count
         row = KindReport(
@@ -375,9 +375,9 @@ def _choice(row: KindReport, common: Collection[str]) -> list[str]:
     verdicts = _verdicts(row.selection)
     if row.prefill:
         verdicts += ["prompts:", *_verdicts(row.prefill)]
-    asked = [] if row.selection.source == "priority" else [f"requested by {row.selection.source}"]
+    requested = [] if row.selection.source == "priority" else [f"requested by {row.selection.source}"]
     measured = [f"measured on this machine: {row.selection.measured}"] if row.selection.measured else []
-    return [*asked, *verdicts, *measured, *(note for note in row.selection.notes if note not in common)]
+    return [*requested, *verdicts, *measured, *(note for note in row.selection.notes if note not in common)]
 
 
 def _verdicts(selection: Selection) -> list[str]:

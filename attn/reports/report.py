@@ -73,14 +73,14 @@ class BackendRow:
     @property
     def serves(self) -> str:
         """The capability record in one line."""
-        can = self.capabilities
-        if can is None:
+        record = self.capabilities
+        if record is None:
             return ""
-        parts = [" ".join(can.dtypes), f"head_size {', '.join(map(str, can.head_sizes))}"]
+        parts = [" ".join(record.dtypes), f"head_size {', '.join(map(str, record.head_sizes))}"]
         parts += [f"block_size {', '.join(self.block_sizes)}"] if self.block_sizes else []
         parts += [
-            f"kv cache {' '.join(can.kv_cache_dtypes)}",
-            " ".join(can.attn_types),
+            f"kv cache {' '.join(record.kv_cache_dtypes)}",
+            " ".join(record.attn_types),
             " ".join(self.features),
             ", ".join(self.limits),
         ]
@@ -88,7 +88,7 @@ class BackendRow:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as plain data."""
-        can = self.capabilities
+        record = self.capabilities
         return {
             "registry": self.registry,
             "backend": self.name,
@@ -98,12 +98,12 @@ class BackendRow:
             "available": not self.reasons,
             "reasons": list(self.reasons),
             "evidence": self.evidence,
-            "capabilities": can
+            "capabilities": record
             and {
-                **{name: plain(getattr(can, name)) for name in ("platforms", "packages", "install", "dtypes")},
-                "head_sizes": list(map(str, can.head_sizes)),
+                **{name: plain(getattr(record, name)) for name in ("platforms", "packages", "install", "dtypes")},
+                "head_sizes": list(map(str, record.head_sizes)),
                 "block_sizes": list(self.block_sizes),
-                **{name: plain(getattr(can, name)) for name in ("kv_cache_dtypes", "attn_types")},
+                **{name: plain(getattr(record, name)) for name in ("kv_cache_dtypes", "attn_types")},
                 **{name: plain(getattr(self, name)) for name in ("features", "limits")},
             },
         }
@@ -226,14 +226,14 @@ def explain(
     )
     # A product's name ("H100") is described under this framework, so it is needed before the selector would find it.
     framework = framework or framework_of_dtype(dtype)
-    with assumed_machine(device, framework, assume) as (target, elsewhere, taken):
+    with assumed_machine(device, framework, assume) as (target, elsewhere, assumed):
         selection = selector.select(request, framework=framework, backend=backend, device=target, disable=disable)
         # Faster paths that are off depend on packages and compilers that are installed, which are not known of another
         # machine.
         if elsewhere:
-            notes = [f"assumed to be installed: {', '.join([selection.device.framework, *taken])}" + _MORE * (assume is None)]
+            notes = [f"assumed to be installed: {', '.join([selection.device.framework, *assumed])}" + _MORE * (assume is None)]
         else:
-            notes = [f"assumed in addition to what is installed: {', '.join(taken)}"] if taken else []
+            notes = [f"assumed in addition to what is installed: {', '.join(assumed)}"] if assumed else []
             notes += AttentionBackendEnum[selection.name].off_paths(selection.device) if selection.name else ()
         if selection.name:
             notes += AttentionBackendEnum[selection.name].rules(selection.device)
@@ -252,16 +252,16 @@ def assumed_machine(
     target = machines.device_named(device, framework) if isinstance(device, str) else device
     named = list_of_names("assume", () if assume is None else assume)
     # The device of this machine that the description could mean, if there is one of its platform.
-    here = platform_for(target.framework, target.platform).device() if target else None
+    current = platform_for(target.framework, target.platform).device() if target else None
     # Drivers print longer names than products have ("NVIDIA H100 80GB HBM3"): compared by product, `--device H100` on
     # such a machine means this one, with its packages.
-    by_product = [one and replace(one, name=machines.product_of(one.name)) for one in (target, here)]
+    by_product = [one and replace(one, name=machines.product_of(one.name)) for one in (target, current)]
     elsewhere = by_product[0] != by_product[1]
     brought = machines.BROUGHT.get((target.framework, target.platform), ()) if target and elsewhere else ()
     # Without repetitions and in order, as the note prints them.
-    taken = list(dict.fromkeys([*brought, *named]))
-    with imports.assuming(machines.modules_of(taken), beside=not elsewhere):
-        yield target, elsewhere, taken
+    assumed = list(dict.fromkeys([*brought, *named]))
+    with imports.assuming(machines.modules_of(assumed), beside=not elsewhere):
+        yield target, elsewhere, assumed
 
 
 #: Suffix of the note on the default assumption.
@@ -292,12 +292,12 @@ def _all_off_paths() -> dict[str, str]:
         if row.reasons or row.name not in registry:
             continue
         try:
-            off = registry[row.name].off_paths()
+            sentences = registry[row.name].off_paths()
         except Exception as error:  # third-party classes may raise anything; report it in the entry
             # A report of a bug must not fail because of it.
-            off = (f"broken: {type(error).__name__}: {error}",)
-        if off:
-            off_paths[f"{row.registry} {row.name}"] = "; ".join(off)
+            sentences = (f"broken: {type(error).__name__}: {error}",)
+        if sentences:
+            off_paths[f"{row.registry} {row.name}"] = "; ".join(sentences)
     return off_paths
 
 
@@ -388,8 +388,8 @@ def _beside(registry: str) -> list[Candidate]:
 
 def _features(backend: Any) -> tuple[str, ...]:
     """The features a backend serves, in the order of `Feature`."""
-    has = backend.served_features() if hasattr(backend, "served_features") else backend.capabilities.features
-    return tuple(feature.value for feature in Feature if feature in has)
+    served = backend.served_features() if hasattr(backend, "served_features") else backend.capabilities.features
+    return tuple(feature.value for feature in Feature if feature in served)
 
 
 def _framework_of_path(path: str) -> str:
@@ -402,13 +402,13 @@ def _table_cells(registry: str, candidate: Candidate) -> list[str]:
         return [f"`{candidate.name}`", "a slot for a class of yours", *[""] * (len(_COLUMNS) - 2)]
     # Not judged: the table is the same on every machine that has both frameworks.
     row = _described(registry, candidate, "built-in", {}, judge=False)
-    can = row.capabilities
-    on, sizes = [row.framework, *([] if row.built else [NOT_BUILT])], []
-    if can is not None:
-        on += [", ".join(can.platforms)]
-        on += [f"needs {needs}"] if (needs := can.install or ", ".join(can.packages)) else []
-        sizes += [", ".join(can.dtypes), f"head_size {', '.join(map(str, can.head_sizes))}"]
+    record = row.capabilities
+    runs_on, sizes = [row.framework, *([] if row.built else [NOT_BUILT])], []
+    if record is not None:
+        runs_on += [", ".join(record.platforms)]
+        runs_on += [f"needs {needs}"] if (needs := record.install or ", ".join(record.packages)) else []
+        sizes += [", ".join(record.dtypes), f"head_size {', '.join(map(str, record.head_sizes))}"]
         sizes += [f"block_size {', '.join(row.block_sizes)}"] if row.block_sizes else []
-        sizes += [f"kv cache {', '.join(can.kv_cache_dtypes)}"]
-    lines = [on, sizes, [", ".join([*row.features, *row.limits])], row.evidence.split("; ")]
+        sizes += [f"kv cache {', '.join(record.kv_cache_dtypes)}"]
+    lines = [runs_on, sizes, [", ".join([*row.features, *row.limits])], row.evidence.split("; ")]
     return [f"`{row.name}`", *("<br>".join(filter(None, line)) for line in lines)]

@@ -28,14 +28,14 @@ logger = init_logger(__name__)
 _UNCITED = ("", "argument", "context")
 
 
-class Asked(NamedTuple):
+class RequestedBackend(NamedTuple):
     """The backend requested by name and the source of the request, or (None, "priority")."""
 
     member: Any
     source: str
 
 
-def asked_for(registry: type[BackendEnum], wishes: Iterable[tuple[Any, str]] = ()) -> Asked:
+def requested_backend(registry: type[BackendEnum], wishes: Iterable[tuple[Any, str]] = ()) -> RequestedBackend:
     """Return the first of `wishes`, (member, name or None, source) pairs, that names a backend, else the environment's.
 
     Raises the exceptions of `member_of`.
@@ -44,14 +44,14 @@ def asked_for(registry: type[BackendEnum], wishes: Iterable[tuple[Any, str]] = (
     plugins.load()
     for backend, source in wishes:
         if backend is not None:
-            return Asked(member_of(registry, backend, source), source)
-    if (by_environment := asked_by_environment(registry)) is not None:
+            return RequestedBackend(member_of(registry, backend, source), source)
+    if (by_environment := requested_by_environment(registry)) is not None:
         variable, name = by_environment
-        return Asked(member_of(registry, name, variable), variable)
-    return Asked(None, "priority")
+        return RequestedBackend(member_of(registry, name, variable), variable)
+    return RequestedBackend(None, "priority")
 
 
-def asked_by_environment(registry: type[BackendEnum]) -> tuple[str, str] | None:
+def requested_by_environment(registry: type[BackendEnum]) -> tuple[str, str] | None:
     """Return (variable, backend name) requested by the environment, or None. A blank value counts as unset."""
     # Blank counts as unset, as container files write `ATTN_BACKEND=`; the first variable that is set decides, so
     # ATTN_BACKEND wins over vLLM's.
@@ -105,7 +105,9 @@ def framework_of_backend(member: Any) -> str | None:
     return parts[1] if parts[0] == "attn" and parts[1] in FRAMEWORKS else None
 
 
-def place_of(asked: Asked, framework: str | None, platform: Platform | None, device: Device | None) -> tuple[Platform, Device]:
+def resolve_device(
+    requested: RequestedBackend, framework: str | None, platform: Platform | None, device: Device | None
+) -> tuple[Platform, Device]:
     """Return the platform and device of a layer: those that the caller passes, else the current ones of the requested backend's
     framework, else those of the default framework.
 
@@ -116,7 +118,7 @@ def place_of(asked: Asked, framework: str | None, platform: Platform | None, dev
     if platform is None:
         # The caller's framework, then the device's, then the requested backend's: `backend="PALLAS"` asks for jax even
         # in a process that has imported torch only.
-        named = framework or (device.framework if device else None) or framework_of_backend(asked.member)
+        named = framework or (device.framework if device else None) or framework_of_backend(requested.member)
         platform = platform_for(named or default_framework(), device.platform if device else None)
     return platform, device or platform.device()
 
@@ -126,7 +128,7 @@ def decide(
     request: Request,
     device: Device,
     order: Callable[[Request, Device], Sequence[str]],
-    asked: Asked,
+    requested: RequestedBackend,
     disable: Collection[str] = (),
     *,
     role: str = "",
@@ -139,10 +141,10 @@ def decide(
     """
     envs.warn_of_unknown()
     out = disabled(registry, disable)  # a misspelled name is always an error
-    if asked.member is not None:
-        # The order of the platform is not asked for: a list of one, judged as every candidate is.
-        member = asked.member.under(device.framework)
-        return _logged(choose([member.candidate()], request, device, asked.source), registry, role)
+    if requested.member is not None:
+        # The platform's order is not computed: a list of one, judged as every candidate is.
+        member = requested.member.under(device.framework)
+        return _logged(choose([member.candidate()], request, device, requested.source), registry, role)
     names = dict.fromkeys(order(request, device))
     if measured_on is not None:
         # Pairs are on no list: only a measurement makes them candidates, after the list's own.
@@ -151,9 +153,9 @@ def decide(
     for member in ranked(registry, list(names)):
         # A pair is off if either of its members is. A disabled backend stays in the trace with its reason, and is not
         # imported.
-        by = next((out[name] for name in (member.name, *(part.name for part in member.parts)) if name in out), None)
-        candidates.append(member.candidate() if by is None else Candidate(member.name, problem=f"disabled by {by}"))
-    selection = choose(candidates, request, device, asked.source)
+        source = next((out[name] for name in (member.name, *(part.name for part in member.parts)) if name in out), None)
+        candidates.append(member.candidate() if source is None else Candidate(member.name, problem=f"disabled by {source}"))
+    selection = choose(candidates, request, device, requested.source)
     if measured_on is not None:
         selection = preferences.preferred(selection, candidates, measured_on)
     return _logged(selection, registry, role)

@@ -92,11 +92,11 @@ def default_framework() -> str:
     jax, a torch accelerator, a jax accelerator, torch on the CPU. Raises ValueError for an unknown ATTN_FRAMEWORK and
     ImportError if neither is installed.
     """
-    asked = envs.read("ATTN_FRAMEWORK")
-    if asked:
-        if asked not in FRAMEWORKS:
-            raise ValueError(f"ATTN_FRAMEWORK={asked!r} (supports {', '.join(FRAMEWORKS)})")
-        return asked
+    requested = envs.read("ATTN_FRAMEWORK")
+    if requested:
+        if requested not in FRAMEWORKS:
+            raise ValueError(f"ATTN_FRAMEWORK={requested!r} (supports {', '.join(FRAMEWORKS)})")
+        return requested
     # What the process uses says more than what the machine has; neither step imports anything.
     for present in ([w for w in FRAMEWORKS if w in sys.modules], [w for w in FRAMEWORKS if installed(w)]):
         if len(present) == 1:

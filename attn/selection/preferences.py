@@ -49,9 +49,9 @@ class Time:
 
     def __post_init__(self) -> None:
         numbers = [self.ms_p20, self.ms, self.ms_p80]
-        fine = all(isinstance(n, int | float) and math.isfinite(n) and n > 0 for n in numbers)
+        valid = all(isinstance(n, int | float) and math.isfinite(n) and n > 0 for n in numbers)
         # A file may have been edited: a time of 0 would win every comparison, NaN would make it undefined.
-        if not fine or numbers != sorted(numbers):
+        if not valid or numbers != sorted(numbers):
             raise ValueError(f"invalid timing {self}: need 0 < p20 <= median <= p80")
 
     def ratio(self, other: "Time") -> float:
@@ -74,12 +74,12 @@ class RequestTimes:
         return replace(self.request, **free) == request
 
 
-def on() -> bool:
+def is_enabled() -> bool:
     """Whether ATTN_PREFERENCES enables measured times."""
-    return _asked() not in ("", "0")
+    return _setting() not in ("", "0")
 
 
-def _asked() -> str:
+def _setting() -> str:
     """Return the variable's value. Raises ValueError for a bare word, which is neither a switch nor a path."""
     value = (envs.read(_VARIABLE) or "0").strip()
     # "true" would otherwise be taken for a file of that name, which does not exist, and measurements would silently be off.
@@ -90,9 +90,9 @@ def _asked() -> str:
 
 def file_of(device: Device) -> Path:
     """Return the file of a device: ATTN_PREFERENCES if it is a path, else one in the cache directory."""
-    asked = _asked()
-    if asked not in ("", "0", "1"):
-        return Path(asked)
+    setting = _setting()
+    if setting not in ("", "0", "1"):
+        return Path(setting)
     return cache_file.path("preferences", f"{device.framework}-{device.name or device.platform}")
 
 
@@ -120,14 +120,14 @@ def _processor() -> str:
 def preferred(selection: Selection, candidates: Sequence[Candidate], platform: Platform) -> Selection:
     """Return the selection with a backend measured to be faster than its winner moved first, or with the reason why the
     list's order applies. Unchanged if measurements are off or do not apply: a choice by name, or no backend serves."""
-    if not on() or selection.source != "priority" or selection.winner is None:
+    if not is_enabled() or selection.source != "priority" or selection.winner is None:
         return selection
     # `device=` may describe a machine that is not this one.
     if selection.device != platform.device():
         return replace(selection, measured="priority list used: measurements are of this machine's device only")
     # Measured times differ from run to run, and so might the choice and its bits.
-    asked = f"{Feature.BATCH_INVARIANT.value} is requested" if Feature.BATCH_INVARIANT in selection.request.features else ""
-    if why := asked or platform.deterministic():
+    invariant = f"{Feature.BATCH_INVARIANT.value} is requested" if Feature.BATCH_INVARIANT in selection.request.features else ""
+    if why := invariant or platform.deterministic():
         return replace(selection, measured=f"priority list used: {why}")
     file = file_of(selection.device)
     stored = read(file, selection.device)
@@ -141,7 +141,7 @@ def preferred(selection: Selection, candidates: Sequence[Candidate], platform: P
 
 def pairs_for(request: Request, platform: Platform) -> list[str]:
     """Return the pairs that were measured for a request on this machine's device; none if measurements are off or ignored."""
-    if not on():
+    if not is_enabled():
         return []
     stored = read(file_of(platform.device()), platform.device())
     return [] if isinstance(stored, str) else pairs_in([entry for entry in stored if entry.serves(request)])
@@ -173,9 +173,9 @@ def consulted(
     if ratios[best] >= 1 / (1 + MARGIN):
         return replace(selection, measured=f"priority list used: nothing takes under 95 % of the first's time ({batches})")
     winner = next(verdict for verdict in selection.trace if verdict.name == best)
-    at = selection.trace.index(first)
+    position = selection.trace.index(first)
     # Candidates before the list's first valid one were rejected, and keep their places.
-    others = tuple(verdict for verdict in selection.trace[at:] if verdict is not winner)
+    others = tuple(verdict for verdict in selection.trace[position:] if verdict is not winner)
     backend = next((candidate.backend for candidate in candidates if candidate.name == best), None)
     of_each = ", ".join(
         f"{batch} {entry.times[winner.name, winner.path][batch].ratio(time):.2f}"
@@ -183,7 +183,7 @@ def consulted(
         for batch, time in entry.times.get((first.name, first.path), {}).items()
     )
     note = f"{best} takes {ratios[best]:.2f} of the time of {first.name}, the list's first ({batches}: {of_each})"
-    return replace(selection, trace=(*selection.trace[:at], winner, *others), backend=backend, measured=note)
+    return replace(selection, trace=(*selection.trace[:position], winner, *others), backend=backend, measured=note)
 
 
 def _ratio(key: tuple[str, str], base: tuple[str, str], entries: Sequence[RequestTimes]) -> float | None:
@@ -231,12 +231,12 @@ def read(file: Path, device: Device) -> list[RequestTimes] | str:
 
 
 def _entry(entry: dict[str, Any]) -> RequestTimes:
-    asked = dict(entry["request"])
+    fields = dict(entry["request"])
     # JSON has lists only. Unknown fields raise TypeError, which makes the whole file invalid.
-    request = Request(**{**asked, "features": frozenset(asked.get("features", ()))})
+    request = Request(**{**fields, "features": frozenset(fields.get("features", ()))})
     times = {
-        (str(name), str(of["path"])): {str(batch): Time(*numbers) for batch, numbers in of["times"].items()}
-        for name, of in entry["backends"].items()
+        (str(name), str(backend["path"])): {str(batch): Time(*numbers) for batch, numbers in backend["times"].items()}
+        for name, backend in entry["backends"].items()
     }
     return RequestTimes(request, times)
 
@@ -250,10 +250,10 @@ def record(entries: Collection[RequestTimes], device: Device, file: Path | None 
     with _lock():
         before = read(file, device) if file.exists() else []
         # Another machine's times, or those of other versions, say nothing about this one: they go.
-        kept = {} if isinstance(before, str) else {entry.request: entry for entry in before}
-        kept |= {entry.request: entry for entry in entries}
+        by_request = {} if isinstance(before, str) else {entry.request: entry for entry in before}
+        by_request |= {entry.request: entry for entry in entries}
         # Sorted, so that two runs of one measurement differ in the times only.
-        plain = [_plain(kept[request]) for request in sorted(kept, key=str)]
+        plain = [_plain(by_request[request]) for request in sorted(by_request, key=str)]
         cache_file.write(file, owner(device), plain)
         for key in [key for key in _read_files if key[0] == file]:
             del _read_files[key]

@@ -68,8 +68,8 @@ class Selection:
         return tuple(f"{v.name}: {v}" for v in self.trace if not v.ok)
 
     def __str__(self) -> str:
-        asked = "" if self.source == "priority" else f", requested by {self.source}"
-        lines = [f"{self.name or 'no backend'} for {self.request} on {self.device}{asked}"]
+        requested = "" if self.source == "priority" else f", requested by {self.source}"
+        lines = [f"{self.name or 'no backend'} for {self.request} on {self.device}{requested}"]
         lines += block([(f"{'->' if v is self.winner else '  '} {v.name}", str(v)) for v in self.trace], "  ")
         lines += [] if self.trace else [f"     {self.reasons[0]}"]
         lines += [f"  measured on this machine: {self.measured}"] if self.measured else []
@@ -80,13 +80,13 @@ class Selection:
         """Return HTML for notebooks: the answer, the request, and a row per candidate with one reason per line."""
         if not self.trace:
             return f"<p>{escape(str(self))}</p>"
-        asked = "the platform's list" if self.source == "priority" else f"requested by {self.source}"
+        source = "the platform's list" if self.source == "priority" else f"requested by {self.source}"
         words = "".join(f"<code style='{_CHIP}'>{escape(word)}</code> " for word in _words(str(self.request)))
         rows, tints = zip(*(_html_row(verdict, verdict is self.winner) for verdict in self.trace), strict=True)
         measured = [f"<i>measured on this machine:</i> {escape(self.measured)}"] if self.measured else []
         return (
             f"<div><p style='{LEFT}'><b>{escape(self.name or 'no backend')}</b> on {escape(str(self.device))} "
-            f"<span style='color:gray'>({escape(asked)})</span><br>{words}</p>"
+            f"<span style='color:gray'>({escape(source)})</span><br>{words}</p>"
             f"{html(['', 'candidate', 'verdict'], rows, tints)}"
             f"{''.join(map(paragraph, [*measured, *map(escape, self.notes)]))}</div>"
         )

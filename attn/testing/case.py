@@ -235,7 +235,7 @@ class Case(Recipe):
 
     def request(self) -> Request:
         """Return the case's request to a backend."""
-        asked = {
+        requested = {
             # Encoders and cross attention are never causal: their type says it, not a feature. "mixed" needs both features.
             Feature.NON_CAUSAL: self.causal is not True and self.attn_type == AttentionType.DECODER,
             Feature.TREE_MASK: bool(self.tree),
@@ -264,7 +264,7 @@ class Case(Recipe):
             self.kv_cache_dtype,
             self.block_size,
             self.attn_type,
-            layer | frozenset(f.value for f, needed in asked.items() if needed) | frozenset(self.features),
+            layer | frozenset(f.value for f, needed in requested.items() if needed) | frozenset(self.features),
             self.num_heads,
             self.num_kv_heads,
         )

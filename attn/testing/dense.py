@@ -82,11 +82,11 @@ class DenseCase(Recipe):
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             error_budget=error_budget,
-            **self.asked,
+            **self.call_facts,
         )
 
     @property
-    def asked(self) -> dict[str, Any]:
+    def call_facts(self) -> dict[str, Any]:
         """The arguments of `why_not_call`."""
         rows, keys = self.rows + self.joint[0], self.keys + self.joint[1]
         padded = any(n < self.keys for n in self.lens)
@@ -180,7 +180,7 @@ def dense_cases(backend: Any, device: Device | None = None, level: str = "quick"
     runs_on = None if device is None or c.device_reasons(device) else device  # otherwise it is interpreted, or a stand-in
     cases: dict[str, DenseCase] = {}
     for case in candidates:
-        why = backend.why_not_call(**case.asked)
+        why = backend.why_not_call(**case.call_facts)
         if why:
             # `vast` would call the driver's function for large arrays, which expects a result.
             cases[f"refused: {case}"] = replace(case, name=f"refused: {case}", vast=False, refused=tuple(why))

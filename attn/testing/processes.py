@@ -139,7 +139,7 @@ class Worker:
         Raises `Lost` if the process dies or needs more than `limit` seconds, and `Ended` if it is ended from outside.
         """
         # The file is shared by all tasks of this worker: only what this one adds is its last words.
-        said = os.stat(self._log.name).st_size if self._log else 0
+        log_size = os.stat(self._log.name).st_size if self._log else 0
         if self._process is None:
             self._start()
         try:
@@ -160,7 +160,7 @@ class Worker:
                 raise Ended(f"its process was ended from outside by {signal.Signals(-process.exitcode).name}") from None
             if self._log is None:
                 raise Lost(f"the process that ran it died (exit code {process.exitcode})") from None
-            text = Path(self._log.name).read_bytes()[said:].decode(errors="replace")
+            text = Path(self._log.name).read_bytes()[log_size:].decode(errors="replace")
             raise Lost(last_words(text, process.exitcode)) from None
 
     def _start(self) -> None:

@@ -97,9 +97,9 @@ def compare(case: Case, result: Result, expected: Expected, score: Score | None 
     if result.output.shape != expected.out.shape:
         return [Violation("A", "output has another shape", case, got=result.output.shape, want=expected.out.shape)]
     violations = []
-    asked = case.dtype if case.output_scale is None else FP8
-    if result.dtype != asked:
-        violations.append(Violation("A", "output has another dtype than it must have", case, got=result.dtype, want=asked))
+    dtype = case.dtype if case.output_scale is None else FP8
+    if result.dtype != dtype:
+        violations.append(Violation("A", "output has another dtype than it must have", case, got=result.dtype, want=dtype))
     # Rows from `live` on are padding: the oracle has NaN there, and `_padding` knows what they must hold.
     out, want = result.output[:live].astype(np.float64), expected.out[:live]
     violations += _padding(case, result, live)

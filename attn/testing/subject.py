@@ -53,10 +53,10 @@ class Subject:
         """Whether everything that the case requests is declared, and the backend supports the combination."""
         request = case.request()
         # Whether the LSE is returned is a fact of the implementation (`lse`), which records of jax do not list.
-        asked = Request(**{**vars(request), "features": request.features - {Feature.LSE.value}})
+        plain = Request(**{**vars(request), "features": request.features - {Feature.LSE.value}})
         # An encoder has no pages: its case's block size is never used.
         right_size = case.is_encoder or supports_size(case.block_size, self.block_sizes)
-        return not (self.capabilities.reasons(asked) or not right_size or (case.lse and not self.lse) or self.refuses(request))
+        return not (self.capabilities.reasons(plain) or not right_size or (case.lse and not self.lse) or self.refuses(request))
 
     @staticmethod
     def sizes(preferred: Iterable[int], allowed: Sequence[int | MultipleOf]) -> list[int]:

@@ -77,14 +77,14 @@ _PROGRAMS = 49  #: programs of a quick run's base cases; each takes a second or 
 def _affordable(cases: Sequence[Case]) -> list[Case]:
     """Return the cases, in order, that need no more programs than a quick run may compile."""
     seen: set[object] = set()
-    kept = []
+    affordable = []
     for case in cases:
         # A case whose program is compiled already is kept, however late it comes: it costs only its run.
         key = program_of(case)
         if key in seen or len(seen) < _PROGRAMS:
             seen.add(key)
-            kept.append(case)
-    return kept
+            affordable.append(case)
+    return affordable
 
 
 def program_of(case: Case) -> object:
@@ -236,7 +236,7 @@ def invariance(subject: Subject, full: bool) -> list[Case]:
     return [*cases, of(main[0], shared, "shared_pages", shared_prefix=2 * page)]
 
 
-def _asking(feature: Feature, reach: int) -> dict[str, Any]:
+def _changes_for(feature: Feature, reach: int) -> dict[str, Any]:
     """Return the changes of a case that request a feature. reach: about how many keys a row sees in a window or chunk."""
     changes: dict[Feature, dict[str, Any]] = {
         Feature.NON_CAUSAL: {"causal": False},
@@ -277,20 +277,20 @@ def features_alone(subject: Subject) -> list[Case]:
     cases = []
     batches = ((4, _SHORT), (150, _LONG), (80, _PROMPT), (230, _PROMPT_LONG))
     for reach, lens in batches[: 4 if _on_gpu(subject) else 1]:  # long ones are slow elsewhere
-        asked = {feature.value: changes for feature in Feature if (changes := _asking(feature, reach))}
-        # Not `_asking`'s, whose left side is open: with both bounds a kernel may skip keys on each side.
-        asked["two_sided_window"] = {"sliding_window": (reach, 2), "causal": False}
+        changes_of = {feature.value: changes for feature in Feature if (changes := _changes_for(feature, reach))}
+        # Not `_changes_for`'s, whose left side is open: with both bounds a kernel may skip keys on each side.
+        changes_of["two_sided_window"] = {"sliding_window": (reach, 2), "causal": False}
         # Scales of each head mean nothing without a cache of codes.
-        asked["per_head_scales"] |= {"kv_cache_dtype": "int8" if "int8" in quantised else "fp8"}
-        ways: dict[str, dict[str, Any]] = {
-            **{"no feature": {}, **asked},
-            "spans cut by a window": asked["spans"] | asked["two_sided_window"] | {"span_window": True},
+        changes_of["per_head_scales"] |= {"kv_cache_dtype": "int8" if "int8" in quantised else "fp8"}
+        variants: dict[str, dict[str, Any]] = {
+            **{"no feature": {}, **changes_of},
+            "spans cut by a window": changes_of["spans"] | changes_of["two_sided_window"] | {"span_window": True},
             "a prefix": {"prefix": 3 * reach},
             "a prefix under a window": {"prefix": 3 * reach, "sliding_window": reach},
             **{f"{stored} cache": {"kv_cache_dtype": stored} for stored in quantised},
             **{name: {"attn_type": name, "causal": False} for name in c.attn_types if name != AttentionType.DECODER},
         }
-        for i, (words, changes) in enumerate(ways.items()):
+        for i, (words, changes) in enumerate(variants.items()):
             q, m = zip(*((n, n if changes.get("attn_type") in ENCODER_TYPES else m) for n, m in lens), strict=True)
             # Sizes, dtypes and the LSE change at different rates from way to way, so that most combinations occur in one pass.
             more = {"head_size": sizes[(i + reach // 75) % len(sizes)], "check": "batch_order", "num_blocks": None}
@@ -312,7 +312,7 @@ def refusals(subject: Subject) -> list[Case]:
     for feature in Feature:
         # An implementation says itself whether it returns the LSE; records of jax do not list it.
         if not (subject.lse if feature == Feature.LSE else feature.value in c.features):
-            cases.append(refused(feature.value, features=(feature.value,), **_asking(feature, 4)))
+            cases.append(refused(feature.value, features=(feature.value,), **_changes_for(feature, 4)))
     for name, known, declared in (
         ("dtype", [d for d, info in DTYPES.items() if info.kind == "float"], c.dtypes),
         ("kv_cache_dtype", list(KV_CACHE_DTYPES), c.kv_cache_dtypes),

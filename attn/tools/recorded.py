@@ -31,13 +31,13 @@ _PLAIN = ("indices", "tree_mask", "spans", "prefix", "is_causal")
 class RecordedCall(Call):
     """A call with recorded data instead of data drawn from seeds: also MLA's weights and the keys that an indexer selected."""
 
-    up: Array | None = None
+    kv_b_proj: Array | None = None
     chosen: Array | None = None
 
     @property
     def weights(self) -> Array:
-        assert self.up is not None
-        return self.up
+        assert self.kv_b_proj is not None
+        return self.kv_b_proj
 
     @property
     def indices(self) -> Array:
@@ -72,18 +72,18 @@ def read(path: Path) -> tuple[RecordedCall, dict[str, str]]:
     try:
         with safe_open(path, "numpy") as file:
             # A file without metadata has None.
-            about = file.metadata() or {}
+            metadata = file.metadata() or {}
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
     except SafetensorError as error:
         raise CheckpointError(f"{path}: not a safetensors file: {error}") from error
     mark, version = recording.MARK
-    if about.get(mark) != version:
+    if metadata.get(mark) != version:
         raise CheckpointError(f"{path}: not a recording of format {version}: record calls with ATTN_RECORD")
     try:
-        return call_of(recording.Snapshot(json.loads(about["case"]), arrays, json.loads(about["dtypes"]))), about
+        return call_of(recording.Snapshot(json.loads(metadata["case"]), arrays, json.loads(metadata["dtypes"]))), metadata
     # `call_of` and `Case.from_json` raise it for arguments that no layer takes, which is what a refused call has.
     except ValueError as error:
-        refused = f" (the call was refused: {about['error']})" if about.get("error") else ""
+        refused = f" (the call was refused: {metadata['error']})" if metadata.get("error") else ""
         raise UnsupportedError(f"{path}: its arguments cannot be called: {error}{refused}") from error
 
 
@@ -136,7 +136,7 @@ def call_of(snapshot: recording.Snapshot) -> RecordedCall:
             batch=batch,
             alibi_slopes=values.get("alibi_slopes"),
             sinks=values.get("sinks"),
-            up=values.get("up_projection"),
+            kv_b_proj=values.get("up_projection"),
             chosen=stored.get("indices"),
         )
     )  # type: ignore[return-value]
@@ -145,7 +145,7 @@ def call_of(snapshot: recording.Snapshot) -> RecordedCall:
 def snapshot_of(call: RecordedCall) -> recording.Snapshot:
     """Return the snapshot of a call: the inverse of `call_of`."""
     case, batch = call.case, call.batch
-    named = {"query": call.query, "key": call.key, "value": None if case.mla else call.value, "up_projection": call.up}
+    named = {"query": call.query, "key": call.key, "value": None if case.mla else call.value, "up_projection": call.kv_b_proj}
     arrays = {name: bits.encode(x, case.dtype) for name, x in named.items() if x is not None}
     dtypes = dict.fromkeys(arrays, case.dtype)
     # Stored in their own dtype; those above in the query's, whose bits `encode` restores.
@@ -250,8 +250,8 @@ def _fewer_heads(call: RecordedCall) -> Iterator[RecordedCall]:
         scales = {name: getattr(case, name) for name in ("k_scale", "v_scale")}
         changes |= {name: scale[kv] if isinstance(scale, tuple) else scale for name, scale in scales.items()}
         changes |= {"num_heads": half * (group if kv_heads > 1 else 1), "num_kv_heads": half if kv_heads > 1 else 1}
-        up = None if call.up is None else call.up[:, q]
-        yield to.frozen(call.but(query=call.query[:, q], up=up, **changes))  # type: ignore[misc]
+        kv_b_proj = None if call.kv_b_proj is None else call.kv_b_proj[:, q]
+        yield to.frozen(call.but(query=call.query[:, q], kv_b_proj=kv_b_proj, **changes))  # type: ignore[misc]
 
 
 def as_smaller(call: RecordedCall, run: Callable[[Call], Result], serves: Callable[[Case], bool]) -> RecordedCall:

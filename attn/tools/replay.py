@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command. Return 1 if a backend fails, a requested one cannot run the call, or none can, else 0."""
     # The recorded call is a `Call` like those of the suite: drivers and rules do not know where its arrays are from.
-    call, about = read(Path(args.file))
+    call, metadata = read(Path(args.file))
     if args.shrink:
         check_writable(args.shrink)
     rows = replay(call, args.backend or None)
@@ -60,20 +60,20 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--shrink {args.shrink}: nothing to shrink, no backend fails")
         # After all backends have run: whether others pass tells a bug of the backend from one of the caller.
         small = shrink(call, failed)
-        recording.write(Path(args.shrink), snapshot_of(small), {**about, "reason": "shrunk", "backend": failed})
+        recording.write(Path(args.shrink), snapshot_of(small), {**metadata, "reason": "shrunk", "backend": failed})
         notes.append(f"{args.shrink}: still fails on {failed}: {sizes(small)}")
     ran = any(row.status == "ok" for row in rows)
     # A named backend that did not run is no success; of all backends, those that cannot serve the call do not count.
     ok = ran and failed is None and not (args.backend and any(row.status != "ok" for row in rows))
     if args.json:
-        recorded = {name: about[name] for name in ("reason", "error", "backend", "device")} | {
-            "case": json.loads(about["case"])
+        recorded = {name: metadata[name] for name in ("reason", "error", "backend", "device")} | {
+            "case": json.loads(metadata["case"])
         }
         print(json.dumps({"recorded": recorded, "rows": [vars(row) for row in rows], "notes": notes, "ok": ok}, indent=2))
         return int(not ok)
-    print(f"{about['reason']} call of {about['backend']} on {about['device']}: {sizes(call)}")
-    if about["error"]:
-        print(about["error"])
+    print(f"{metadata['reason']} call of {metadata['backend']} on {metadata['device']}: {sizes(call)}")
+    if metadata["error"]:
+        print(metadata["error"])
     limit = f"(limit {BUDGETS[call.case.dtype].hard:.2g})"
     # The limit stands beside each error, so that a pasted line can be read without this table.
     errors = ["" if row.status == "not run" else f"worst row {row.error:.2g} {limit}" for row in rows]
@@ -117,8 +117,8 @@ def _subject_of(name: str, case: Case, named: bool = True) -> tuple[Any, Subject
     if subject is not None and not subject.serves(case):
         request = case.request()
         # Sizes of pages are no part of a record, so `why_not` has no reason for them.
-        fits = case.is_encoder or supports_size(case.block_size, subject.block_sizes)
-        sizes = [] if fits else [f"block_size={case.block_size}"]
+        size_supported = case.is_encoder or supports_size(case.block_size, subject.block_sizes)
+        sizes = [] if size_supported else [f"block_size={case.block_size}"]
         reasons = [*candidate.backend.why_not(request, subject.device)] if candidate.backend is not None else []
         return candidate.backend, None, "; ".join(reasons or sizes) or "not served"
     return candidate.backend, subject, why

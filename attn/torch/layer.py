@@ -79,9 +79,9 @@ class _Module(BaseLayer, nn.Module):
         if dtype != self.selection.request.dtype:
             # Before anything is moved: a dtype that no backend serves raises and leaves the layer as it was.
             self._cast(dtype)
-        kept = {name: values for name, values in self._buffers.items() if name in _KEPT and values is not None}
+        buffers = {name: values for name, values in self._buffers.items() if name in _KEPT and values is not None}
         super()._apply(fn, recurse)
-        for name, values in kept.items():
+        for name, values in buffers.items():
             moved = self._buffers[name]
             assert moved is not None
             if moved.device != values.device:

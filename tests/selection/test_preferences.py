@@ -92,9 +92,9 @@ def test_off_unless_asked_for(measured: Callable[..., None], monkeypatch: pytest
 def test_a_value_that_is_neither_a_switch_nor_a_path_is_an_error(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_PREFERENCES", wrong)
     with pytest.raises(ValueError, match=f"ATTN_PREFERENCES='{wrong}' must be 0, 1 or a file's path, such as ./{wrong}.json"):
-        preferences.on()
+        preferences.is_enabled()
     monkeypatch.setenv("ATTN_PREFERENCES", f"./{wrong}")
-    assert preferences.on()
+    assert preferences.is_enabled()
 
 
 def test_an_explicit_choice_is_never_moved(measured: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,7 +225,7 @@ class MLAImpl(MLAAttentionImpl[T]):
         want = (self.kv_lora_rank, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
         flat = (want[0], want[1] * want[2])
         if weight is None or tuple(weight.shape) not in (want, flat):
-            got = "None" if weight is None else list(weight.shape)
-            raise ShapeError(f"kv_b_proj's weights have shape {got}: must be [L, H, Dn + Dv] = {list(want)}, or {list(flat)}")
+            shape = "None" if weight is None else list(weight.shape)
+            raise ShapeError(f"kv_b_proj's weights have shape {shape}: must be [L, H, Dn + Dv] = {list(want)}, or {list(flat)}")
         # The columns of a head are adjacent, W_UK's before W_UV's, so [L, H * (Dn + Dv)] is a view of [L, H, Dn + Dv].
         return weight.reshape(want)

@@ -179,7 +179,7 @@ def _function(backend: str | None) -> Callable[..., Any]:
         graph, facts = torch.compiler.is_compiling(), None
         if cache is None and "read_index" in kwargs:
             cache = cache_of(module, key, value)
-        if not graph and (kept := collected()) and any("attentions" in name for name in kept):
+        if not graph and (outputs := collected()) and any("attentions" in name for name in outputs):
             kwargs["output_attentions"] = True
         # Calls that need nothing but keys, a window, a cap and sinks find their launch by facts alone, without a `ModuleCall`:
         # this is what a decoded token costs in each layer.
@@ -200,14 +200,14 @@ def _function(backend: str | None) -> Callable[..., Any]:
                     return run(query, keys, values, s_aux, None), None
         if graph:
             # In a graph nothing is cached by identity: the request is a constant of the trace.
-            scaling, (pattern, asked) = known(scaling), request(backend, causal, sliding_window)
+            scaling, (pattern, requested_backend) = known(scaling), request(backend, causal, sliding_window)
         else:
-            pattern, asked = requested(selection_state(), backend, causal, sliding_window)
+            pattern, requested_backend = requested(selection_state(), backend, causal, sliding_window)
         if autocast_enabled(query.device.type):
             # as torch's own function, which this one stands for
             query, key, value = autocast(query, key, value)
-        further: dict[str, Any] = {"sinks": s_aux, "bias": position_bias, "dropout": dropout, "asked": asked}
-        call = ModuleCall(module, query, key, value, attention_mask, pattern, float(scaling), softcap, **further)
+        extras: dict[str, Any] = {"sinks": s_aux, "bias": position_bias, "dropout": dropout, "requested": requested_backend}
+        call = ModuleCall(module, query, key, value, attention_mask, pattern, float(scaling), softcap, **extras)
         if cache is not None:
             refuse_unknown(call, kwargs)
             if kwargs.get("indices") is not None or kwargs.get("output_attentions"):

@@ -96,17 +96,17 @@ def refuse_unpaged(model: Any, backend: str | None) -> None:
         )
     for window in _windows(config):
         _, request = requested(selection_state(), backend, True, window)
-        asked = request.backend
-        if asked is None:
+        named = request.backend
+        if named is None:
             continue
-        where = name if backend else f"{name} ({request.by})"
-        AttentionBackendEnum[asked]  # raises ValueError with the closest name for an unknown one
-        if asked not in paged_backends():
-            reason = f"{asked} has no torch layer with a paged cache of keys and values"
+        where = name if backend else f"{name} ({request.source})"
+        AttentionBackendEnum[named]  # raises ValueError with the closest name for an unknown one
+        if named not in paged_backends():
+            reason = f"{named} has no torch layer with a paged cache of keys and values"
             raise UnsupportedError(f"{where}: {reason}; use {', '.join(paged_backends())}")
         try:
             # A layer with the model's heads and features is refused here, with reasons, instead of in the first step.
-            _layer_of_model(model, window, asked, size_for(asked))
+            _layer_of_model(model, window, named, size_for(named))
         except UnsupportedError as error:
             raise UnsupportedError(f"{where}: {error}", error.reasons) from None
 
@@ -158,9 +158,9 @@ def graphs_where_possible(model: Any, backend: str | None) -> Generator[None, No
                 "leave use_cuda_graph at None, or set it to False"
             )
         # transformers keeps a manager with its graphs, which a block for another backend would replay
-        kept = getattr(model, "_cached_continuous_batching_manager", None)
-        has_graphs = _asks_for_graphs(getattr(kept, "continuous_batching_config", None))
-        if has_graphs and _implementations.get(kept) != implementation:
+        cached_manager = getattr(model, "_cached_continuous_batching_manager", None)
+        has_graphs = _asks_for_graphs(getattr(cached_manager, "continuous_batching_config", None))
+        if has_graphs and _implementations.get(cached_manager) != implementation:
             raise UnsupportedError(
                 f"{name}: a continuous batching manager kept from before replays the CUDA graphs of another implementation: "
                 "call model.destroy_cached_continuous_batching_manager() first"
@@ -275,10 +275,10 @@ def why_no_graphs(model: Any, backend: str | None, batching: Any) -> str:
     if installed() < GRAPHS:
         return f"transformers {dotted(installed())} replays graphs of shorter requests for longer ones"
     for window in _windows(model.config.get_text_config(decoder=True)):
-        asked = requested(selection_state(), backend, True, window)[1].backend
+        named = requested(selection_state(), backend, True, window)[1].backend
         # layers with a window keep a ring of their last keys, which is gathered
         in_pages = window is None and installed() >= JOINED
-        layer = _layer_of_model(model, window, asked, batching.page_size if in_pages else _size_of_gathered(asked))
+        layer = _layer_of_model(model, window, named, batching.page_size if in_pages else _size_of_gathered(named))
         if not _is_captured(layer):
             return f"{layer.selection.name} reads lengths on the host"
     return ""
@@ -286,8 +286,8 @@ def why_no_graphs(model: Any, backend: str | None, batching: Any) -> str:
 
 def _asks_for_graphs(config: Any) -> bool:
     """Whether a configuration of continuous batching asks for CUDA graphs: a bool, or one for each of two paths."""
-    asked = getattr(config, "use_cuda_graph", None)
-    return any(asked) if isinstance(asked, tuple) else bool(asked)
+    use_cuda_graph = getattr(config, "use_cuda_graph", None)
+    return any(use_cuda_graph) if isinstance(use_cuda_graph, tuple) else bool(use_cuda_graph)
 
 
 def _capturing(x: torch.Tensor) -> bool:
@@ -383,5 +383,5 @@ def _is_captured(layer: Attention) -> bool:
 def _size_of_gathered(backend: str | None) -> int:
     """Return the tokens per page of gathered keys: each request begins on a new page, and kernels read whole tiles of keys."""
     cls: Any = None if backend is None else AttentionBackendEnum[backend].get_class()
-    fits = cls is None or supports_size(_GATHERED, cls.get_supported_kernel_block_size())
-    return _GATHERED if fits else size_for(backend)
+    is_supported = cls is None or supports_size(_GATHERED, cls.get_supported_kernel_block_size())
+    return _GATHERED if is_supported else size_for(backend)

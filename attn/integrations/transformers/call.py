@@ -12,7 +12,7 @@ from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import AttentionType, Feature, layer_kind
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.errors import UnsupportedError
-from attn.selector import asked_for_kind
+from attn.selector import requested_for_kind
 from attn.visibility import LayerMask, Visibility
 
 if TYPE_CHECKING:
@@ -46,13 +46,13 @@ class Requested:
     """
 
     backend: str | None = None
-    by: str = ""
+    source: str = ""
 
 
 @functools.lru_cache(256)
-def asked(state: Any, backend: str | None, by: str) -> Requested:
+def known_request(state: Any, backend: str | None, source: str) -> Requested:
     """Return the one request of these. state: of `selection_state`."""
-    return Requested(backend, by)
+    return Requested(backend, source)
 
 
 @functools.lru_cache(256)
@@ -66,15 +66,15 @@ def request(backend: str | None, causal: bool, window: int | None) -> tuple[Visi
     seen = visible(causal, window)
     if backend is not None:
         return seen, Requested(backend, f'attn_implementation="{NAME}:{backend}"')
-    requested_by = _request_source(causal, window is not None)
-    return seen, Requested(requested_by.partition("=")[2], requested_by) if requested_by else Requested()
+    source = _request_source(causal, window is not None)
+    return seen, Requested(source.partition("=")[2], source) if source else Requested()
 
 
 @torch.compiler.assume_constant_result
 def _request_source(causal: bool, windowed: bool) -> str:
     """Return `source=BACKEND` of the backend requested for a kind of layer, or "". Encoders include cross attention."""
     attn_type = AttentionType.DECODER if causal else AttentionType.ENCODER_ONLY
-    member, source = asked_for_kind(layer_kind(attn_type, {Feature.SLIDING_WINDOW} if windowed else ()))
+    member, source = requested_for_kind(layer_kind(attn_type, {Feature.SLIDING_WINDOW} if windowed else ()))
     return "" if member is None else f"{source}={member.name}"
 
 
@@ -99,12 +99,12 @@ class ModuleCall:
     sinks: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     dropout: float = 0.0
-    asked: Requested = field(default_factory=Requested)
+    requested: Requested = field(default_factory=Requested)
     valid: "Described | None" = None
 
     @property
     def backend(self) -> str | None:
-        return self.asked.backend
+        return self.requested.backend
 
     @property
     def plain(self) -> bool:
@@ -141,7 +141,7 @@ class ModuleCall:
     @property
     def label(self) -> str:
         """The layer's name, and what requested its backend by name."""
-        return f"{self.layer_name} ({self.asked.by})" if self.backend else self.layer_name
+        return f"{self.layer_name} ({self.requested.source})" if self.backend else self.layer_name
 
     def refusal(self, subject: str, advice: str) -> UnsupportedError:
         return UnsupportedError(f"{self.label}: {subject} not supported; {advice}")
@@ -151,8 +151,8 @@ class ModuleCall:
 
     def by_name(self, subject: str, feature: Feature) -> UnsupportedError:
         """Return the error for a backend requested by name when no paged one has `feature`; it lists the dense ones."""
-        able = having(DiffusionAttentionBackendEnum, {feature})
-        return self.refusal(subject, f'attn_implementation="{NAME}" uses {able}, or the formula')
+        backends = having(DiffusionAttentionBackendEnum, {feature})
+        return self.refusal(subject, f'attn_implementation="{NAME}" uses {backends}, or the formula')
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,15 +187,15 @@ def having(registry: Any, features: Collection[str]) -> str:
     """Return the torch backends of a registry that have all of `features` on any device."""
     known = [member for member in registry if str(member.value or "").startswith("attn.torch.")]
     records = [(member.name, member.get_class().capabilities) for member in known]
-    have = [name for name, record in records if record is not None and record.features.issuperset(features)]
-    return ", ".join(have) or "no backend"
+    names = [name for name, record in records if record is not None and record.features.issuperset(features)]
+    return ", ".join(names) or "no backend"
 
 
 def refuse_unknown(call: ModuleCall, kwargs: dict[str, Any]) -> None:
     for name, feature in UNKNOWN.items():
         if kwargs.get(name) is not None:
-            able = "no backends" if feature is None else f"layers of {having(AttentionBackendEnum, {feature})}"
-            raise call.refusal(name, f"{able} support it: use eager")
+            backends = "no backends" if feature is None else f"layers of {having(AttentionBackendEnum, {feature})}"
+            raise call.refusal(name, f"{backends} support it: use eager")
 
 
 def require(call: ModuleCall, allowed: torch.Tensor, subject: str, advice: str) -> None:

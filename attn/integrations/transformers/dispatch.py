@@ -10,7 +10,7 @@ import enum
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,16 @@ from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum as Dense
 from attn.errors import UnsupportedError
 from attn.functional import DenseParams, OptionalArrays
-from attn.integrations.transformers.call import NAME, ModuleCall, asked, dropout_name, in_graph, rows_first, visible, widened
+from attn.integrations.transformers.call import (
+    NAME,
+    ModuleCall,
+    dropout_name,
+    in_graph,
+    known_request,
+    rows_first,
+    visible,
+    widened,
+)
 from attn.integrations.transformers.masks import as_bool, as_drawn, drawn, once, read
 from attn.integrations.transformers.packing import layer_of, pack
 from attn.selector import selection_state
@@ -29,6 +38,7 @@ from attn.torch.diffusion.chosen import CallProperties, impl_for, known, propert
 from attn.torch.graphs import uncaptured
 from attn.torch.kernels.runs import Runs
 from attn.torch.layer import Attention
+from attn.torch.metadata import keep
 from attn.weights import dense
 
 #: (query, key, value, sinks, each entry's run of valid keys or None for all) -> [B, S, H, Dv].
@@ -55,8 +65,6 @@ _launches: "weakref.WeakKeyDictionary[Any, dict[Any, DenseLaunch | None]]" = wea
 #: those of the same facts, as all layers of a step have.
 plain_launches: dict[Any, DenseLaunch] = {}
 runs: dict[Any, Run] = {}
-_MOST = 64  #: of each to keep
-_L = TypeVar("_L")
 
 
 class Route(enum.Enum):
@@ -152,13 +160,13 @@ def run_for(
     launch = plain_launches.get(decided) or (None if sinks is None else plain_launches.get((decided, id(sinks))))
     if launch is None or (sinks is not None and launch.of_any is None):
         return None if launch is None else launch.run
-    return kept(runs, facts, launch.bound(query, key, value, sinks))
+    return keep(runs, facts, launch.bound(query, key, value, sinks))
 
 
 def launched(facts: tuple[Any, ...], sinks: torch.Tensor | None, launch: DenseLaunch) -> None:
     """Keep a launch of calls with these facts, of layers with the same sinks only if it holds them."""
     decided = deciding(facts)
-    kept(plain_launches, decided if sinks is None or launch.of_any is not None else (decided, id(sinks)), launch)
+    keep(plain_launches, decided if sinks is None or launch.of_any is not None else (decided, id(sinks)), launch)
 
 
 def launch_of(call: ModuleCall) -> DenseLaunch | None:
@@ -176,20 +184,12 @@ def launch_of(call: ModuleCall) -> DenseLaunch | None:
     if valid is not None and (rows not in (1, keys) or valid.all_rows or not valid.shared):
         return None
     facts = (
-        call.asked, heads, kv_heads, size, value_size, query.dtype, key.dtype, value.dtype, device, call.scale, seen.layer,
+        call.requested, heads, kv_heads, size, value_size, query.dtype, key.dtype, value.dtype, device, call.scale, seen.layer,
         call.soft_cap, call.sinks is None, valid is None, *sizes_that_decide(rows, keys),
     )  # fmt: skip
     # weak: a model that is deleted takes its launches along
     launches = _launches.setdefault(call.module, {})
-    return launches[facts] if facts in launches else kept(launches, facts, _decided(call))
-
-
-def kept(launches: dict[Any, _L], facts: Any, launch: _L) -> _L:
-    """Keep a launch, or what is known of one, and return it."""
-    if len(launches) >= _MOST:
-        launches.clear()
-    launches[facts] = launch
-    return launch
+    return launches[facts] if facts in launches else keep(launches, facts, _decided(call))
 
 
 def _decided(call: ModuleCall) -> DenseLaunch | None:
@@ -259,7 +259,7 @@ def as_float(sinks: torch.Tensor) -> torch.Tensor:
     cached = _floats.get(id(sinks))
     # A tensor of inference mode has no version: it is converted each time.
     if cached is None or cached[0] is not sinks or cached[1] != version or version < 0:
-        cached = kept(_floats, id(sinks), (sinks, version, sinks.detach().float()))
+        cached = keep(_floats, id(sinks), (sinks, version, sinks.detach().float()))
     return cached[2]
 
 
@@ -396,8 +396,8 @@ def as_operator(call: ModuleCall) -> torch.Tensor:
         scale=call.scale,
         window=None if left is None else left + 1,
         soft_cap=call.soft_cap,
-        backend=call.asked.backend,
-        asked_by=call.asked.by,
+        backend=call.requested.backend,
+        source=call.requested.source,
         layer_name=call.layer_name,
     )
 
@@ -414,12 +414,12 @@ def _operator(
     window: int | None,
     soft_cap: float | None,
     backend: str | None,
-    asked_by: str,
+    source: str,
     layer_name: str,
 ) -> torch.Tensor:
     call = ModuleCall(in_graph(layer_name), query, key, value, mask, visible(causal, window), scale, soft_cap)
     # one object for equal requests, which launches are kept by
-    call.sinks, call.asked = sinks, asked(selection_state(), backend, asked_by)
+    call.sinks, call.requested = sinks, known_request(selection_state(), backend, source)
     return attend(call).contiguous()
 
 

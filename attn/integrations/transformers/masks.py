@@ -283,9 +283,9 @@ def _reached(described: Described, pattern: Pattern, q_offset: int, kv_offset: i
         if len(np.unique(runs)) != len(runs):
             return False  # tokens of one block with others between them are not a span
         # rows are the last keys' tokens, of which padding has none
-        mine = keep[-rows:]
+        rows_valid = keep[-rows:]
         ids = np.where(ids < 0, -1, ids)
-        spans[b, mine] = spans_of([ids], [int(mine.sum())])
+        spans[b, rows_valid] = spans_of([ids], [int(rows_valid.sum())])
     if (spans >= 0).any():
         cuts = pattern.layer.span_window if windowed else None
         described.seen = Visibility(layer._replace(span_window=cuts), BatchMask(spans=spans))
@@ -416,11 +416,11 @@ def once(mask: torch.Tensor, key: Any, make: Callable[[], _T]) -> _T:
     neither the mask nor a view of it, which would keep the mask for good."""
     if torch.compiler.is_compiling() or mask.is_inference():
         return make()
-    kept: dict[Any, tuple[int, Any]] = vars(mask).setdefault("attn_kept", {})
-    version, value = kept.get(key, (None, None))
+    values: dict[Any, tuple[int, Any]] = vars(mask).setdefault("attn_kept", {})
+    version, value = values.get(key, (None, None))
     # changed in place since
     if version != mask._version:
-        kept[key] = mask._version, (value := make())
+        values[key] = mask._version, (value := make())
     return value  # type: ignore[return-value]
 
 

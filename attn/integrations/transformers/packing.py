@@ -95,8 +95,8 @@ def _who_serves(call: ModuleCall, heads: tuple[int, int], options: dict[str, Any
     except UnsupportedError:
         trace = ()
     serving = ", ".join(verdict.name for verdict in trace if verdict.ok)
-    able = having(AttentionBackendEnum, features)
-    return f"Backends that support {', '.join(features) or 'this layer'}: {able}{serving and f'; on this machine: {serving}'}"
+    names = having(AttentionBackendEnum, features)
+    return f"Backends that support {', '.join(features) or 'this layer'}: {names}{serving and f'; on this machine: {serving}'}"
 
 
 def pack(call: ModuleCall) -> torch.Tensor:
@@ -160,15 +160,15 @@ def _each(impl: RaggedAttentionImpl, call: ModuleCall, q_lens: list[int]) -> tor
     whole = sum(q_lens) == len(q_lens) * rows
     out = torch.empty_like(query) if whole else torch.zeros_like(query)
     for b, present in enumerate(call.valid.present):
-        one, keys, real = slice(b, b + 1), present, present[-rows:]
+        i, keys, real = slice(b, b + 1), present, present[-rows:]
         if firsts is not None:  # the rows are the last keys' tokens
             start = max(0, firsts[b] - (length - rows))
             # slices are views, where a mask of bools would copy
             keys, real = slice(firsts[b], firsts[b] + k_lens[b]), slice(start, start + q_lens[b])
         if whole:
             real = slice(None)
-        mine = None if spans is None else spans[one, real.cpu().numpy() if isinstance(real, torch.Tensor) else real]
-        out[one, real] = impl.attend_keys(query[one, real], key[one, keys], value[one, keys], call.seen.layer.causal, mine)
+        row_spans = None if spans is None else spans[i, real.cpu().numpy() if isinstance(real, torch.Tensor) else real]
+        out[i, real] = impl.attend_keys(query[i, real], key[i, keys], value[i, keys], call.seen.layer.causal, row_spans)
     return out
 
 

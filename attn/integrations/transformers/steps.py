@@ -90,9 +90,9 @@ def pages_of(cache: Any, index: int, kwargs: dict[str, Any]) -> LayerCache:
 def cache_view(backend: Any, key_pages: torch.Tensor, value_pages: torch.Tensor) -> torch.Tensor:
     """View transformers' pages of one layer, keys and values [N, P, K, D] in one storage, as a cache of a backend."""
     # keys and values are parts of one storage: the distance between them is the stride of the first dimension
-    apart = value_pages.storage_offset() - key_pages.storage_offset()
-    both = key_pages.as_strided((2, *key_pages.shape), (apart, *key_pages.stride()), key_pages.storage_offset())
-    return caches.in_layout(backend, both)
+    distance = value_pages.storage_offset() - key_pages.storage_offset()
+    pages = key_pages.as_strided((2, *key_pages.shape), (distance, *key_pages.stride()), key_pages.storage_offset())
+    return caches.in_layout(backend, pages)
 
 
 def _of(layer_type: str, by_type: Any) -> Any:

@@ -67,14 +67,14 @@ def checked(impl: Any, kv_cache: jax.Array, attn_metadata: PagedAttentionMetadat
     """
     num_blocks, block_size = logical_shape(impl, kv_cache)[:2]
     # A checkify error is read after the step: until then the kernel must not follow a bad id.
-    fine = check_ids(attn_metadata, block_size, num_blocks, debug=True)
+    ids_valid = check_ids(attn_metadata, block_size, num_blocks, debug=True)
     safe = dataclasses.replace(
         attn_metadata,
-        block_table=jnp.where(fine, attn_metadata.block_table, 0),
-        slot_mapping=jnp.where(fine, attn_metadata.slot_mapping, PAD_SLOT_ID),
-        seq_lens=jnp.where(fine, attn_metadata.seq_lens, 0),
+        block_table=jnp.where(ids_valid, attn_metadata.block_table, 0),
+        slot_mapping=jnp.where(ids_valid, attn_metadata.slot_mapping, PAD_SLOT_ID),
+        seq_lens=jnp.where(ids_valid, attn_metadata.seq_lens, 0),
     )
-    return safe, fine
+    return safe, ids_valid
 
 
 def logical_shape(impl: Any, kv_cache: Any) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from attn.backends.abstract import AttentionLayer, AttentionType
 from attn.backends.block_table import PAD_SLOT_ID
 from attn.backends.checks import check_array, check_built, check_like, check_masks, check_pair, dtype_error
 from attn.backends.paged import PagedBackend, PagedCall, PagedImpl
-from attn.capabilities import ENCODER_TYPES, Feature
+from attn.capabilities import ENCODER_TYPES, PAGED_FEATURES, Feature
 from attn.dtypes import dtype_name
 from attn.errors import ShapeError, UnsupportedError
 from attn.jax import kv_cache as caches
@@ -28,11 +28,7 @@ from attn.jax.backends import _calls
 from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
 
 #: Features of every paged backend for jax.
-FEATURES = frozenset(
-    [Feature.NON_CAUSAL, Feature.SLIDING_WINDOW, Feature.TWO_SIDED_WINDOW, Feature.SOFT_CAP, Feature.ALIBI, Feature.SINKS]
-    + [Feature.TREE_MASK, Feature.SPANS, Feature.MIXED_CAUSAL, Feature.CHUNK_SIZE]
-    + [Feature.KV_SHARING, Feature.PER_HEAD_SCALES, Feature.NAN_SAFE]
-)
+FEATURES = PAGED_FEATURES - {Feature.LSE} | {Feature.PER_HEAD_SCALES, Feature.NAN_SAFE}
 
 
 class PagedAttentionBackend(PagedBackend):
@@ -154,9 +150,9 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
 
     def _check_and_attend(self, call: PagedCall) -> tuple[jax.Array, jax.Array | None, jax.Array]:
         """Check the batch's values, then call `_write_and_attend`. The output of a batch that fails the check is NaN."""
-        safe, fine = _calls.checked(self, call.kv_cache, call.meta)
+        safe, ids_valid = _calls.checked(self, call.kv_cache, call.meta)
         out, lse, kv_cache = self._write_and_attend(call._replace(meta=safe))
-        return jnp.where(fine, out, jnp.nan), lse, kv_cache
+        return jnp.where(ids_valid, out, jnp.nan), lse, kv_cache
 
     def _write_and_attend(self, call: PagedCall) -> tuple[jax.Array, jax.Array | None, jax.Array]:
         """Write unless key is None, then `_attend`; return (out, lse, kv_cache). A kernel that does both overrides this."""

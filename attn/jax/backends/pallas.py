@@ -120,9 +120,9 @@ class PallasAttentionImpl(PagedAttentionImpl, backend=PallasAttentionBackend):
                 key, value = (caches.encode(x, kv_cache.dtype, s) for x, s in zip((key, value), scales.values(), strict=True))
         # Constants of `_attend` are those that change the program; scales, slopes and sinks are arrays of it.
         seen = {"mask": call.mask.layer, "batch_mask": meta.mask, "max_query_len": meta.max_query_len}
-        asked = {"return_lse": self.need_to_return_lse_for_decode, "invariant": self.batch_invariant}
+        options = {"return_lse": self.need_to_return_lse_for_decode, "invariant": self.batch_invariant}
         numbers = {name: getattr(self, name) for name in ("scale", "logits_soft_cap", "alibi_slopes", "sinks")}
-        rules = {**numbers, **seen, **scales, **asked}
+        rules = {**numbers, **seen, **scales, **options}
         return _attend(call.query, key, value, kv_cache, *meta.requests, slots, **rules)
 
     def _attend_ragged(self, call: PagedCall) -> tuple[jax.Array, jax.Array | None]:

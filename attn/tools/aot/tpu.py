@@ -57,15 +57,15 @@ def measure(case: CompileCase, target: str, step: str, dump: str) -> dict[str, A
     parts = _libtpu.estimate_program(program, chip, dump, copies)
     total = sum(part["us"] for part in parts)
     # The simulator models each copy's latency, but not a saturated HBM: below the time of the bytes its sum is no bound.
-    raised = max(1.0, floors["hbm_us"] / total)
+    scaling = max(1.0, floors["hbm_us"] / total)
     # `cycles` stays as the simulator counted it.
-    kept = [{"name": part["name"], "cycles": part["cycles"], "us": part["us"] * raised} for part in parts]
+    scaled = [{"name": part["name"], "cycles": part["cycles"], "us": part["us"] * scaling} for part in parts]
     # A loop whose count the simulator cannot evaluate counts once (`libtpu._unsigned_division`): no kernel is faster than its
     # products.
     if total < floors["mxu_us"]:
         raise RuntimeError(f"{total:.2f} us is less than its products need: the simulator missed a loop")
-    notes = ([] if copies else [COMPUTE_ALONE]) + ([AT_HBM] if raised > 1 else [])
-    return {"parts": kept, "ratio": round(total * raised / max(floors.values()), 2), "notes": notes}
+    notes = ([] if copies else [COMPUTE_ALONE]) + ([AT_HBM] if scaling > 1 else [])
+    return {"parts": scaled, "ratio": round(total * scaling / max(floors.values()), 2), "notes": notes}
 
 
 def _chip(target: str) -> str:

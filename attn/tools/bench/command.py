@@ -97,25 +97,25 @@ def fields_of(args: argparse.Namespace) -> dict[str, Any]:
 def cases_of(args: argparse.Namespace, on_cpu: bool) -> list[BenchCase]:
     """Return the cases to time: batches, a file of workloads, or the default set for the device. Raises ValueError for
     invalid batches, and for shape arguments that contradict --workloads."""
-    asked = fields_of(args)
+    fields = fields_of(args)
     if args.workloads:
         if args.batches:
             raise ValueError(f"pass batches ({' '.join(args.batches)}) or --workloads {args.workloads}, not both")
-        if args.mla or asked.keys() & {"heads", "head_size", "kv_cache_dtype"}:
+        if args.mla or fields.keys() & {"heads", "head_size", "kv_cache_dtype"}:
             raise ValueError(
                 "--workloads sets heads, head size, cache dtype and mla: drop --heads, --head-size, --kv-cache-dtype, --mla"
             )
-        loaded = workloads.load(args.workloads, asked.pop("block_size", None))
-        return [replace(case, **asked) for case in loaded]
+        loaded = workloads.load(args.workloads, fields.pop("block_size", None))
+        return [replace(case, **fields) for case in loaded]
     if args.batches:
         make = BenchCase.latent if args.mla else BenchCase
-        shape = {"dtype": "float32"} | asked if on_cpu else asked
+        shape = {"dtype": "float32"} | fields if on_cpu else fields
         loaded = [make(batch, **shape) for batch in args.batches]
         for case in loaded:
             parse(case.batch)
         return loaded
     tables = (MLA_SUITE, MLA_CPU_SUITE) if args.mla else (SUITE, CPU_SUITE)
-    return list(dict.fromkeys(replace(case, **asked) for case in tables[on_cpu]))
+    return list(dict.fromkeys(replace(case, **fields) for case in tables[on_cpu]))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -134,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
         return _judged_file(args.judge, args.plot, args.wide)
     if args.registry == "diffusion":
         return dense.run(args)
-    asked, without = (text.split(",") if text else [] for text in (args.peers, args.without))
+    with_peers, without = (text.split(",") if text else [] for text in (args.peers, args.without))
     frameworks = frameworks_of(args)
     if len(frameworks) > 1:  # else jax preallocates three quarters of the GPU's memory
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -153,7 +153,7 @@ def run(args: argparse.Namespace) -> int:
         entry
         for framework, named in frameworks.items()
         for case in cases[framework]
-        for entry in plan(case, framework, benches[framework].peers(), asked, without, named, peers, not drawn)
+        for entry in plan(case, framework, benches[framework].peers(), with_peers, without, named, peers, not drawn)
     ]
     report = BenchReport(about(benches, entries))
     for name, value in report.about.items():

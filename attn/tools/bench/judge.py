@@ -104,10 +104,10 @@ def ranking(rows: Sequence[dict[str, Any]]) -> list[tuple[str, int, float, float
     """
     ratios: dict[str, list[tuple[float, str]]] = {}
     for case, right in _by_case(rows).items():
-        ours = [row for row in right if not _beside(row)]
-        for row in ours:
+        candidates = [row for row in right if not _beside(row)]
+        for row in candidates:
             # Relative to the fastest backend, not to the fastest peer: a list of priorities has no peers.
-            ratios.setdefault(row["backend"], []).append((row["ms"] / min(r["ms"] for r in ours), case))
+            ratios.setdefault(row["backend"], []).append((row["ms"] / min(r["ms"] for r in candidates), case))
     # Geometric, so that twice and half as fast cancel.
     entries = [(name, len(of), geometric_mean([ratio for ratio, _ in of]), *max(of)) for name, of in ratios.items()]
     return sorted(entries, key=lambda entry: (-entry[1], entry[2]))

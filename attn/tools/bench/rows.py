@@ -201,30 +201,30 @@ def entrants(case: BenchCase, framework: str, peers: Sequence[str]) -> tuple[str
     return selection.name, {**reasons, **dict.fromkeys(peers, "")}
 
 
-def asked_for(names: Collection[str], asked: Sequence[str], known: Collection[str]) -> list[str]:
+def requested_names(names: Collection[str], requested: Sequence[str], known: Collection[str]) -> list[str]:
     """Return those of `names` that are requested: by name, in any case, by the part before a colon, or by `all`.
 
     Raises ValueError for a word that matches none of `known`.
     """
     # A peer `FLASH_ATTN:package` answers to FLASH_ATTN.
     called = {name: {name.upper(), name.partition(":")[0].upper(), "ALL"} for name in {*names, *known}}
-    for word in asked:
+    for word in requested:
         if word != "all" and not any(word.upper() in called[name] for name in known):
             raise ValueError(f"peer {word!r} is unknown; known: all, {', '.join(sorted(known))}")
-    return [name for name in names if called[name] & {word.upper() for word in asked}]
+    return [name for name in names if called[name] & {word.upper() for word in requested}]
 
 
 def plan(
     case: BenchCase,
     framework: str,
     peers: Sequence[str],
-    asked: Sequence[str] = (),
+    requested: Sequence[str] = (),
     without: Sequence[str] = (),
     named: Sequence[str] = (),
     others: Collection[str] = (),
     must: bool = True,
 ) -> list[Entry]:
-    """List the kernels to measure on a case: those `named`, else the selector's choice; and those `asked` for except `without`.
+    """List the kernels to measure on a case: those `named`, else the selector's choice; and those `requested` except `without`.
 
     `others` are peers of another framework, which may also be requested. Raises `UnsupportedError` with its reasons for a
     backend in `named` that does not serve the case (with `must` False, its entry is refused), ValueError for an unknown name.
@@ -236,14 +236,14 @@ def plan(
             selection.require()
         elif not selection.winner:
             reasons[name] = "; ".join(map(str, selection.trace))
-    if named and not asked:
+    if named and not requested:
         return [Entry(case, name, framework, reasons[name], peer=name in peers, must=must) for name in named]
     choice, refusals = entrants(case, framework, peers)
     known = {*AttentionBackendEnum.names(), *peers, *others}
-    left_out = {*asked_for(refusals, without, known), *named}
-    names = [name for name in asked_for(refusals, asked, known) if name not in left_out]
+    left_out = {*requested_names(refusals, without, known), *named}
+    names = [name for name in requested_names(refusals, requested, known) if name not in left_out]
     # Raises, with every candidate's reasons.
-    if choice is None and not asked:
+    if choice is None and not requested:
         select(case.request(), framework=framework, measured=False).require()
     names = [choice, *names] if choice and choice not in names and not named else names
     entries = [Entry(case, name, framework, reasons[name], name == choice, name in peers, must) for name in named]

@@ -69,13 +69,13 @@ def outcomes(rows: Sequence[dict[str, Any]]) -> list[BatchOutcome]:
     for (framework, _), group in groups.items():
         # A run of peers alone has the first of them as its own.
         eligible = [row for row in group if not row.get("peer")] or group
-        ours = next((row for row in eligible if row.get("chosen")), eligible[0])
-        same = SAME_KERNELS if ours["backend"] in SAME_KERNELS else {ours["backend"]}
+        choice = next((row for row in eligible if row.get("chosen")), eligible[0])
+        same = SAME_KERNELS if choice["backend"] in SAME_KERNELS else {choice["backend"]}
         rivals = (row for row in group if row["backend"] not in same and timed(row))
         other = min(rivals, key=lambda row: row["ms"], default=None)
         number = 1 + sum(outcome.framework == framework for outcome in results)
         lost = any(verdict.lost for verdict in verdicts(group))
-        results.append(BatchOutcome(number, framework, BenchCase.of(ours), ours, other, lost))
+        results.append(BatchOutcome(number, framework, BenchCase.of(choice), choice, other, lost))
     return results
 
 

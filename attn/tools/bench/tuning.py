@@ -65,21 +65,21 @@ def run(args: argparse.Namespace) -> int:
     # Refusals are known to `attn explain`; here only times matter.
     measure([entry for entry in entries if not entry.refused], {framework: bench}, report, limit, wide=args.wide)
     # A second round, since which pairs are promising follows from the first one's times.
-    more = [entry for entry in pairs_of(cases, framework, report.rows, without) if entry not in entries]
-    measure(more, {framework: bench}, report, limit, wide=args.wide)
-    kept = kept_of(report.rows)
-    if not kept:
+    pairs = [entry for entry in pairs_of(cases, framework, report.rows, without) if entry not in entries]
+    measure(pairs, {framework: bench}, report, limit, wide=args.wide)
+    measured_times = kept_of(report.rows)
+    if not measured_times:
         print("nothing to save: no backend has a valid time")
         return 1
-    preferences.record(kept, device, file)
+    preferences.record(measured_times, device, file)
     # The selector of this process has cached choices without these times.
     forget()
     print(f"saved: {file}")
-    for entry in kept:
+    for entry in measured_times:
         selection = preferences.consulted(_judged(entry, framework), [entry], file.name)
         print(f"{entry.request}: {selection.name}; {selection.measured}")
     where = "1" if file == preferences.file_of(device) else str(file.absolute())
-    print(f"to use these times, set ATTN_PREFERENCES={where}" + (" (already set)" if preferences.on() else ""))
+    print(f"to use these times, set ATTN_PREFERENCES={where}" + (" (already set)" if preferences.is_enabled() else ""))
     return 0 if report.right else 1
 
 

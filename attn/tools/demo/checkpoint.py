@@ -113,8 +113,8 @@ def read_tensors(
             if name in known:
                 # Before it is read: a wrong shape may be a tensor of gigabytes.
                 if tuple(entry["shape"]) != known[name]:
-                    asked = f"config.json asks for {list(known[name])}"
-                    raise CheckpointError(f"{path}: {name} has shape {entry['shape']}: {asked}")
+                    expected = f"config.json asks for {list(known[name])}"
+                    raise CheckpointError(f"{path}: {name} has shape {entry['shape']}: {expected}")
                 tensors[name] = _read(path, name, entry, file)
             elif not name.endswith(ignored):
                 unexpected.append(name)

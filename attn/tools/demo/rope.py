@@ -105,9 +105,9 @@ def rope_frequencies(config: "ModelConfig") -> tuple[np.ndarray, float]:
     return _blend(plain, scaling.factor, _yarn_share(config, scaling)), _yarn_attention_scaling(scaling)
 
 
-def _blend(plain: np.ndarray, factor: float, kept: np.ndarray) -> np.ndarray:
-    """Return `plain` where `kept` is 1, `factor` times lower where it is 0, interpolated in between; all [D/2]."""
-    return (plain * kept + plain / factor * (1 - kept)).astype(np.float32)
+def _blend(plain: np.ndarray, factor: float, weight: np.ndarray) -> np.ndarray:
+    """Return `plain` where `weight` is 1, `factor` times lower where it is 0, interpolated in between; all [D/2]."""
+    return (plain * weight + plain / factor * (1 - weight)).astype(np.float32)
 
 
 def _llama3_share(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:

@@ -161,12 +161,12 @@ def run(args: argparse.Namespace) -> int:
     return int(bool(divergences))
 
 
-def _frameworks(asked: str | None) -> list[str]:
-    if asked is not None:
-        names = [name.strip() for name in asked.split(",")]
+def _frameworks(requested: str | None) -> list[str]:
+    if requested is not None:
+        names = [name.strip() for name in requested.split(",")]
         # Twice the same framework would be counted as two that agree.
         if not set(names) <= FRAMEWORKS.keys() or len(set(names)) != len(names):
-            raise AttnError(f"frameworks={asked!r}: must be some of {', '.join(FRAMEWORKS)}, each once")
+            raise AttnError(f"frameworks={requested!r}: must be some of {', '.join(FRAMEWORKS)}, each once")
         return names
     names = [name for name in FRAMEWORKS if not missing(name)]
     if not names:

@@ -36,13 +36,13 @@ class DenseSubject:
 
         Reasons of `why_not_call` do not count: the rejection is then the tested behaviour.
         """
-        refused = self.backend.why_not_call(**case.asked)
+        refused = self.backend.why_not_call(**case.call_facts)
         return not set(self.backend.why_not(case.request(self.backend.error), self.device)).difference(refused)
 
 
 def check(backend: Any, case: DenseCase) -> None:
     """Run `check_dense` on a drawn case, which must be rejected if it is outside the backend's limits."""
-    check_dense(backend, case.replace(refused=tuple(backend.why_not_call(**case.asked))))
+    check_dense(backend, case.replace(refused=tuple(backend.why_not_call(**case.call_facts))))
 
 
 def program(subject: DenseSubject, seed: int, number: int, cases: int, one_shape: bool = False) -> list[DenseCase]:

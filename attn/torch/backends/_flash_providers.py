@@ -282,10 +282,10 @@ class Provider:
             size, features = request.head_size, request.features
             if size not in self.sizes_over_pages:
                 why.append(f"head_size={size} over pages (supports {self.sizes_over_pages})")
-            for rule, sizes, wrong, told in self.wrong_over_pages:
-                here = device is not None and arch_matches(device.arch, rule)
-                if here and size in sizes and (wrong is None or wrong & features):
-                    why.append(f"head_size={size} over pages ({told})")
+            for rule, sizes, wrong, message in self.wrong_over_pages:
+                applies = device is not None and arch_matches(device.arch, rule)
+                if applies and size in sizes and (wrong is None or wrong & features):
+                    why.append(f"head_size={size} over pages ({message})")
         try:
             return why or ([] if assumed(self.module) else list(_lacking(self, not MASK_FEATURES.isdisjoint(request.features))))
         except BackendLoadError as error:

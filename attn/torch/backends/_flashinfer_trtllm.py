@@ -53,15 +53,15 @@ class UnplannedMetadata(PagedAttentionMetadata):
     def prefill_bounds(self, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cumulative (query, key) lengths of the requests from `first` on, each [R - first + 1] int32, made once
         outside of captures. Those before have one query each."""
-        kept: tuple[torch.Tensor, torch.Tensor] | None = self.kept().plans.get(("bounds", first))
+        bounds: tuple[torch.Tensor, torch.Tensor] | None = self.kept().plans.get(("bounds", first))
         # A graph records the sums, because its replays have other lengths; what is made in it has no value before a replay.
         captured = capturing(self.seq_lens.device)
-        if kept is None or captured:
+        if bounds is None or captured:
             keys = self.seq_lens[first:].cumsum(0, dtype=torch.int32)
-            kept = self.query_start_loc[first:] - first, torch.nn.functional.pad(keys, (1, 0))
+            bounds = self.query_start_loc[first:] - first, torch.nn.functional.pad(keys, (1, 0))
             if not captured:
-                self.kept().plans["bounds", first] = kept
-        return kept
+                self.kept().plans["bounds", first] = bounds
+        return bounds
 
 
 @functools.cache

@@ -115,6 +115,6 @@ def lacking(package: str, module: Any, needs: Sequence[tuple[str, Sequence[str]]
         if member is None:
             why.append(f"{package} has no {name}")
             continue
-        taken = inspect.signature(member).parameters
-        why += [f"{package}.{name} has no {argument}" for argument in arguments if argument not in taken]
+        parameters = inspect.signature(member).parameters
+        why += [f"{package}.{name} has no {argument}" for argument in arguments if argument not in parameters]
     return tuple(why)

@@ -110,16 +110,16 @@ class _Store:
 def _buffer(index: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     """Return this thread's buffer for keys (0) or values (1) in the given shape, uninitialised."""
     length = shape[0] * shape[1] * dtype.itemsize
-    kept: list[torch.Tensor | None] | None = getattr(_buffers, "kept", None)
-    if kept is None:
-        kept = _buffers.kept = [None, None]
-    buffer = kept[index]
+    buffers: list[torch.Tensor | None] | None = getattr(_buffers, "tensors", None)
+    if buffers is None:
+        buffers = _buffers.tensors = [None, None]
+    buffer = buffers[index]
     if buffer is None or buffer.numel() < length:
         with torch.inference_mode(False):  # an inference tensor could not be written outside inference mode
             # the device is named, because `torch.set_default_device` may say another
             buffer = torch.empty(length, dtype=torch.uint8, device="cpu")
         if length <= _KEEP:
-            kept[index] = buffer
+            buffers[index] = buffer
     return buffer[:length].view(dtype).view(shape)
 
 

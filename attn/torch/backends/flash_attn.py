@@ -128,9 +128,9 @@ class FlashAttentionImpl(PagedAttentionImpl, backend=FlashAttentionBackend):
         assert isinstance(meta, FlashAttentionMetadata) and meta.key_starts is not None
         longest = meta.max_seq_len if is_paged else meta.max_query_len
         # Only batches with masks need FlashAttention 4: others keep the provider that serves them best.
-        asked = frozenset[str]() if batch.is_plain else batch_features(batch)
+        batch_needs = frozenset[str]() if batch.is_plain else batch_features(batch)
         # a chunk as long as the longest request hides nothing
-        window_is_all = not asked and (layer.chunk_size is None or layer.chunk_size >= longest)
+        window_is_all = not batch_needs and (layer.chunk_size is None or layer.chunk_size >= longest)
         provided = VarlenCall(
             query=query,
             key=key,
@@ -147,10 +147,10 @@ class FlashAttentionImpl(PagedAttentionImpl, backend=FlashAttentionBackend):
             mask=None if window_is_all else call.mask,
         )
         block_size = meta.block_size if is_paged else None
-        chosen_by = call.query.dtype, block_size, call.query.device, asked
+        chosen_by = call.query.dtype, block_size, call.query.device, batch_needs
         if chosen_by not in self._chosen:
             request = self.request()
-            features = request.features | asked
+            features = request.features | batch_needs
             request = replace(request, dtype=dtype_name(call.query.dtype), block_size=block_size, features=features)
             provider = self._provider(request, arch_of(call.query.device))
             # with its module: a look-up in `sys.modules` is left out of each call

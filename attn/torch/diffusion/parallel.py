@@ -54,10 +54,10 @@ class SequenceParallelAttention(BaseSequenceParallel, nn.Module):
     def _exchanged(self, x: torch.Tensor, split: int, join: int) -> torch.Tensor:
         # [W, ...]: the exchange sends slice i to rank i, and takes contiguous arrays only
         sent = x.unflatten(split, (self.size, x.shape[split] // self.size)).movedim(split, 0).contiguous()
-        got = torch.empty_like(sent)
-        dist.all_to_all_single(got, sent, group=self.group)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
         # in the order of ranks, which is that of the sequence and of the heads
-        return got.movedim(0, join).flatten(join, join + 1)
+        return received.movedim(0, join).flatten(join, join + 1)
 
     def _gathered(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         gathered = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]

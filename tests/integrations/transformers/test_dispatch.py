@@ -57,7 +57,7 @@ def call_of(rows=1, keys=9, width=16, causal=False, window=None, chunk=None, spa
 
 DENSE, PACKED, FORMULA, SDPA, OPERATOR = Route
 NAMED, CAP, WINDOW, SINKS = (
-    {"asked": Requested("CPU_ATTN")},
+    {"requested": Requested("CPU_ATTN")},
     {"soft_cap": 9.0},
     {"causal": True, "window": 4},
     {"sinks": torch.zeros(4)},
@@ -410,7 +410,7 @@ def test_wrong_shapes_are_refused_before_and_after_a_plan():
 
 
 def test_a_plan_is_of_its_layer_and_bounded(monkeypatch):
-    monkeypatch.setattr(dispatch, "_MOST", 3)
+    monkeypatch.setattr("attn.torch.metadata._MOST", 3)
     module = Layer()
     for scale in range(1, 9):
         attended(module, arrays(), scaling=float(scale))

@@ -62,7 +62,7 @@ def test_rows_between_padding_are_put_back_where_they_were(monkeypatch):
     present = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]]).bool()
     seen = visible(True, None)
     call = ModuleCall(
-        torch.nn.Identity(), q, k, v, None, seen, 0.25, asked=Requested("CPU_ATTN"), valid=Described(seen, present, 6)
+        torch.nn.Identity(), q, k, v, None, seen, 0.25, requested=Requested("CPU_ATTN"), valid=Described(seen, present, 6)
     )
     in_place = packing.pack(call)
     assert in_place[~present].abs().max() == 0

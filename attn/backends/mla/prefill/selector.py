@@ -12,7 +12,7 @@ from attn.backends.mla.prefill.abstract import MLAPrefillBackend, MLAPrefillRequ
 from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from attn.capabilities import Device, Feature
 from attn.dtypes import dtype_name
-from attn.selection.choice import asked_for, decide, place_of
+from attn.selection.choice import decide, requested_backend, resolve_device
 from attn.selection.platforms import Platform, platform_for
 from attn.selection.verdicts import Selection
 
@@ -50,9 +50,9 @@ def select_mla_prefill(
     backends from the last. `device` may describe a device that is not present. Raises ValueError for an unknown name; for a
     request that no backend serves, returns a `Selection` without a winner (its `require()` raises).
     """
-    asked = asked_for(MLAPrefillBackendEnum, ((backend, "argument"),))
-    platform, device = place_of(asked, framework, platform, device)
-    return decide(MLAPrefillBackendEnum, request, device, platform.mla_prefill_priorities, asked, disable)
+    requested = requested_backend(MLAPrefillBackendEnum, ((backend, "argument"),))
+    platform, device = resolve_device(requested, framework, platform, device)
+    return decide(MLAPrefillBackendEnum, request, device, platform.mla_prefill_priorities, requested, disable)
 
 
 def get_mla_prefill_backend(

@@ -142,8 +142,8 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
         The first batch that needs a prefill backend does this too. Weights are not processed: they are arguments of `apply`.
         """
         dtype = dtype_name(act_dtype)
-        asked: Any = {"num_heads": self.num_heads, "backend": self.prefill_backend, "features": self.prefill_features}
-        chosen = get_mla_prefill_backend(self.qk_head_dim, self.v_head_dim, dtype, framework="jax", **asked)
+        options: Any = {"num_heads": self.num_heads, "backend": self.prefill_backend, "features": self.prefill_features}
+        chosen = get_mla_prefill_backend(self.qk_head_dim, self.v_head_dim, dtype, framework="jax", **options)
         self._prefill = dtype, chosen
 
     def weights(self, kv_b_proj: Any = None) -> tuple[jax.Array, jax.Array]:
@@ -181,9 +181,9 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
             return jnp.zeros((*q.shape[:2], self.v_head_dim), q.dtype), kv_cache
         check_built(self.backend, attn_metadata, PagedAttentionMetadata)
         kv_c_normed, k_pe = self._check_call(q, kv_c_normed, k_pe, kv_cache, attn_metadata, indices)
-        fine = None
+        ids_valid = None
         if envs.debug("device"):
-            attn_metadata, fine = _calls.checked(self, kv_cache, attn_metadata)
+            attn_metadata, ids_valid = _calls.checked(self, kv_cache, attn_metadata)
         q = fold_sign(q, self.signed_scale)
         # 1.0 for caches without a scale, whatever the layer's: kernels multiply by it
         if not caches.is_quantised(kv_cache.dtype) or kv_cache.dtype == jnp.uint8:  # packed rows have their own scales
@@ -219,8 +219,8 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
         else:
             latents, lse, kv_cache = self._write_and_decode(call)
             out = expand(latents, w_uv)
-        if fine is not None:
-            out = jnp.where(fine, out, jnp.nan)
+        if ids_valid is not None:
+            out = jnp.where(ids_valid, out, jnp.nan)
         return ((out, lse) if self.need_to_return_lse_for_decode else out), kv_cache
 
     @property

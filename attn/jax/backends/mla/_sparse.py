@@ -22,8 +22,8 @@ class SparseMLAImpl(MLACommonImpl):
         name, rows = self.backend.get_name(), call.q.shape[0]
         indices = getattr(self.indexer, "topk_indices", None) if call.indices is None else call.indices
         if indices is None or indices.ndim != 2 or indices.shape[0] != rows:
-            got = "None" if indices is None else list(indices.shape)
-            raise ShapeError(f"{name}: indices has shape {got}: must be [{rows}, topk], one row per query row")
+            shape = "None" if indices is None else list(indices.shape)
+            raise ShapeError(f"{name}: indices has shape {shape}: must be [{rows}, topk], one row per query row")
         if indices.dtype != jnp.int32:
             raise DTypeError(f"{name}: indices has dtype {indices.dtype}: must be int32")
         # a tracer has no values, and reading those of an array waits for the device

@@ -41,12 +41,12 @@ class TritonAttentionImpl(DenseImpl, backend=TritonAttentionBackend):
         out, lse = self._computed(call, lambda other, call: other._attend_lse(call), return_lse=True)
         return out, lse
 
-    def _computed(self, call: DenseCall, by: Callable[[DenseImpl, DenseCall], Any], return_lse: bool = False) -> Any:
-        """Return (output, log-sum-exp [B, H, S] or None). by: computes them of another implementation."""
+    def _computed(self, call: DenseCall, compute: Callable[[DenseImpl, DenseCall], Any], return_lse: bool = False) -> Any:
+        """Return (output, log-sum-exp [B, H, S] or None). compute: their function of another implementation."""
         # to the kernels causality is a right bound of 0
         layer = LayerParams(self.scale, right=0 if self.causal else None)
 
-        def ours(query: jax.Array, key: jax.Array, value: jax.Array, present: jax.Array | None) -> Any:
+        def kernel(query: jax.Array, key: jax.Array, value: jax.Array, present: jax.Array | None) -> Any:
             lens = None
             if present is not None:
                 lens = present.sum(1, dtype=jnp.int32)
@@ -58,15 +58,15 @@ class TritonAttentionImpl(DenseImpl, backend=TritonAttentionBackend):
             out, lse = dense_attention(query, key, value, lens, layer, return_lse)
             return out, None if lse is None else jnp.swapaxes(lse, 1, 2)
 
-        def others(query: jax.Array, key: jax.Array, value: jax.Array, present: jax.Array | None) -> Any:
-            return by(self._other(query), call._replace(query=query, key=key, value=value, present=present))
+        def fallback(query: jax.Array, key: jax.Array, value: jax.Array, present: jax.Array | None) -> Any:
+            return compute(self._fallback(query), call._replace(query=query, key=key, value=value, present=present))
 
         arrays = call.query, call.key, call.value, call.present
         # symbolic extents of an export are no ints
         known = all(isinstance(n, int) for x in arrays[:3] for n in x.shape)
-        return differentiable(ours, others)(*arrays) if known else others(*arrays)
+        return differentiable(kernel, fallback)(*arrays) if known else fallback(*arrays)
 
-    def _other(self, query: jax.Array) -> DenseImpl:
+    def _fallback(self, query: jax.Array) -> DenseImpl:
         """Return the implementation whose gradients are used."""
         request = DiffusionRequest(self.head_size, query.dtype.name, features=frozenset({Feature.BACKWARD}))
         # that of the program, which may be compiled for a GPU that is not here

@@ -32,23 +32,23 @@ def dense_attention(
     return _batched(layer, return_lse)(query, key, value, lens)
 
 
-def differentiable(attend: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `attend` of (query, key, value, *more) where it is not differentiated; where it is, `other`, whose gradients and
-    values are then used. Both return the same; nothing is differentiated by the arguments `more`."""
+def differentiable(attend: Callable[..., Any], fallback: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `attend` of (query, key, value, *more) where it is not differentiated; where it is, `fallback`, whose gradients
+    and values are then used. Both return the same; nothing is differentiated by the arguments `more`."""
     # JAX would otherwise differentiate the kernel's call, which has no rule for that.
-    made = jax.custom_vjp(attend)
+    function = jax.custom_vjp(attend)
 
     def forward(query: jax.Array, key: jax.Array, value: jax.Array, *more: Any) -> tuple[Any, Any]:
-        out, pull = jax.vjp(lambda *arrays: other(*arrays, *more), query, key, value)
+        out, pull = jax.vjp(lambda *arrays: fallback(*arrays, *more), query, key, value)
         return out, (pull, len(more))
 
     # None is a zero cotangent of any type: lengths are integers and have none
-    def backward(kept: Any, cotangent: Any) -> tuple[Any, ...]:
-        pull, more = kept
+    def backward(residuals: Any, cotangent: Any) -> tuple[Any, ...]:
+        pull, more = residuals
         return *pull(cotangent), *[None] * more
 
-    made.defvjp(forward, backward)
-    return made
+    function.defvjp(forward, backward)
+    return function
 
 
 @functools.lru_cache(maxsize=256)

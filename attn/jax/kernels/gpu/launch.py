@@ -43,8 +43,8 @@ def why_not(version: str = jaxlib.__version__) -> str:
 
 def reasons(request: Any, device: Any) -> list[str]:
     """Return why kernels cannot be launched for a `Request` on a `Device` (None: any); empty if they can."""
-    here = device is not None and device.platform == "gpu"
-    why = group_reason(device.arch if device else "", request), why_not() if here else ""
+    on_gpu = device is not None and device.platform == "gpu"
+    why = group_reason(device.arch if device else "", request), why_not() if on_gpu else ""
     return [reason for reason in why if reason]
 
 

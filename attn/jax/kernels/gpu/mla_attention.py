@@ -233,9 +233,9 @@ def _run(
     """Launch a stage, and return what it writes by name. arguments: also those of the other stage."""
     # `launch` takes a name that is no parameter as an option, so what belongs to the other stage must go
     known = {"num_warps", "num_stages", "enable_fp_fusion", *kernel.arg_names}
-    taken = {name: value for name, value in arguments.items() if name in known}
-    written = [name for name in writes if taken[name] is not None]
-    return dict(zip(written, launch(kernel, arch, grid, taken, written, **types), strict=True))
+    accepted = {name: value for name, value in arguments.items() if name in known}
+    written = [name for name in writes if accepted[name] is not None]
+    return dict(zip(written, launch(kernel, arch, grid, accepted, written, **types), strict=True))
 
 
 @jax.jit
