@@ -81,7 +81,7 @@ def check_scale(name: str, value: Any, num_kv_heads: int) -> torch.Tensor:
 def of_scale(scale: Any) -> Any:
     """The part of a scale that a call's launches depend on: its value, if the host has it."""
     # launches read these from the device, so the value may change; a scalar on the host is an argument of theirs
-    if isinstance(scale, torch.Tensor) and (scale.ndim or scale.device.type != "cpu"):
+    if isinstance(scale, torch.Tensor) and (scale.ndim or not scale.is_cpu):
         return scale.shape, scale.stride(), scale.dtype, scale.device, scale.requires_grad
     return float(scale)
 

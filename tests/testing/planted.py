@@ -1322,8 +1322,8 @@ DEFECTS = (
     Defect(
         "kept_launch_with_vectors_of_another_layer",
         "torch/backends/_paged.py",
-        "return (*tensors, self.sinks, self.alibi_slopes, *self._scales_of(layer))",
-        "return (*tensors, None, None, *self._scales_of(layer))",
+        "vectors = *tensors, self.sinks, self.alibi_slopes",
+        "vectors = *tensors, None, None",
         ("torch/kernels/test_kept.py",),
         "A repeated launch reads the slopes and sinks of the layer that made it.",
     ),

@@ -82,11 +82,13 @@ class Known(NamedTuple):
     """What is kept of a call that passed its checks, for calls with an equal signature over the same batch or, if it has
     launches, over another one of the same kind.
 
-    shape, strides: of its output [T, H, D]; has_lse: whether it returns a log-sum-exp; launches: repeats its launches with
-    other tensors (`attn.torch.kernels.kept`), or None; stages: repeats the write of the cache alone where nothing repeats the
-    attention, or None. held: of its `PagedCall`, for calls over the same batch.
+    gpu: the index of its GPU, None for other devices; shape, strides: of its output [T, H, D]; has_lse: whether it returns a
+    log-sum-exp; launches: repeats its launches with other tensors (`attn.torch.kernels.kept`), or None; stages: repeats the
+    write of the cache alone where nothing repeats the attention, or None. held: of its `PagedCall`, for calls over the same
+    batch.
     """
 
+    gpu: int | None
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     has_lse: bool
@@ -117,6 +119,10 @@ def check_replays(name: str, x: torch.Tensor) -> None:
             f"{name}: lengths are read on the host, so every replay of a CUDA graph would attend those of its capture: call "
             "the layer outside of the capture, or use a backend that reads them on the device (TRITON_ATTN, TRITON_MLA)"
         )
+
+
+def _tensors(scales: Sequence[Any]) -> list[torch.Tensor]:
+    return [scale for scale in scales if isinstance(scale, torch.Tensor)]
 
 
 @functools.cache
@@ -212,7 +218,9 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         # Nothing is kept of a call with an output scale, nor in a graph, which records the call itself.
         elif isinstance(attn_metadata, PagedAttentionMetadata) and not torch.compiler.is_compiling():
             kept = attn_metadata.kept()
-            signature = self._signature(layer, query, kept.facts((*qkv, kv_cache, output)))
+            # once: a module looks a buffer up in half a microsecond
+            scales = (layer._k_scale, layer._v_scale) if self._quantised else ()
+            signature = self._signature(layer, scales, query, kept.facts((*qkv, kv_cache, output)))
             # calls over this batch (a layer of the same shape before), then over batches of its kind (an earlier step)
             known = kept.calls.get(signature)
             if known is None and signature is not None and not envs.debug("device"):
@@ -223,10 +231,15 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
                     kept.calls[signature] = known = known._replace(held={})
             if known is not None and known.launches is not None:
                 # Its launches alone: 16 us of the host where the whole call takes 99 (64 decodes, timed without a GPU).
-                result = self._repeat(known, kept.addresses, layer, qkv, kv_cache, output)
+                result = self._repeat(known, kept.addresses, scales, qkv, kv_cache, output)
                 if result is not None:
                     return result
         query = self._by_head("query", query, self.num_heads)
+        # of a known call without asking its query
+        gpu = None if known is None else known.gpu
+        if (gpu is not None and gpu != torch._C._cuda_getDevice()) or (known is None and is_elsewhere(query)):
+            with torch.cuda.device(query.device):
+                return self.forward(layer, *qkv, kv_cache, attn_metadata, output, output_scale, output_block_scale)
         key = None if key is None else self._by_head("key", key, self.num_kv_heads)
         value = None if value is None else self._by_head("value", value, self.num_kv_heads)
         out_dtype = query.dtype if scale is None else FUSED_OUTPUT
@@ -267,7 +280,8 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             of = made if out is None else out
             assert of is not None
             # only now: a call that raised leaves no record that would spare the next one its checks
-            kept.calls[signature] = known = Known(of.shape, of.stride(), lse is not None, launches, stages, held)
+            gpu = query.get_device() if query.is_cuda else None
+            kept.calls[signature] = known = Known(gpu, of.shape, of.stride(), lse is not None, launches, stages, held)
             if known.launches is not None and shared is not None:
                 keep(shared, (signature, batch_key), known._replace(held={}))
         result = output if output is not None else out if out is not None else made
@@ -291,9 +305,6 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
 
     def _run(self, call: PagedCall, stages: "Stages | None" = None) -> torch.Tensor | None:
         """Write the new tokens, unless they belong to another layer's cache, and attend; return what `_attend` does."""
-        if is_elsewhere(call.query):
-            with torch.cuda.device(call.query.device):
-                return self._run(call, stages)
         key, meta = call.key, call.meta
         if self.attn_type in ENCODER_TYPES:
             return self._attend_ragged(call._replace(kv_cache=None, key=aligned(key), value=aligned(call.value)))
@@ -305,7 +316,8 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             if stages is None:
                 write()
             else:
-                stages("write", write, key, call.value, call.kv_cache, *self._scales_of(call.layer))
+                scales = _tensors((call.layer._k_scale, call.layer._v_scale)) if self._quantised else ()
+                stages("write", write, key, call.value, call.kv_cache, *scales)
         return self._attend(call)
 
     def _run_first(self, call: PagedCall, qkv: QKV) -> Callable[..., bool] | None:
@@ -319,7 +331,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         self,
         known: Known,
         batch: Sequence[int],
-        layer: AttentionLayer,
+        scales: tuple[Any, ...],
         qkv: QKV,
         kv_cache: torch.Tensor | None,
         output: torch.Tensor | None,
@@ -333,26 +345,22 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         if known.has_lse:
             lse = query.new_empty(self.num_heads, known.shape[0], dtype=torch.float32)
         # in the order in which the first call gave them to its `Keeper`
-        tensors = [x for x in self._launched(layer, out, lse, *qkv, kv_cache) if x is not None]
-        if not known.launches(tensors, batch):
+        if not known.launches(self._launched(scales, out, lse, *qkv, kv_cache), batch):
             return None
         return out if lse is None else (out, lse)
 
-    def _launched(self, layer: AttentionLayer, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Return every tensor whose address a call's launches depend on, the batch's excepted. tensors: the output, the
-        log-sum-exp, and the arguments of the call."""
-        return (*tensors, self.sinks, self.alibi_slopes, *self._scales_of(layer))
+    def _launched(self, scales: tuple[Any, ...], *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Return every tensor whose address a call's launches depend on, the batch's excepted. scales: of a quantised cache,
+        else none; tensors: the output, the log-sum-exp, and the arguments of the call."""
+        vectors = *tensors, self.sinks, self.alibi_slopes
+        return (*vectors, *_tensors(scales)) if scales else vectors
 
-    def _scales_of(self, layer: AttentionLayer) -> Sequence[torch.Tensor]:
-        """Return the scales of a quantised cache that are tensors."""
-        if not self._quantised:
-            return ()
-        return [scale for scale in (layer._k_scale, layer._v_scale) if isinstance(scale, torch.Tensor)]
-
-    def _signature(self, layer: AttentionLayer, query: torch.Tensor, of_tensors: Facts | None) -> tuple[Any, ...] | None:
+    def _signature(
+        self, layer: AttentionLayer, scales: tuple[Any, ...], query: torch.Tensor, of_tensors: Facts | None
+    ) -> tuple[Any, ...] | None:
         """Return what checks and launches of a call depend on beside its batch; None if `of_tensors` is, or if the call has yet
         to move the per-head vectors to its device: launches of another layer's call would be given their addresses on the
-        host."""
+        host. scales: as in `_launched`."""
         if of_tensors is None:
             return None
         facts = [of_tensors, *self._constants()]
@@ -361,10 +369,10 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
                 return None
             # addresses differ from layer to layer and are passed to each launch; what kernels are compiled for may not
             facts.append(None if per_head is None else (per_head.dtype, per_head.stride()))
-        if self._quantised:
-            facts += map(caches.of_scale, (layer._k_scale, layer._v_scale))
+        if scales:
+            facts += map(caches.of_scale, scales)
             # FlashInfer's kernels take the scales as numbers
-            facts += (getattr(layer, f"{prefix}_scale_float", None) for prefix in ("_k", "_v"))
+            facts += getattr(layer, "_k_scale_float", None), getattr(layer, "_v_scale_float", None)
         return tuple(facts)
 
     def _constants(self) -> tuple[Any, ...]:

@@ -168,7 +168,8 @@ class TritonPagedImpl(PagedAttentionImpl):
     def _run_first(self, call: PagedCall, qkv: QKV) -> "KeptLaunches | None":
         from attn.torch.kernels.kept import Keeper
 
-        tensors = self._launched(call.layer, call.output, call.lse, *qkv, call.kv_cache)
+        scales = (call.layer._k_scale, call.layer._v_scale) if self._quantised else ()
+        tensors = self._launched(scales, call.output, call.lse, *qkv, call.kv_cache)
         with Keeper((*tensors, *call.meta.tensors())) as keeper:
             self._run(call)
         if keeper.kept is not None and call.kv_cache is not None:

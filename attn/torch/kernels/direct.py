@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import or_
-from threading import get_ident
+from threading import get_ident, local
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -308,8 +308,26 @@ def operator(name: str, *mutated: str) -> Callable[[Callable[..., None]], Callab
     return decorate
 
 
-#: By device, stream and thread.
-_memories: dict[tuple[torch.device, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+class Scratch(NamedTuple):
+    """Memory for what launches leave each other: states, float32, and counters, int32; how many; where they begin."""
+
+    memory: tuple[torch.Tensor, torch.Tensor]
+    floats: int
+    counters: int
+    addresses: tuple[int, int]
+
+
+class _Scratches(local):
+    """A thread's memory by device and stream, the least recently allocated first. It ends with its thread."""
+
+    def __init__(self) -> None:
+        self.kept = dict[tuple[torch.device, int], Scratch]()
+
+
+_scratches = _Scratches()
+#: Streams of a thread whose memory is kept. Nothing says when a stream is destroyed, so its memory is freed when as many others
+#: have got theirs; until then a new stream of the same address takes it over.
+_STREAMS = 8
 #: float32 numbers, 16 MiB: more are not kept after a call.
 _MOST_KEPT = 1 << 22
 _captured: list[torch.Tensor] = []
@@ -331,25 +349,31 @@ def memory_of_stream(device: torch.device, floats: int, counters: int) -> tuple[
     launches run one after the other, and per thread, between whose launches others' may come. A CUDA graph has its own, since
     it may be replayed on any stream."""
     stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
-    memory = memory_of(device, stream, floats, counters)
+    # the default stream, 0, cannot be captured
+    captured = stream != 0 and torch.cuda.is_current_stream_capturing()
+    memory = memory_of(device, stream, captured, floats, counters).memory
     if keepers and (keeper := keepers.get(get_ident())) is not None:
         keeper.of_stream(memory, floats, counters)
     return memory
 
 
-def memory_of(device: torch.device, stream: int, floats: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `memory_of_stream` of the current stream."""
-    # The default stream, 0, cannot be captured. A captured launch has states in the graph's own memory, and counters elsewhere.
-    if stream and torch.cuda.is_current_stream_capturing():
-        return torch.empty(floats, dtype=torch.float32, device=device), _counters_of_graph(device, counters)
-    place = device, stream, get_ident()
-    kept = _memories.get(place)
-    if kept is not None and kept[0].numel() >= floats and kept[1].numel() >= counters:
+def memory_of(device: torch.device, stream: int, captured: bool, floats: int, counters: int) -> Scratch:
+    """Return `memory_of_stream` of the current stream, which is captured or not."""
+    if captured:  # states are in the graph's own memory, and counters elsewhere
+        states, counts = torch.empty(floats, dtype=torch.float32, device=device), _counters_of_graph(device, counters)
+        return Scratch((states, counts), floats, counters, (states.data_ptr(), counts.data_ptr()))
+    place, scratches = (device, stream), _scratches.kept
+    kept = scratches.get(place)
+    if kept is not None and kept.floats >= floats and kept.counters >= counters:
         return kept
     # At least 4 MiB of states and 4,096 counters, and powers of two from there on, so that a step with more requests seldom
-    # allocates again. Earlier memory is freed in the order of this stream, after the launches that use it.
-    kept = _apart(_memory, device, max(1 << 20, power_of_two(floats)), max(1 << 12, power_of_two(counters)))
-    _memories[place] = kept
+    # allocates again. Earlier memory is freed in the order of its stream, after the launches that use it.
+    sizes = max(1 << 20, power_of_two(floats)), max(1 << 12, power_of_two(counters))
+    states, counts = _apart(_memory, device, *sizes)
+    scratches.pop(place, None)
+    kept = scratches[place] = Scratch((states, counts), *sizes, (states.data_ptr(), counts.data_ptr()))
+    if len(scratches) > _STREAMS:
+        del scratches[next(iter(scratches))]
     # torch captures on streams other than the default one, so only who uses such a stream may capture soon. Allocated before
     # that, outside of a graph's pool: 4 MiB for each device.
     if stream and device not in _of_graphs:

@@ -28,7 +28,7 @@ Origin = tuple[str, Any]  #: what is at an address, see `_Step`
 
 class _Step(NamedTuple):
     """A launch; changing: the index of each argument that differs from call to call, and its place, of a tensor map that of its
-    array: ("tensor", index), ("inside", (index of a tensor, offset)), ("temporary", index) or ("stream", (index, 0 or 1))."""
+    array: ("tensor", index), ("inside", (index of a tensor, offset)), ("temporary", index) or ("stream", 0 or 1)."""
 
     compiled: Compiled
     programs: int
@@ -77,7 +77,7 @@ class Keeper:
         self._complete = len(self._places) == len(self._tensors) and 0 not in self._places
         # Triton compiles other kernels for other alignments, and a repeated call asks only whether all are aligned.
         self._complete &= not functools.reduce(or_, self._places) % _ALIGNED
-        self._temporary, self._of_stream = list[torch.Tensor](), list[tuple[int, int]]()
+        self._temporary, self._of_stream = list[torch.Tensor](), (0, 0)
         self._steps, self._device = list[_Step | _Operation](), 0
         self.kept: KeptLaunches | None = None
 
@@ -98,10 +98,11 @@ class Keeper:
         self._temporary.append(memory)  # kept alive, so that no other tensor gets its address during the call
 
     def of_stream(self, memory: tuple[torch.Tensor, torch.Tensor], floats: int, counters: int) -> None:
-        for x in memory:
-            self._places[x.data_ptr()] = "stream", (len(self._of_stream), int(x is memory[1]))
+        for i, x in enumerate(memory):
+            self._places[x.data_ptr()] = "stream", i
         # The extents, not the memory: a repeated call asks for it again, since it grows, and differs by stream and in captures.
-        self._of_stream.append((floats, counters))
+        # Once, for all of its launches, which run one after the other.
+        self._of_stream = max(floats, self._of_stream[0]), max(counters, self._of_stream[1])
 
     def launched(
         self, compiled: Compiled | None, programs: int, columns: int, device: int, addresses: Sequence[int], numbers: Any
@@ -173,7 +174,7 @@ class Stages:
     def repeat(self, name: Any, tensors: Sequence[torch.Tensor | None]) -> bool:
         """Repeat a stage's launches for tensors that begin where those of an equal call would. Returns whether it did."""
         kept = self._kept.get(name)
-        return kept is not None and kept([x for x in tensors if x is not None], self._addresses)
+        return kept is not None and kept(tensors, self._addresses)
 
 
 @contextmanager
@@ -201,11 +202,11 @@ class KeptLaunches:
         device: int,
         steps: Sequence[_Step | _Operation],
         temporary: Sequence[int],
-        streams: Any,
+        of_stream: tuple[int, int],
     ) -> None:
-        """like: the tensors of the call; device: of the launches, as Triton numbers it; temporary: bytes of each; streams:
-        arguments of each `memory_of_stream`."""
-        self._device, self._number, self._of_stream = like[0].device, device, tuple(streams)
+        """like: the tensors of the call; device: of the launches, as Triton numbers it; temporary: bytes of each; of_stream:
+        the most that launches ask `memory_of_stream` for, (0, 0) if none does."""
+        self._device, self._number, self._of_stream = like[0].device, device, of_stream if any(of_stream) else None
         # None for tensors on the host, where tests run launches of a placeholder for the driver.
         self._index = self._device.index if self._device.type == "cuda" else None
         self._stream = triton.runtime.driver.active.get_current_stream
@@ -218,7 +219,7 @@ class KeptLaunches:
         # the addresses of a call, in the order in which `__call__` finds them
         order: list[tuple[str, Any]] = [("tensor", i) for i in range(len(like))]
         order += [("inside", index) for index in self._inside] + [("temporary", i) for i in range(len(temporary))]
-        order += [("stream", (i, index)) for i in range(len(self._of_stream)) for index in (0, 1)]
+        order += [("stream", i) for i in (0, 1) if self._of_stream]
         at = {origin: i for i, origin in enumerate(order)}
         addresses = struct.Struct(f"={len(order)}Q")
         slots = ctypes.create_string_buffer(addresses.size)
@@ -237,11 +238,12 @@ class KeptLaunches:
         #: The launches, and what operations between them work on. One thread has them at a time.
         self._idle = [(bound, now)]
 
-    def __call__(self, tensors: Sequence[torch.Tensor], batch: Sequence[int]) -> bool:
+    def __call__(self, tensors: Sequence[torch.Tensor | None], batch: Sequence[int]) -> bool:
         """Repeat the launches for tensors of a call, and of a batch at these addresses. Returns whether it did; False: a tensor
         is aligned to less than 16 bytes, another device is the current one, a profiler wants to see each launch, another
-        thread is launching them, or a graph is captured that may not have them."""
-        values: list[Any] = [x.data_ptr() for x in tensors]
+        thread is launching them, or a graph is captured that may not have them. tensors: those that the `Keeper` got, with
+        None where such a call has none."""
+        values: list[Any] = [x.data_ptr() for x in tensors if x is not None]
         values += batch
         # One OR of all addresses: its low bits are 0 only if those of all are.
         if functools.reduce(or_, values) % _ALIGNED or is_profiled():
@@ -249,7 +251,10 @@ class KeptLaunches:
         if self._index is not None and torch._C._cuda_getDevice() != self._index:
             return False
         stream = self._stream(self._number)
-        if stream and self.of_batch and torch.cuda.is_current_stream_capturing():  # the default stream, 0, cannot be captured
+        # the default stream, 0, cannot be captured
+        asks = stream != 0 and (self.of_batch or self._of_stream is not None)
+        captured = asks and torch.cuda.is_current_stream_capturing()
+        if captured and self.of_batch:
             return False
         try:
             launches, now = idle = self._idle.pop()
@@ -261,15 +266,15 @@ class KeptLaunches:
                 values.append(values[i] + offset)
             if self._begins:
                 # Allocated in each call, so that the allocator orders its reuse by streams, and a captured graph gets its own.
-                memory = tensors[0].new_empty(self._elements)
+                memory = tensors[0].new_empty(self._elements)  # type: ignore[union-attr]  # the first is there
                 address = memory.data_ptr()
                 values += [address + begin for begin in self._begins]
-            for floats, counters in self._of_stream:
-                states, counts = memory_of(self._device, stream, floats, counters)
-                values += states.data_ptr(), counts.data_ptr()
+            if self._of_stream is not None:
+                scratch = memory_of(self._device, stream, captured, *self._of_stream)
+                values += scratch.addresses
             self._pack(*values)
             if self._operates:
-                now[:] = memory, *tensors
+                now[:] = memory, *[x for x in tensors if x is not None]
             # a list: where the thread has no context, every launch fails alike, and the caller makes the call again
             return all([launch(stream, values) for launch in launches])
         finally:

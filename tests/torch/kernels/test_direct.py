@@ -4,11 +4,12 @@ import importlib.util
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from threading import get_ident
+from threading import Thread, get_ident
 from types import SimpleNamespace
 from typing import Any
 
@@ -376,7 +377,7 @@ def test_memory_that_outlives_a_call_is_of_another_thread(monkeypatch: pytest.Mo
         threads.append(get_ident())
         return make(*sizes)
 
-    monkeypatch.setattr(direct, "_memories", {})
+    monkeypatch.setattr(direct, "_scratches", direct._Scratches())
     monkeypatch.setattr(direct, "_memory", seen)
     device = torch.device("cpu")
     states, counters = direct.memory_of_stream(device, 5, 3)
@@ -390,6 +391,35 @@ def test_memory_that_outlives_a_call_is_of_another_thread(monkeypatch: pytest.Mo
     assert direct.scratch(like, 9) is states
     assert direct.scratch(like, direct._MOST_KEPT + 1) is not direct.scratch(like, direct._MOST_KEPT + 1)
     assert direct.memory_of_stream(device, 9, 3)[0] is states
+
+
+def test_scratch_memory_ends_with_its_thread_and_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing says when a stream is destroyed: its memory is freed once others of the thread have theirs."""
+    pytest.importorskip("triton")
+    from attn.torch.kernels import direct
+
+    monkeypatch.setattr(direct, "_scratches", direct._Scratches())
+    device = torch.device("cpu")
+    monkeypatch.setattr(direct, "_of_graphs", {device: (torch.zeros(4, dtype=torch.int32), 0)})
+    streams, found = range(1, direct._STREAMS + 1), list[list[weakref.ref[torch.Tensor]]]()
+
+    def launch(stream: int, floats: int = 5) -> list[weakref.ref[torch.Tensor]]:
+        return [*map(weakref.ref, direct.memory_of(device, stream, False, floats, 3).memory)]
+
+    def live(memory: list[weakref.ref[torch.Tensor]]) -> list[bool]:
+        return [x() is not None for x in memory]
+
+    thread = Thread(target=lambda: found.append(launch(1)))
+    thread.start()
+    thread.join()
+    assert live(found[0]) == [False, False], "of a thread that has ended"
+    first, *_ = [launch(stream) for stream in streams]
+    assert live(first) == [True, True] and launch(1) == first
+    larger = launch(1, 1 << 21)
+    assert live(first) == [False, False] and live(larger) == [True, True], "a stream has one at a time"
+    last = [launch(stream) for stream in range(100, 100 + direct._STREAMS)]
+    assert live(larger) == [False, False], "of a stream that others have followed"
+    assert all(live(memory) == [True, True] for memory in last) and len(direct._scratches.kept) == direct._STREAMS
 
 
 def test_each_launch_in_a_graph_has_counters_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
