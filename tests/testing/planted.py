@@ -1684,6 +1684,14 @@ DEFECTS = (
         "Rows are not put back to where they were between padding.",
     ),
     Defect(
+        "transformers_launch_that_prepares_nothing",
+        "integrations/transformers/dispatch.py",
+        "return None if prepared is self.of_any else prepared",
+        "return prepared",
+        ("integrations/transformers/test_dispatch.py",),
+        "A prompt of a second length fails where its kernel was not compiled before.",
+    ),
+    Defect(
         "transformers_plan_of_any_length",
         "integrations/transformers/masks.py",
         "single = rows == 1 and not draw and",

@@ -52,12 +52,15 @@ class DenseLaunch(NamedTuple):
     run: Run
     of_any: Any = None
 
-    def bound(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None) -> Run:
-        """Return `run`, or what does the same with less work of the host for arrays of these shapes and strides."""
+    def bound(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None) -> Run | None:
+        """Return what does the same as `run` with less work of the host for arrays of these shapes and strides; None if nothing
+        could be prepared, which may be another in the next call."""
         prepare = getattr(self.of_any, "bound", None)
         if prepare is None:
             return self.run
-        return prepare(query, key, value, *(() if sinks is None else (sinks,)))  # type: ignore[no-any-return]
+        prepared = prepare(query, key, value, *(() if sinks is None else (sinks,)))
+        # `of_any` itself, where it prepares nothing: its arguments are not those of a `Run`
+        return None if prepared is self.of_any else prepared
 
 
 _launches: "weakref.WeakKeyDictionary[Any, dict[Any, DenseLaunch | None]]" = weakref.WeakKeyDictionary()
@@ -160,7 +163,9 @@ def run_for(
     launch = plain_launches.get(decided) or (None if sinks is None else plain_launches.get((decided, id(sinks))))
     if launch is None or (sinks is not None and launch.of_any is None):
         return None if launch is None else launch.run
-    return keep(runs, facts, launch.bound(query, key, value, sinks))
+    bound = launch.bound(query, key, value, sinks)
+    # not kept: the first launch of a length may only compile the kernel, and the next layer's is prepared
+    return launch.run if bound is None else keep(runs, facts, bound)
 
 
 def launched(facts: tuple[Any, ...], sinks: torch.Tensor | None, launch: DenseLaunch) -> None:

@@ -223,6 +223,22 @@ def test_layers_of_a_step_repeat_a_prepared_call(dtype, monkeypatch):
 
 
 @torch.no_grad()
+def test_a_launch_that_prepares_nothing_computes_every_layer(monkeypatch):
+    """As that of Hopper's prompts does where no launch of their kind was compiled yet: a second length in one process."""
+
+    def plain(query, key, value):
+        return attn.attention(*(x.transpose(1, 2) for x in (query, key, value)), scale=0.25, layout="BSHD")
+
+    plain.bound = lambda query, key, value: plain
+    monkeypatch.setattr(dispatch, "_dense", lambda call, route: plain)
+    layers = [Layer() for _ in range(3)]
+    for rows in (9, 10):
+        for layer in layers:
+            given = arrays(rows, rows)
+            torch.testing.assert_close(attended(layer, given, None), plain(*given))
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0])}])
 def test_tokens_of_plain_layers_need_no_record_of_the_call(options, monkeypatch):
     """From the second turn of key numbers that a backend may distinguish on; a mask or a window does need one."""
