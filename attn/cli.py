@@ -285,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             envs.warn_of_unknown(lambda text: print(f"attn: {text}", file=sys.stderr))
             return args.run(args)
         finally:
-            sys.stdout.flush()  # here, so that a broken pipe is handled below
+            sys.stdout.flush()  # before the handlers below, which include a broken pipe
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `attn backends | head`
@@ -355,7 +355,7 @@ def user_message(error: Exception) -> str | None:
         package = (error.name or "").partition(".")[0]
         extra = EXTRAS[package]
         return f"{package} is not installed: {f'pip install {package}' if extra == 'dev' else pip_install(extra)}"
-    # The import system sets the name of an ImportError; this package's own, with its advice, have none.
+    # The import system names the module in an ImportError; those that this package raises have advice, and no name.
     if isinstance(error, AttnError) or (isinstance(error, ImportError) and error.name is None):
         return str(error)
     # A ValueError from a library below is a bug of ours: its message would mean nothing to the user.

@@ -5,7 +5,7 @@ With ATTN_RECORD set to a folder, layers keep a call whose output is not finite,
 ATTN_RECORD its calls cost one attribute check. With it, each call waits for the device, to check the output.
 
 A file (safetensors) holds the layer's arguments, the batch, and the cache pages that the batch uses, renumbered. Pages are
-those after the call, so that nothing is copied before it; a replay writes the new tokens again. The folder holds at most
+copied after the call, not before it; a replay writes the new tokens again. The folder holds at most
 `MAX_FILES` recordings of together `MAX_BYTES`. The oldest are kept: a non-finite value spreads to all later layers, and the
 first recording is the one that shows its origin.
 

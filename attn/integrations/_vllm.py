@@ -212,7 +212,7 @@ class AttnMetadataBuilder(vllm_backend.AttentionMetadataBuilder):
 
 
 class _Unscaled(Attention):
-    """A layer whose scales are those of vLLM's layer, which calls its implementation."""
+    """A layer that takes its scales from vLLM's layer: vLLM's calls the implementation directly."""
 
     def _warn_unscaled(self, missing: list[str]) -> None:
         """Do not warn: `AttnImpl` knows the scales when it first writes."""

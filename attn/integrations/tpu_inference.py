@@ -24,8 +24,8 @@ NAME = "attn"
 PATH = "attn.integrations._tpu_inference.AttnBackend"
 _INTERFACE = "tpu_inference.layers.common.attention_backend"
 _METADATA = "tpu_inference.layers.common.attention_metadata"
-#: Names of `_INTERFACE`, each with the arguments that it must take. `attention` must take no others: they could change its
-#: meaning.
+#: Functions and classes of `_INTERFACE` with the parameters that they must have. `attention` must have no others, which could
+#: change its meaning.
 _CALL = ("self", "kv_cache", "q", "k", "v", "md", "shared_md", "mesh", "sm_scale", "q_scale", "k_scale", "v_scale", "sinks")
 _RULES = ("attention_chunk_size", "update_kv_cache", "use_causal_mask", "attn_logits_soft_cap")
 _ATTENTION = (*_CALL, *_RULES, "head_dim_original", "decode_query_size")

@@ -117,7 +117,7 @@ class PagedAttentionMetadata(AttentionMetadata):
         if isinstance(layer, jax.core.Tracer):
             if layer.ndim or not jnp.issubdtype(layer.dtype, jnp.integer):
                 raise MetadataError("layer", None, layer.aval, "an int, or a traced scalar of an integer dtype")
-            return self.num_layers or 2  # with one layer, there would be nothing to trace
+            return self.num_layers or 2  # a traced layer index implies at least two layers
         number = as_int(layer)
         if number is None or number < 0 or (self.num_layers is not None and number >= self.num_layers):
             bound = "an int of at least 0" if self.num_layers is None else f"an int between 0 and {self.num_layers - 1}"

@@ -17,8 +17,8 @@ They run one after the other, except on Hopper where `hopper_prefill` handles 16
 the decode launched early onto the multiprocessors that the prefill leaves free. No lengths are fetched from the device and
 grids depend only on extents, max_query_len and max_seq_len: a captured launch serves any batch within those bounds.
 
-A decode of single tokens may write these to the cache before it reads it: of each request and kv head, the program whose keys
-are the last ones. No other program may read what it writes, so the caller knows that no two requests have that page.
+A decode of single tokens may write these to the cache before it reads it: for each request and kv head, the program of
+the last keys writes. No other program may read what it writes, so the caller ensures that no two requests share that page.
 
 Masked scores are selected away, never multiplied: they become -inf, and keys and values that no row sees are not loaded. If
 a tile's sums are not finite at the end, it is recomputed in a slower way, so that a NaN or infinity among values that some

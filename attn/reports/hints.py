@@ -68,8 +68,8 @@ def _head_size(request: Request, device: Device) -> Iterator[str]:
     for name in platform_for(device.framework, platform).priorities(request, accelerator):
         sizes = getattr(getattr(AttentionBackendEnum[name].candidate().backend, "capabilities", None), "head_sizes", None)
         if sizes is None or supports_size(request.head_size, sizes):
-            # A kernel that supports the size: nothing to report. One without limits is the framework's own operations,
-            # which say nothing about kernels.
+            # A kernel that supports the size: nothing to report. A backend without limits runs the framework's own
+            # operations, not a kernel.
             if sizes is not None and MultipleOf(1) not in sizes:
                 return
             continue

@@ -459,7 +459,7 @@ def _examine(
         if score.row:
             report.rows[case.dtype] = max(report.rows.get(case.dtype, 0.0), score.row)
         report.lse = max(report.lse, score.lse)
-        # What ended its process would end this one, in which the simpler cases run.
+        # A case that ended its process is not minimised: the simpler ones run in this process, and could end it too.
         if violations and not outcome.lost and family.minimise and not report.smallest and case.check == "oracle":
             smallest = minimised(case, lambda simpler: subject.serves(simpler) and bool(_outcome(backend, simpler).violations))
             report.smallest = smallest.repro(report.backend)

@@ -354,7 +354,7 @@ def _spans(case: Case) -> Array | None:
 
 
 def _sequence(case: Case, r: int) -> tuple[Array, Array]:
-    """Return request r's (keys, values) [m, K, D], rounded to the case's dtype; those of its own rows for an encoder."""
+    """Return request r's (keys, values) [m, K, D], rounded to the case's dtype; an encoder's are of its rows."""
     shares = case.new == "shared"
     # Requests that share pages must agree on what these hold, so all draw the longest one's tokens and keep their first ones.
     rng = np.random.default_rng([2, case.data_seed, 0 if shares else r])

@@ -38,7 +38,7 @@ def bits_of(tensor: torch.Tensor) -> "np.ndarray[Any, Any]":
 def static(tensors: Iterable[Any]) -> list[Any] | None:
     """Return the hashable metadata of tensors, without values and addresses; None unless all are plain tensors or None.
 
-    Whether gradients are recorded comes first; only then is it noted which tensors require them.
+    First whether gradients are recorded, and if so which tensors require them.
     """
     facts: list[Any] = [recorded := torch.is_grad_enabled()]
     for x in tensors:
@@ -76,7 +76,7 @@ class Facts:
         return self._check(*([tensors[i] for i in self._present] if self._absent else tensors))  # None is not like a tensor
 
     def watch(self, tensors: Sequence[Any]) -> None:
-        """Remember tensors that have these facts, so that `hold` recognises others that have them."""
+        """Remember the facts of these tensors: `hold` compares others with them in one call."""
         if _Guards is not None:
             present = [x for x in tensors if x is not None]
             # Dimensions are compared by these lists; one of None would match any size.

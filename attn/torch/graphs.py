@@ -69,7 +69,7 @@ def live_key(layer: Any) -> str:
 
 def paged_key(impl: Any, spec: KVCacheSpec) -> str:
     """Text from which a paged implementation can be rebuilt. Its per-head vectors are passed with each call."""
-    # What the constructor takes, so that the graph needs no layer: a serialised one runs in a process that has none.
+    # The arguments of the constructor: a serialised graph runs in a process without the layer.
     names = ("num_heads", "head_size", "num_kv_heads", "kv_cache_dtype", "logits_soft_cap", "attn_type")
     arguments = {name: getattr(impl, name) for name in (*names, "kv_sharing_target_layer_name")}
     # as they were passed: the constructor folds the sign and completes the window again

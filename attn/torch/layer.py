@@ -138,7 +138,7 @@ class Attention(BaseAttention, _Module):
             else:
                 self.register_buffer("sinks", self.impl.sinks)
         self._share_sinks()
-        # Text with which a graph rebuilds the implementation; one that is traced into every graph needs none.
+        # The text from which a graph rebuilds the implementation; "" where graphs trace the implementation itself.
         is_traced = self.impl.traceable and type(self.impl).traces is AttentionImpl.traces  # every call
         self.graph_key = "" if is_traced else graphs.paged_key(self.impl, self.kv_cache_spec)
 

@@ -356,9 +356,8 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         """Fill what `metadata_cls` adds to `PagedAttentionMetadata`, after the batch was validated."""
 
     def _arrays(self, batch: CommonAttentionMetadata, known: Checked | None = None) -> tuple[list[torch.Tensor], Pages | None]:
-        """Return the batch's `ARRAYS` on the device: those of NumPy's in one copy, which the device makes while the host goes
-        on; tensors that are there already as they are. And the rows of the block table, if they were read. known: what
-        `batch.known` returned."""
+        """Return the batch's `ARRAYS` on the device, and the rows of the block table if they were read. NumPy arrays are
+        sent in one asynchronous copy; tensors on the device are returned unchanged. known: what `batch.known` returned."""
         target = self.device
         # a CPU needs no staged copy: tensors share the arrays' memory
         if target is None or target.type == "cpu":

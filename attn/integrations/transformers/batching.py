@@ -71,7 +71,7 @@ def paged_name() -> str:
     """Return a name that the installed transformers accepts for continuous batching without masks."""
     from transformers import AttentionInterface
 
-    # of its own implementations, only versions that ask for the prefix have one with it
+    # versions that require the prefix list their own implementations with it
     prefixed = f"{PREFIX}flash_attention_2" in AttentionInterface._global_mapping
     return f"{PREFIX}{PAGED}" if prefixed else PAGED
 

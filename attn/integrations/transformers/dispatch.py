@@ -147,7 +147,7 @@ def deciding(facts: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return what decides the launch of a call with these facts: nothing that is another in each step."""
     # strides, which only a prepared launch depends on, are left out
     (batch, heads, rows, size), k, v, _, _, _, *constants = facts
-    # as `launch_of` asks of a call: a launch is of arrays that belong together
+    # the checks of `launch_of`: shapes that match, and no empty array
     fits = batch == k[0] == v[0] and k[1:3] == v[1:3] and batch * rows * k[2] > 0
     return fits, heads, k[1], size, k[3], v[3], sizes_that_decide(rows, k[2]), *constants
 
@@ -155,8 +155,8 @@ def deciding(facts: tuple[Any, ...]) -> tuple[Any, ...]:
 def run_for(
     facts: tuple[Any, ...], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
 ) -> Run | None:
-    """Return what computes calls of these facts, and keep it in `runs` if it does so for any layer; None if none was launched
-    that is decided alike."""
+    """Return the function that computes calls with these facts, and store it in `runs` if it serves any layer; None if no
+    call of equal `deciding` facts was launched."""
     decided = deciding(facts)
     # Launches that hold a module's own layer are of these sinks. An object that has the address of one that is gone finds a
     # layer with the same rules, and its sinks are passed with the call.

@@ -138,7 +138,7 @@ def mask(
     if pattern is None or end > kv_length or (end < kv_length and kv_offset):
         return draw()  # type: ignore[no-any-return]
     causal = pattern.layer.causal
-    end = end if causal else kv_length  # rows that see later keys see all that there are
+    end = end if causal else kv_length  # without causality rows see keys of the whole cache
     present, whole = _valid(attention_mask, batch_size, end, kv_length, kv_offset, device)
     left = pattern.layer.window[0]
     described = Described(visible(causal, None if left is None or left + 1 >= end else left + 1), present, q_length, whole)

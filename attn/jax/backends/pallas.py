@@ -34,7 +34,7 @@ from attn.visibility import LayerMask
 #: The maximum width of a tree: a row of its mask is the lanes of one register.
 MAX_TREE_WIDTH = 128
 
-#: Static arguments: programs are compiled once per shape and values of these; layers that differ in other numbers share them.
+#: Static arguments: each combination of their values and of shapes compiles a program, which layers share.
 _STATIC = ("max_query_len", "mask", "logits_soft_cap", "return_lse", "invariant")
 _attend = _calls.in_32_bits(jax.jit(kernel.ragged_paged_attention, static_argnames=_STATIC))
 _attend_segments = _calls.in_32_bits(jax.jit(flash_attention, static_argnames=("rules", "return_lse")))

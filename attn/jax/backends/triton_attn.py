@@ -53,7 +53,7 @@ class TritonAttentionImpl(PagedAttentionImpl, backend=TritonAttentionBackend):
         return self._launch(call, keys, call.meta.max_seq_len, mask=call.meta.mask)
 
     def _attend_ragged(self, call: PagedCall) -> tuple[jax.Array, jax.Array | None]:
-        # a request of an encoder sees its own rows, so that its keys are as many
+        # encoders: keys and rows are the same tokens, so max_query_len bounds the keys too
         return self._launch(call, {"keys": call.key, "values": call.value}, call.meta.max_query_len)
 
     def _launch(

@@ -393,7 +393,7 @@ def sparse(chip: str, shape: Sparse) -> PallasProgram:
         rules: dict[str, Any] = {"kv_lora_rank": RANK, "scale": 0.1}
         return kernel.mla_sparse_attention(query, cache, indices, Requests(*requests), **rules, chip=chip, interpret=False)
 
-    # Each row reads its own keys from HBM, also those that another row of its request names.
+    # Each row reads its keys from HBM itself, also those that another row of the request reads.
     keys = float((indices >= 0).sum())
     traffic = 2 * (keys * (RANK + ROPE) + len(slots) * shape.num_heads * (2 * RANK + ROPE))
     flops = 2.0 * shape.num_heads * (2 * RANK + ROPE) * keys

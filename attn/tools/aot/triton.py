@@ -561,7 +561,7 @@ def _launch_int8(choice: Choice) -> None:
     (rows, keys), (heads, kv_heads), size = choice["lengths"], choice["heads"], choice["head_size"]
     dtype, wide = getattr(torch, choice["dtype"]), 2**31 // keys // size if choice["large"] else kv_heads
     query = torch.empty(2, rows, heads, size, dtype=dtype)
-    # A view whose strides, not its shape, reach 2**31 elements; one head more than is used, so that it is never contiguous.
+    # A view whose strides, not its shape, reach 2**31 elements; the extra head keeps it from being contiguous.
     key = torch.empty(2, keys, wide + 1, size, dtype=dtype)[:, :, :kv_heads]  # never written to
     int8_attention(
         torch.empty_like(query),

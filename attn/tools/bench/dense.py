@@ -139,7 +139,7 @@ class DenseReport(BenchReport):
         """Return every wrong row, and every exact backend that is faster than its shape's choice by more than `MARGIN`."""
         sentences = [f"{row.shape} {row.backend} is wrong: {' '.join(str(row).split())}" for row in self.rows if not row.right]
         timed = [(row, row.timing.ms) for row in self.rows if row.right and row.timing]
-        # A wrong choice has no time here: it is a problem of its own above.
+        # A choice with wrong results is not in `timed`: the lines above report it.
         for best, least in ((row, ms) for row, ms in timed if row.chosen):
             sentences += [
                 f"{row.shape}: {row.backend} takes {ms:.4f} ms, the choice {best.backend} {least:.4f}"

@@ -86,7 +86,7 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[BenchVerdict]:
         choice = next((row for row in right if row.get("chosen")), None)
         if choice is None:
             continue
-        # The choice is among them, so there is one.
+        # Never empty: the choice itself can be selected.
         first = min((row for row in right if not _beside(row)), key=lambda row: row["ms"])
         peer = min((row for row in right if _beside(row)), key=lambda row: row["ms"], default=None)
         more = {} if peer is None else {"peer": peer["backend"], "ahead": choice["ms"] / peer["ms"] - 1}

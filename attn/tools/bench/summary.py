@@ -13,7 +13,7 @@ from attn.tools.bench.judge import case_of, geometric_mean, timed, verdicts
 
 #: Below this many bytes of keys a decode is launch-bound: its bandwidth says nothing about its kernel.
 LARGE = 8 << 20
-#: Backends that run the same kernels: none is another's rival.
+#: Backends that run the same kernels, so comparing them with one another means nothing.
 SAME_KERNELS = frozenset({"TRITON_ATTN", "TREE_ATTN", "ROCM_ATTN"})
 #: Columns of an outcome.
 COLUMNS = (
@@ -25,8 +25,8 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class BatchOutcome:
-    """One batch: `row`, of the selector's choice (else of the first backend named), and `other`, the row of the fastest other
-    kernel (None: no other has a time), not of a backend that runs the same one. `number` counts a framework's batches from 1;
+    """One batch: `row` of the selector's choice (else of the first backend named), and `other` of the fastest different kernel
+    (None: no other has a time). `number` counts a framework's batches from 1;
     `lost`: as `BenchVerdict.lost`."""
 
     number: int

@@ -234,8 +234,8 @@ def _add(
         # A copy, since `fails` below runs cases, for which the lock must be free.
         known = [find for find in report.finds if find.kind == outcome.failure]
     for find in known:
-        # It has all that the known failure needs, and passes, or fails otherwise, once these are plain: the same failure. If it
-        # still fails without them, it is another one.
+        # The case has every field that the known failure needs, and no longer fails in this way once they are plain: the same
+        # failure. If it still fails without them, the failure is new.
         if _alike(find.needs) <= _alike(features_of(case, family.plain)) and not (
             find.needs and fails(case.replace(**{name: family.plain[name] for name in find.needs}))
         ):

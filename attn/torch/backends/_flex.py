@@ -257,7 +257,7 @@ def _places(table: torch.Tensor, lens: torch.Tensor, num_pages: int, page: int) 
     index = torch.arange(columns, device=table.device, dtype=torch.int32).expand(requests, columns)
     used = index < -(-lens[:, None] // page)
     first = torch.arange(requests, device=table.device)[:, None] * num_pages
-    # Entries past a request's tokens may be anything; they go to one element more, which nothing reads.
+    # Table entries past a request's tokens are undefined: they go to an extra last element that is never read.
     at = torch.where(used, first + table, requests * num_pages)
     places = torch.full((requests * num_pages + 1,), -1, dtype=torch.int32, device=table.device)
     # the maximum, because the order in which a scatter writes to one element is not defined

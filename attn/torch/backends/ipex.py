@@ -108,7 +108,7 @@ class IpexAttentionImpl(PagedAttentionImpl, backend=IpexAttentionBackend):
                 block_size=keys.shape[2],
                 max_context_len=longest,
                 alibi_slopes=None,
-                # as long as the longest context, so that it hides nothing; the module's text says why there is one
+                # hides no key; the module's docstring says why a window is passed
                 window_size=longest,
             )
         rows = int(starts[first])

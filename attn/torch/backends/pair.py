@@ -3,8 +3,8 @@
 The first named serves *decodes*, requests of up to `FEW_ROWS` new tokens, and the second *prompts*, longer ones. A batch of
 both is divided where its first prompt begins, if most requests from there on are prompts, which is how engines order a batch.
 The first serves any other batch whole: prompts and decodes in no order, and lengths that only the device knows, so that a
-graph which was captured with such a batch serves any. The parts of a batch are decided once, when its metadata is built; one
-whose fields are assigned later has none.
+graph which was captured with such a batch serves any. A batch is divided once, when its metadata is built; if its fields are
+assigned later, the first backend serves it whole.
 
 A pair serves what both of its backends serve. Its first backend writes the cache; both read it, so their layouts must be equal.
 `batch_invariant` is not served, since the place of a request in its batch decides who serves it. There are no pairs under jax:
@@ -150,7 +150,7 @@ def decodes_of(batch: CommonAttentionMetadata) -> int:
 
 
 def _member_batches(batch: PagedAttentionMetadata) -> "tuple[MemberBatch, ...]":
-    """Return the members' batches of one; none, so that the decodes' backend serves it whole, if fields were assigned since."""
+    """Return the batches of the members; () if fields were assigned since: the decodes' backend then serves it whole."""
     # compared by identity, as fields are where calls are kept
     if batch.member_batches and not all(map(is_, batch.divided_by, _divided_by(batch))):
         batch.member_batches = ()
@@ -184,7 +184,7 @@ class PairedImpl(PagedAttentionImpl):
         return type(self), *self._member(0)._constants()
 
     def _kind_of_batch(self, attn_metadata: PagedAttentionMetadata, kv_cache: Any) -> Any:
-        # None: the members' own lengths decide what is launched, of which later batches' records know nothing
+        # None, never repeated: launches depend on each member's lengths, which the key of a batch does not contain
         return None if _member_batches(attn_metadata) else self._member(0)._kind_of_batch(attn_metadata, kv_cache)
 
     def _stages(self, call: PagedCall) -> Any:

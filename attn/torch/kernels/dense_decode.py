@@ -265,8 +265,8 @@ class Decoder:
         if not batch or not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
             return self
         kernel, grid, memory, numbers = self._planned(query, key, value, sinks)
-        # In the order of the kernel's parameters. Addresses that each call brings are 0 here, as are those of arrays that are
-        # not there.
+        # In the order of the kernel's parameters. Addresses are 0 for absent arrays, and here for those that each
+        # call fills in.
         arguments = 0, *[0 if x is None else x.data_ptr() for x in memory], *[0] * 7, *numbers, 0
         shape, changing = (batch, 1, self.heads, self.size), [(0, 0), (3, 1), (4, 2), (5, 3)]
         if sinks is not None:

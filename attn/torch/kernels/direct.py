@@ -167,8 +167,8 @@ class Prepared:
             kept(programs, columns, self._device, addresses, numbers)
         else:
             compiled = self._kernel[programs, columns](*arrays, *numbers, **self._constants)
-            # The first launch is Triton's own: it compiles the kernel and examines arguments. Later ones pass the same kind of
-            # them.
+            # The first launch is Triton's own: it compiles the kernel and examines arguments. Later ones have arguments
+            # of the same types and alignment.
             if isinstance(compiled, triton.compiler.CompiledKernel):  # else it is interpreted, or still being compiled
                 names = self._kernel.arg_names[len(addresses) + len(numbers) :]
                 last = tuple(self._constants[name] for name in names)
@@ -204,7 +204,7 @@ class Prepared:
             return general
         arguments = *arguments, *compiled.last
         # Steps of one kernel share a buffer, which is bound once: binding a launch costs more than repeating it. A step that
-        # finds another step's arguments there packs its own.
+        # finds the arguments of another step in it packs its own.
         if self._idle is None:
             slots, buffer = (ctypes.c_uint64 * 5)(), launcher.buffer()
             bound = launcher.bind(*grid, arguments, changing, ctypes.addressof(slots), buffer)
@@ -242,14 +242,14 @@ class Prepared:
 
 
 def temporary(memory: torch.Tensor) -> torch.Tensor:
-    """Return memory whose contents are of this call alone: a call that repeats its launches gives them other memory."""
+    """Return `memory`, marked as scratch of this call: a repetition of its launches passes scratch memory of its own."""
     if keepers and (keeper := keepers.get(get_ident())) is not None:
         keeper.temporary(memory)
     return memory
 
 
 def operate(function: Callable[..., Any], *tensors: torch.Tensor) -> None:
-    """Call a function of torch's operators between launches; a call that repeats these calls it too, with its own tensors.
+    """Call a function of torch's operators between launches; a repetition of the launches calls it with its own tensors.
 
     An argument that is a tensor of the call itself, not a view of one, must have this shape in all such calls.
     """

@@ -11,7 +11,7 @@ int32; scores, softmax and sums are float32; values are multiplied in their own 
 
 Keys from `lens[b]` on do not exist: their codes are 0, their scores -inf, and their values are not loaded. A NaN or
 infinity in a query's row affects that row; among a head's keys it affects all rows of that head (through the mean); among
-values, those of the tiles that see it. Offsets are 64-bit wherever an array may have 2^31 elements.
+values, all rows of the tiles that see it. Offsets are 64-bit wherever an array may have 2^31 elements.
 """
 
 from typing import NamedTuple

@@ -61,10 +61,10 @@ class _Operation(NamedTuple):
 
 
 class Keeper:
-    """Collects the launches of a call while it is entered; after that, `kept` repeats them, or is None if nothing can.
+    """Collects the launches of a call while it is entered; after that, `kept` repeats them, or is None if that is impossible.
 
-    Nothing can where a launch was interpreted, or reads memory that is neither the call's, nor the batch's, nor temporary: a
-    copy that the call made, which launches alone would not make again.
+    It is if a launch was interpreted, or reads memory that belongs neither to the call nor to the batch and is not
+    temporary: a copy that the call made, which the launches alone would not make again.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor | None]) -> None:
@@ -141,7 +141,7 @@ class Keeper:
 
     def _inside(self, address: int) -> Origin:
         owners = [(i, address - begin) for i, (begin, end) in enumerate(self._extents) if begin < address < end]
-        # In none, it is a copy that the call made; in several, the next call's tensors may lie elsewhere relative to one
+        # In no tensor: a copy that the call made. In several: the next call's tensors may lie elsewhere relative to one
         # another.
         self._complete &= len(owners) == 1
         return "inside", owners[0] if owners else (0, 0)
@@ -179,7 +179,7 @@ class Stages:
 
 @contextmanager
 def unkept() -> Iterator[None]:
-    """Collect no launches: those that a call makes besides its own, to measure them."""
+    """Collect no launches in this block: a call makes them to measure kernels, not to compute its result."""
     keeper = keepers.pop(get_ident(), None)
     try:
         yield
@@ -191,7 +191,7 @@ def unkept() -> Iterator[None]:
 class KeptLaunches:
     """Launches that can be repeated for tensors of the same shapes, strides and dtypes at other addresses.
 
-    of_batch: whether they serve no batch but those of their kind, so that no graph, which serves others too, may have them.
+    of_batch: whether they serve batches of one kind only, so that no captured graph, which serves others too, may use them.
     """
 
     of_batch = False

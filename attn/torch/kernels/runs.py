@@ -22,7 +22,7 @@ def numbers(count: int, start: int, step: int, device: torch.device, stream: int
 
 @functools.lru_cache(maxsize=128)
 def _kept_numbers(count: int, start: int, step: int, device: torch.device, stream: int) -> torch.Tensor:
-    """stream: the one that computes the numbers, and reads them."""
+    """stream: the stream that computes and reads the numbers."""
     if step == 0:
         return torch.full((count,), start, dtype=torch.int32, device=device)
     return torch.arange(start, start + count * step, step, dtype=torch.int32, device=device)

@@ -265,7 +265,7 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
         # Shapes are those of the whole batch, as any number of its requests may be long; the packed rows come first.
         lens = jnp.where(long, jnp.diff(meta.query_start_loc), 0)
         context = jnp.where(long, jnp.maximum(meta.seq_lens - lens, 0), 0)
-        # those with a context first, so that the rows that attend some of it are neighbours
+        # requests with a context first: the rows that attend a workspace are then contiguous
         packed = xla_mla.pack(meta.query_start_loc, lens, jnp.argsort(context == 0, stable=True), q.shape[0])
         # contexts of all long requests in a line, in packed order, which the workspaces divide at equal distances
         keys = jnp.pad(jnp.cumsum(context[packed.order], dtype=jnp.int32), (1, 0))
@@ -308,7 +308,7 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
             low, high = packed.starts[request[0]], packed.starts[request.max() + 1]
 
             def attend(j: jax.Array, state: Any) -> Any:
-                """Attend it by one window of the rows whose context it is."""
+                """Attend the workspace by one window of the rows whose contexts it holds."""
                 # a slice of `window` rows must lie within the array: XLA would move it silently
                 begin = jnp.minimum(low + j * window, query.shape[0] - window)
                 row = begin + jnp.arange(window, dtype=jnp.int32)

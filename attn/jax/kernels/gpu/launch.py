@@ -143,7 +143,7 @@ def launch(
         elif isinstance(value, jax.Array | np.ndarray):
             operands[name], parameters[name] = value, Pointer(types.get(name) or value.dtype.name)
     program = compile_kernel(kernel, arch, parameters, options)
-    # The driver refuses a launch without programs; such a call writes nothing, so its arrays are returned as they came.
+    # The driver refuses a launch without programs; such a call writes nothing, so its output arrays are returned unchanged.
     extents = (*grid, 1, 1)[:3]
     if not math.prod(extents):
         return tuple(jnp.asarray(operands[name]) for name in writes)

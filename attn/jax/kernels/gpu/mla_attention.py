@@ -211,7 +211,7 @@ def _prepared(of: Decode, made: MLALaunches, args: dict[str, Any], new: New | No
         **{"kv_c_t": rank, "k_pe_t": of.rope, "c_block": args["c_block"], "c_slot": args["c_slot"]},
         **mla_prepare.constants((of.heads, made.block_n, block_of(of.requests)), (rank, of.rope, of.page), code),
     }
-    # by the names that the stages give them: that of the parameter here
+    # the stages' name of each array -> the name of the parameter in this kernel
     written = {"out": "output", "lse": "lse", "items": "table", "cache": "cache"}
     written = {name: parameter for name, parameter in written.items() if arguments[parameter] is not None}
     codes = {"cache": "uint8"} if code in ("e4m3", "e5m2") else {}

@@ -153,7 +153,7 @@ _STRIDES = ("o_t", "o_h", "q_t", "q_h", "k_block", "k_slot", "k_head", "v_block"
 
 
 class _LaunchSequence:
-    """The launches of one call, one after the other: each writes what the ones before left."""
+    """The launches of one call in order: each continues with the arrays that the previous ones wrote."""
 
     def __init__(
         self, rules: Launches, arch: str, arrays: dict[str, Any], read: dict[str, str], strides: Sequence[int], blocks: int

@@ -275,8 +275,8 @@ def context_spans(context_lens: "IntArray", workspace: int) -> list[Span]:
 @exportable
 @dataclass
 class MLACommonMetadata(PagedAttentionMetadata):
-    """One batch on the device, its decodes, its short prompts over long contexts, which are absorbed as decodes are, and its
-    prefills (None: no such request)."""
+    """One batch on the device, in three groups, each None if it has no request: decodes; short prompts over long contexts,
+    which are absorbed as decodes are; prefills."""
 
     decode: MLADecodeMetadata | None = None
     short: MLADecodeMetadata | None = None
@@ -380,7 +380,7 @@ def _split(batch: MLACommonMetadata, threshold: int, short_rows: int) -> None:
     q_lens = starts[1:] - starts[:-1]
     device, block_size = batch.seq_lens.device, batch.block_size
     assert block_size is not None
-    # fresh: nothing is cached of it but its new tokens
+    # fresh: a request without context
     is_decode, fresh = q_lens <= threshold, lens <= q_lens
     # int64: rows times keys of one long prompt exceed 32 bits
     short = ~is_decode & is_short(q_lens.astype(np.int64), (lens - q_lens).clip(min=0).astype(np.int64), short_rows)

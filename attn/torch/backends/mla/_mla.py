@@ -378,7 +378,7 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
             latent = latent.to(query.dtype)
         # [H, T, L] x [H, L, Dv], into a view of the output
         self._operate(_bmm, latent.transpose(0, 1), self._w_uv, out.transpose(0, 1))
-        # kernels fill the one that they are passed; others return their own
+        # kernels write to `lse`; vendors' functions return an array of their own
         if lse is not None and log is not lse:
             assert log is not None
             lse.copy_(log)

@@ -37,9 +37,9 @@ class _Halves(NamedTuple):
 
     @property
     def common(self) -> dict[str, Any]:
-        """The arguments that are named alike by all of them."""
+        """The arguments that every provider has under the same name."""
         lens = {"cu_seqlens_q": self.meta.query_start_loc, "max_seqlen_q": self.meta.max_query_len}
-        # causal in any case: with one row it hides nothing
+        # always causal: to a single row this makes no difference
         return {**lens, "softmax_scale": self.scale, "causal": True}
 
 

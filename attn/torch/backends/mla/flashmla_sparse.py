@@ -48,7 +48,7 @@ class FlashMLASparseImpl(SparseMLAImpl, backend=FlashMLASparseBackend):
         kernels, kv_cache = flash_mla(), call.kv_cache
         assert call.indices is not None
         slots = _slots(call.indices, call.meta)
-        # `most_heads` of the backend says that there is one
+        # one exists: `most_heads` refuses layers with more heads
         heads = next(known for known in _HEADS if known >= self.num_heads)
         q, real = with_heads(call.q, heads), slice(0, self.num_heads)
         if self.kv_cache_dtype == "fp8_ds_mla":

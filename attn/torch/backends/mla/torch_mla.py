@@ -65,5 +65,5 @@ class TorchMLAImpl(MLACommonImpl, backend=TorchMLABackend):
             _ragged.attend(work, rules)
             return
         for i, seen in enumerate(limits):
-            # a row whose last key is its own, over the keys that it sees
+            # one row over its first `seen` keys, as if it were the last of them
             _ragged.attend(replace(work.narrow(i, i + 1, 0, seen), position=seen - 1), rules)

@@ -1,6 +1,6 @@
 """TRITON_ATTN: this package's own Triton kernel on dense batches: exact, any head size, on NVIDIA and AMD GPUs.
 
-It is the paged kernel; single rows that repeat (`launcher`) have one of their own. A sequence that attends itself is passed
+It is the paged kernel; repeated decodes (`launcher`) have a kernel of their own. A sequence that attends itself is passed
 directly, as for encoders; other keys are passed as a cache with pages in order. For such a cache, the length is padded to a
 multiple of a page, and the present keys are moved to the start.
 """

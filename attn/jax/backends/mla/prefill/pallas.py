@@ -15,7 +15,7 @@ from attn.jax.backends import _calls
 from attn.jax.kernels.tpu.flash_attention import Extras, FlashParams, flash_attention
 from attn.visibility import LayerMask
 
-#: Segments of the rows and keys that belong to no request. They differ, so such rows see no key.
+#: Segment ids of padding rows and padding keys. They differ, so padding rows see no key.
 _NO_ROW, _NO_KEY = -1, -2
 
 

@@ -37,7 +37,7 @@ class TorchSDPAPrefillBackend(MLAPrefillBackend):
 def _by_kernel(work: Work, rules: RequestParams, causal: bool) -> bool:
     """Run the CPU kernel on one request. Returns False if the result would not be exact."""
     wide = work.key.shape[2]
-    # without causality nothing is masked, so that NaN reaches the rows that see it only
+    # a masked NaN would reach rows that do not see it; without causality nothing is masked
     if work.key.shape[1] == 0 or work.value.shape[2] > wide or (causal and not work.finite()):
         return False
     # [1, H, m, D]
