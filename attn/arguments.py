@@ -101,9 +101,9 @@ def check_per_head(name: str, values: Any) -> None:
     # defined. An infinite slope times the distance 0 of a row to its own key is NaN.
     bad = np.isnan(numbers) if name == "sinks" else ~np.isfinite(numbers)
     if bad.any():
-        at = tuple(int(i) for i in np.argwhere(bad)[0])
+        index = tuple(int(i) for i in np.argwhere(bad)[0])
         allowed = "a number, or -inf for a head without a sink" if name == "sinks" else "finite"
-        raise ValueError(f"{name}{list(at)} = {numbers[at]}: must be {allowed}")
+        raise ValueError(f"{name}{list(index)} = {numbers[index]}: must be {allowed}")
 
 
 def _number(name: str, value: Any) -> float:

@@ -176,15 +176,15 @@ class BaseLayer:
         num_blocks, block_size = resolve_obj_by_qualname(f"{caches}.extent")(self.backend, kv_cache)
         # Ids are checked against this cache, which may have fewer blocks than the largest one of the layer.
         slots = page_slots(block_ids, num_blocks, block_size)
-        parts = [arrays.to_framework(x, self.framework) for x in (keys, values)]
-        checked = zip(("keys", "values"), parts, self._row_shapes(), strict=True)
+        pages = [arrays.to_framework(x, self.framework) for x in (keys, values)]
+        checked = zip(("keys", "values"), pages, self._row_shapes(), strict=True)
         extent = (len(block_ids), block_size)
         codes = [check_pages(name, x, (*extent, *row), spec.kv_cache_dtype, spec.dtype) for name, x, row in checked]
         # Codes are stored with the scale that they were made with, values with the layer's: one call does not mix the two.
         if codes[0] != codes[1]:
-            raise DTypeError(f"keys have dtype {parts[0].dtype}, values {parts[1].dtype}: must both be values or both be codes")
+            raise DTypeError(f"keys have dtype {pages[0].dtype}, values {pages[1].dtype}: must both be values or both be codes")
         # [n, P, ...] -> [n * P, ...], in the order of `slots`.
-        rows = [x.reshape(-1, *x.shape[2:]) for x in parts]
+        rows = [x.reshape(-1, *x.shape[2:]) for x in pages]
         return resolve_obj_by_qualname(f"{caches}.load")(self, kv_cache, slots, *rows, codes[0])
 
     def _with_weights(self, result: Any, *arguments: Any) -> tuple[Any, ...]:

@@ -108,12 +108,12 @@ def markdown(cells: Iterable[str]) -> str:
 def html(head: Sequence[str], rows: Iterable[Sequence[Any]], styles: Iterable[str] = ()) -> str:
     """Format rows of HTML, left-justified below each heading; a cell is HTML, or (HTML, its style), `styles` are the rows'."""
     aligned = [LEFT if name else "" for name in head]
-    made = [_html_row("th", zip(map(escape, head), aligned, strict=True))]
+    cells = [_html_row("th", zip(map(escape, head), aligned, strict=True))]
     for row, style in itertools.zip_longest(rows, styles, fillvalue=""):
         pairs = [(cell, "") if isinstance(cell, str) else cell for cell in row]
         styled = [(cell, ";".join(filter(None, (left, more)))) for (cell, more), left in zip(pairs, aligned, strict=True)]
-        made.append(_html_row("td", styled, style))
-    return f"<table>{''.join(made)}</table>"
+        cells.append(_html_row("td", styled, style))
+    return f"<table>{''.join(cells)}</table>"
 
 
 def _html_row(tag: str, cells: Iterable[tuple[str, str]], style: str = "") -> str:

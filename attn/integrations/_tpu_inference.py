@@ -427,8 +427,8 @@ def _with_images(prepare: Any) -> Any:
             "window_cuts": model.startswith(("gemma3", "gemma4")),  # as in transformers; windows are longer than images
             "full_layers": not model.startswith("gemma4"),
         }
-        made = tuple(ImageMetadata(**vars(batch), **images) for batch in batches)
-        batch = made[0] if groups is None else type(step[_BATCH])(made, step[_BATCH].layer_names_per_group)
+        metadata = tuple(ImageMetadata(**vars(batch), **images) for batch in batches)
+        batch = metadata[0] if groups is None else type(step[_BATCH])(metadata, step[_BATCH].layer_names_per_group)
         return (*step[:_BATCH], batch, *step[_BATCH + 1 :])
 
     return prepare_inputs
@@ -439,14 +439,14 @@ def _spans(runner: Any, scheduled: Any, step: Any) -> np.ndarray[Any, Any] | Non
     step that cuts an image."""
     spans = np.full((step[_IDS].shape[0], 2), -1, np.int32)
     for shard, names in step[_REQUESTS].items():
-        at = shard * step[_TOKENS]
+        offset = shard * step[_TOKENS]
         for name in names:
             request, new = runner.requests[name], scheduled.num_scheduled_tokens[name]
             # tokens of audio are causal
             images = [image.mm_position for image in request.mm_features if image.modality != "audio"]
             ranges = [span for image in images for span in image.extract_embeds_range()]
-            cut = mark_images(spans[at : at + new], request.num_computed_tokens, ranges)
+            cut = mark_images(spans[offset : offset + new], request.num_computed_tokens, ranges)
             if cut:
                 raise UnsupportedError(f"{name}: a chunk {cut} not supported: {_ELSEWHERE}")
-            at += new
+            offset += new
     return spans if (spans >= 0).any() else None

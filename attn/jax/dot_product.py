@@ -207,11 +207,11 @@ def _triton(call: _DenseCall) -> tuple[jax.Array, jax.Array]:
     scale = size**-0.5 if call.scale is None else float(call.scale)
     layer = LayerParams(scale, left=left, right=0 if causal else right)
 
-    def others(query: jax.Array, key: jax.Array, value: jax.Array, lens: jax.Array | None) -> Any:
+    def fallback(query: jax.Array, key: jax.Array, value: jax.Array, lens: jax.Array | None) -> Any:
         return _of_jax(call._replace(query=query, key=key, value=value, key_lens=lens), _other(call))
 
-    made = differentiable(lambda query, key, value, lens: dense_attention(query, key, value, lens, layer), others)
-    out, lse = made(call.query, call.key, call.value, call.key_lens)
+    function = differentiable(lambda query, key, value, lens: dense_attention(query, key, value, lens, layer), fallback)
+    out, lse = function(call.query, call.key, call.value, call.key_lens)
     return out, lse
 
 

@@ -117,8 +117,8 @@ class Ops:
     def pages(layer: Any, kv_cache: jax.Array, ids: Array) -> list[Array]:
         """Return the stored keys and values [n, P, K, D] of blocks `ids` [n]. A view may be wider than the head: it is cut."""
         width = layer.impl.head_size if kv_cache.dtype != jnp.uint8 else None  # packed rows are wider than what they hold
-        taken = jax.jit(lambda cache, at: [x[at][..., :width] for x in layer.backend.logical_kv_cache(cache)])
-        return [bits_of(np.asarray(x)) for x in taken(kv_cache, jnp.asarray(ids, jnp.int32))]
+        gather = jax.jit(lambda cache, index: [x[index][..., :width] for x in layer.backend.logical_kv_cache(cache)])
+        return [bits_of(np.asarray(x)) for x in gather(kv_cache, jnp.asarray(ids, jnp.int32))]
 
     @staticmethod
     def keys(layer: Any, kv_cache: jax.Array, blocks: jax.Array) -> jax.Array:

@@ -44,7 +44,7 @@ def capabilities(table: Iterable[Any], groups: Sequence[str] = GROUPS) -> Pictur
         axis.tick_params(which="both", length=0)
         begin = 0
         for group in groups:
-            count = sum(of == group for of, _ in columns)
+            count = sum(column_group == group for column_group, _ in columns)
             axis.axvline(begin - 0.5, color="black", linewidth=1)
             axis.text(begin - 0.4, len(rows) - 0.3, group.replace("_", " "), fontsize=8, va="top")
             begin += count

@@ -330,12 +330,12 @@ def _spans(case: Case) -> Array | None:
         return None
     spans = np.full((sum(case.query_lens) + case.padding, 2), -1, np.int32)
     spans[sum(case.query_lens) :] = 1 << 20  # rows of padding are not read
-    at = 0
+    offset = 0
     for r, (n, m) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
         rng = np.random.default_rng([11, case.geometry_seed, r])
         # `ranges` is a view, through which the request's rows of `spans` are written.
-        position, ranges = np.arange(m - n, m), spans[at : at + n]
-        at += n
+        position, ranges = np.arange(m - n, m), spans[offset : offset + n]
+        offset += n
         live = position >= 0
         if case.spans < 0:
             ranges[live] = position[live, None]

@@ -9,7 +9,7 @@ from attn.testing.case import Case
 from attn.testing.subject import M_LENS, Q_LENS, SPARSE, Subject, base_case, main_dtypes, per_head_scales
 
 #: Makes a case of the subject's usual shape: its name, the lengths of queries and keys, and changed fields.
-At = Callable[..., Case]
+Make = Callable[..., Case]
 
 _ONES = (1,) * 5  #: five decodes, or five requests of one key
 
@@ -17,87 +17,87 @@ _ONES = (1,) * 5  #: five decodes, or five requests of one key
 def fixtures(subject: Subject) -> list[Case]:
     """Return the cases of known bugs: boundary lengths, extreme scores and each feature on its own."""
 
-    def at(name: str, q: Sequence[int] = Q_LENS, m: Sequence[int] = M_LENS, **changes: Any) -> Case:
+    def make(name: str, q: Sequence[int] = Q_LENS, m: Sequence[int] = M_LENS, **changes: Any) -> Case:
         return base_case(subject, name, q, m, **changes)
 
-    page = at("").block_size
+    page = make("").block_size
     # `or 1`: a page of one token has no length below it.
     edges = (1, page - 1 or 1, page, page + 1, 2 * page)
     return [
-        *_lengths(at, page, edges),
-        *_features(at),
-        *(_non_finite(at, edges) if subject.has(Feature.NAN_SAFE) else ()),
-        *(at(f"pattern {pattern}", sparse=pattern) for pattern in (SPARSE if subject.has(Feature.BLOCK_SPARSE) else ())),
-        *(case for dtype in main_dtypes(subject) for case in _scores(at, dtype, edges)),
-        *(_views(at, subject, page, edges) if subject.capabilities.framework == "torch" else ()),
-        *_attn_types(at, subject),
-        *(reach(at, subject.compiles) if subject.has(Feature.SPANS) else ()),
-        *(case for stored in subject.capabilities.kv_cache_dtypes for case in _caches(at, stored)),
+        *_lengths(make, page, edges),
+        *_features(make),
+        *(_non_finite(make, edges) if subject.has(Feature.NAN_SAFE) else ()),
+        *(make(f"pattern {pattern}", sparse=pattern) for pattern in (SPARSE if subject.has(Feature.BLOCK_SPARSE) else ())),
+        *(case for dtype in main_dtypes(subject) for case in _scores(make, dtype, edges)),
+        *(_views(make, subject, page, edges) if subject.capabilities.framework == "torch" else ()),
+        *_attn_types(make, subject),
+        *(reach(make, subject.compiles) if subject.has(Feature.SPANS) else ()),
+        *(case for stored in subject.capabilities.kv_cache_dtypes for case in _caches(make, stored)),
     ]
 
 
-def _lengths(at: At, page: int, edges: tuple[int, ...]) -> list[Case]:
+def _lengths(make: Make, page: int, edges: tuple[int, ...]) -> list[Case]:
     """Return batches of boundary lengths: around a page's size, of no tokens, no keys and no requests."""
     return [
-        at("mixed batch"),
-        at("mixed batch, needle", inputs="needle"),
-        at("page boundaries, decode", _ONES, edges),
-        at("page boundaries, prefill", (1, *(min(n, 17) for n in edges[1:4]), 3), (1, *edges[1:4], 3), inputs="needle"),
-        at(
+        make("mixed batch"),
+        make("mixed batch, needle", inputs="needle"),
+        make("page boundaries, decode", _ONES, edges),
+        make("page boundaries, prefill", (1, *(min(n, 17) for n in edges[1:4]), 3), (1, *edges[1:4], 3), inputs="needle"),
+        make(
             "page boundaries, context",
             (2, 3, 2, 1, 18, 9),
             (page + 1, page + 3, 2 * page, 2 * page + 1, page + 18, 9),
             inputs="needle",
         ),
-        at("no request", (), ()),
-        at("no token", (0, 0), (5, 0)),
-        at("no key", (3, 1, 2, 18, 9), (0, 0, 5, 18, 0), padding=2),
-        at("dummy batch", m=(0,) * 5, padding=3),  # as in a server's warm-up: all rows are padding
-        at("empty among others", (0, 3, 1, 0, 2, 18, 9), (5, 7, 17, 0, 2, 18, 9), inputs="needle"),
-        at("query longer than keys", (5, 20, 3, 2, 4), (3, 1, 0, 2, 30), inputs="needle"),
+        make("no request", (), ()),
+        make("no token", (0, 0), (5, 0)),
+        make("no key", (3, 1, 2, 18, 9), (0, 0, 5, 18, 0), padding=2),
+        make("dummy batch", m=(0,) * 5, padding=3),  # as in a server's warm-up: all rows are padding
+        make("empty among others", (0, 3, 1, 0, 2, 18, 9), (5, 7, 17, 0, 2, 18, 9), inputs="needle"),
+        make("query longer than keys", (5, 20, 3, 2, 4), (3, 1, 0, 2, 30), inputs="needle"),
         # As in FlashInfer's tests (flashinfer#4267): 33 rows before the sequence's start must be 0, with an LSE of -inf.
-        at("query much longer than keys", (34, 2), (1, 2)),
-        at("padding rows", padding=5),
+        make("query much longer than keys", (34, 2), (1, 2)),
+        make("padding rows", padding=5),
     ]
 
 
-def _features(at: At) -> list[Case]:
+def _features(make: Make) -> list[Case]:
     """Return each feature on its own, and pairs that have gone wrong together."""
     return [
-        at("huge numbers in masked slots", poison="huge"),
-        at("without lse", lse=False),
-        at("explicit scale", scale=0.31, inputs="needle"),
-        at("negative scale", scale=-0.31, inputs="needle"),
-        at("sharing another layer's cache", kv_sharing=True),
-        at("window of 1", sliding_window=1),
-        at("window of 16", sliding_window=16, inputs="needle"),
-        at("window of 17", sliding_window=17, inputs="needle"),
-        at("window (3, 2)", sliding_window=(3, 2), causal=False, inputs="needle"),
-        at("scores of 1e4 under a cap", inputs="loud", logits_soft_cap=30.0),
-        at("cap of 2", inputs="needle", logits_soft_cap=2.0),
-        at("alibi", alibi=True),
+        make("huge numbers in masked slots", poison="huge"),
+        make("without lse", lse=False),
+        make("explicit scale", scale=0.31, inputs="needle"),
+        make("negative scale", scale=-0.31, inputs="needle"),
+        make("sharing another layer's cache", kv_sharing=True),
+        make("window of 1", sliding_window=1),
+        make("window of 16", sliding_window=16, inputs="needle"),
+        make("window of 17", sliding_window=17, inputs="needle"),
+        make("window (3, 2)", sliding_window=(3, 2), causal=False, inputs="needle"),
+        make("scores of 1e4 under a cap", inputs="loud", logits_soft_cap=30.0),
+        make("cap of 2", inputs="needle", logits_soft_cap=2.0),
+        make("alibi", alibi=True),
         # Distances of later keys are positive: a bias of slope * (j - p) without the absolute value would raise them.
-        at("alibi without causality", alibi=True, causal=False),
-        at("sinks near ln of the length", sinks="log_length"),
-        at("sinks in rows without keys", (3, 1, 2, 18, 9), (0, 0, 5, 18, 0), sinks="randn"),
-        at("scores of -inf, prompts, sinks", m=Q_LENS, inputs="infinite", sinks="randn"),
-        at("sinks under a cap", sinks="log_length", logits_soft_cap=2.0),
-        at("alibi under a cap", alibi=True, logits_soft_cap=2.0),
-        at("not causal", causal=False, inputs="needle"),
-        at("tree", (6, 4, 18, 1, 6), (20, 4, 18, 9, 40), tree=6),
-        at("fp8 output", output_scale=0.01),
-        at("fp8 output, saturated, sinks", output_scale=0.001, sinks="randn"),
-        at("tree in a window", (6, 4, 18, 1, 6), (20, 4, 18, 9, 40), tree=6, sliding_window=5),
+        make("alibi without causality", alibi=True, causal=False),
+        make("sinks near ln of the length", sinks="log_length"),
+        make("sinks in rows without keys", (3, 1, 2, 18, 9), (0, 0, 5, 18, 0), sinks="randn"),
+        make("scores of -inf, prompts, sinks", m=Q_LENS, inputs="infinite", sinks="randn"),
+        make("sinks under a cap", sinks="log_length", logits_soft_cap=2.0),
+        make("alibi under a cap", alibi=True, logits_soft_cap=2.0),
+        make("not causal", causal=False, inputs="needle"),
+        make("tree", (6, 4, 18, 1, 6), (20, 4, 18, 9, 40), tree=6),
+        make("fp8 output", output_scale=0.01),
+        make("fp8 output, saturated, sinks", output_scale=0.001, sinks="randn"),
+        make("tree in a window", (6, 4, 18, 1, 6), (20, 4, 18, 9, 40), tree=6, sliding_window=5),
     ]
 
 
-def _non_finite(at: At, edges: tuple[int, ...]) -> list[Case]:
+def _non_finite(make: Make, edges: tuple[int, ...]) -> list[Case]:
     """Return cases of NaN and infinities that rows see, which must reach these rows alone."""
     return [
-        at("NaN and infinities in values, spans", m=Q_LENS, inputs="nonfinite", data_seed=2, spans=4),
-        at("NaN and infinities in values, prefix", inputs="nonfinite", data_seed=2, prefix=5, sliding_window=4),
+        make("NaN and infinities in values, spans", m=Q_LENS, inputs="nonfinite", data_seed=2, spans=4),
+        make("NaN and infinities in values, prefix", inputs="nonfinite", data_seed=2, prefix=5, sliding_window=4),
         *(
-            at(f"NaN and infinities in {array}, {words}", q, m, inputs="nonfinite", data_seed=seed)
+            make(f"NaN and infinities in {array}, {words}", q, m, inputs="nonfinite", data_seed=seed)
             for words, q, m in (("decodes of a key", _ONES, _ONES), ("decodes", _ONES, edges), ("prompts", Q_LENS, Q_LENS))
             # `draw._spoil` takes the seed modulo 3 as the array to spoil.
             for array, seed in (("a query", 0), ("a key", 1), ("a value", 2), ("another value", 5))
@@ -105,32 +105,32 @@ def _non_finite(at: At, edges: tuple[int, ...]) -> list[Case]:
     ]
 
 
-def _scores(at: At, dtype: str, edges: tuple[int, ...]) -> list[Case]:
+def _scores(make: Make, dtype: str, edges: tuple[int, ...]) -> list[Case]:
     """Return a dtype's cases of ordinary, extreme and known scores."""
     return [
-        at(f"{dtype}, randn", dtype=dtype),
-        at(f"{dtype}, needle", dtype=dtype, inputs="needle"),
-        at(f"{dtype}, negative scale, prompts", m=Q_LENS, dtype=dtype, scale=-0.31, lse=False),
-        at(f"{dtype}, scores of -inf", dtype=dtype, inputs="infinite"),
-        at(f"{dtype}, scores of -inf, decodes", _ONES, edges, dtype=dtype, inputs="infinite"),
-        at(f"{dtype}, constant V", dtype=dtype, inputs="constant", check="constant_value"),
+        make(f"{dtype}, randn", dtype=dtype),
+        make(f"{dtype}, needle", dtype=dtype, inputs="needle"),
+        make(f"{dtype}, negative scale, prompts", m=Q_LENS, dtype=dtype, scale=-0.31, lse=False),
+        make(f"{dtype}, scores of -inf", dtype=dtype, inputs="infinite"),
+        make(f"{dtype}, scores of -inf, decodes", _ONES, edges, dtype=dtype, inputs="infinite"),
+        make(f"{dtype}, constant V", dtype=dtype, inputs="constant", check="constant_value"),
         # long enough that sums in 16 bits miss the value by more than the unit that rule C leaves
-        at(f"{dtype}, constant V, long", _ONES, (300, 257, 400, 90, 700), dtype=dtype, inputs="constant", num_blocks=None),
-        at(f"{dtype}, one key of score -524288", _ONES, _ONES, dtype=dtype, inputs="far", scale=0.125, check="single_key"),
-        at(f"{dtype}, one key of any score", _ONES, _ONES, dtype=dtype, inputs="magnitudes", check="single_key"),
+        make(f"{dtype}, constant V, long", _ONES, (300, 257, 400, 90, 700), dtype=dtype, inputs="constant", num_blocks=None),
+        make(f"{dtype}, one key of score -524288", _ONES, _ONES, dtype=dtype, inputs="far", scale=0.125, check="single_key"),
+        make(f"{dtype}, one key of any score", _ONES, _ONES, dtype=dtype, inputs="magnitudes", check="single_key"),
     ]
 
 
-def _views(at: At, subject: Subject, page: int, edges: tuple[int, ...]) -> list[Case]:
+def _views(make: Make, subject: Subject, page: int, edges: tuple[int, ...]) -> list[Case]:
     """Return cases of views at odd addresses and strides, for kernels that read vectors of 16 bytes."""
     views: dict[str, Any] = {"layout": "fused", "lse": False}
     decoders = [
-        at(f"{dtype}, {words}, views at odd addresses", q, m, dtype=dtype, **views)
+        make(f"{dtype}, {words}, views at odd addresses", q, m, dtype=dtype, **views)
         for dtype in subject.capabilities.dtypes
         for words, q, m in (("decodes", _ONES, edges), ("a decode", (1,), (page + 1,)), ("prompts", Q_LENS, Q_LENS))
     ]
     encoders = [
-        at(f"{attn_type}, {dtype}, views at odd addresses", m=Q_LENS, attn_type=attn_type, causal=False, dtype=dtype, **views)
+        make(f"{attn_type}, {dtype}, views at odd addresses", m=Q_LENS, attn_type=attn_type, causal=False, dtype=dtype, **views)
         for attn_type in subject.capabilities.attn_types
         if attn_type in ENCODER_TYPES
         for dtype in subject.capabilities.dtypes
@@ -138,10 +138,10 @@ def _views(at: At, subject: Subject, page: int, edges: tuple[int, ...]) -> list[
     return decoders + encoders
 
 
-def _attn_types(at: At, subject: Subject) -> list[Case]:
+def _attn_types(make: Make, subject: Subject) -> list[Case]:
     """Return cases of encoders and of cross attention."""
     return [
-        at(f"{attn_type}, {words}", attn_type=attn_type, causal=False, inputs="needle", **more).replace(
+        make(f"{attn_type}, {words}", attn_type=attn_type, causal=False, inputs="needle", **more).replace(
             # An encoder attends the call's own keys: n = m.
             **({"seq_lens": Q_LENS} if attn_type in ENCODER_TYPES else {})
         )
@@ -155,19 +155,19 @@ def _attn_types(at: At, subject: Subject) -> list[Case]:
     ]
 
 
-def _caches(at: At, stored: str) -> list[Case]:
+def _caches(make: Make, stored: str) -> list[Case]:
     """Return cases of a cache's dtype."""
-    cases = [at(f"{stored} cache", kv_cache_dtype=stored)]
+    cases = [make(f"{stored} cache", kv_cache_dtype=stored)]
     # The writer computes a scale for each row, which is 0 for a token of zeros.
     if stored in SELF_SCALED:
         cases += [
-            at(f"{stored} cache, needle", kv_cache_dtype=stored, inputs="needle"),
-            at(f"{stored} cache, tokens of zeros", kv_cache_dtype=stored, inputs="hollow"),
+            make(f"{stored} cache, needle", kv_cache_dtype=stored, inputs="needle"),
+            make(f"{stored} cache, tokens of zeros", kv_cache_dtype=stored, inputs="hollow"),
         ]
     if stored in SCALED:
         cases += [
-            at(f"{stored} cache, scales", kv_cache_dtype=stored, inputs="needle", k_scale=0.037, v_scale=0.0215),
-            at(f"{stored} cache, saturated", kv_cache_dtype=stored, inputs="wide", k_scale=0.02, v_scale=0.5),
+            make(f"{stored} cache, scales", kv_cache_dtype=stored, inputs="needle", k_scale=0.037, v_scale=0.0215),
+            make(f"{stored} cache, saturated", kv_cache_dtype=stored, inputs="wide", k_scale=0.02, v_scale=0.5),
         ]
     return cases
 
@@ -205,36 +205,36 @@ def variety(subject: Subject) -> list[Case]:
     return cases
 
 
-def reach(at: At, few_programs: bool) -> list[Case]:
+def reach(make: Make, few_programs: bool) -> list[Case]:
     """Return the cases of what a row sees besides causality and the window (docs/semantics.md §18)."""
     long, chunks = (40, 18, 1, 33, 9), (60, 18, 50, 33, 40)
     every = {"causal": "mixed", "spans": 6, "prefix": 9, "chunk_size": 20}
     # Each of these is a program to compile; together they have every kind of added key.
     least = [
-        at("spans in prompts", m=Q_LENS, spans=4, inputs="needle"),
-        at("spans in a window, a prefix", spans=9, prefix=11, sliding_window=5, inputs="needle"),
-        at("mixed causality, spans, prefix, chunks", **every),
-        at("mixed causality, spans cut by a window, prefix, chunks", sliding_window=(5, 3), span_window=True, **every),
-        at("chunks", chunk_size=10, inputs="needle"),
+        make("spans in prompts", m=Q_LENS, spans=4, inputs="needle"),
+        make("spans in a window, a prefix", spans=9, prefix=11, sliding_window=5, inputs="needle"),
+        make("mixed causality, spans, prefix, chunks", **every),
+        make("mixed causality, spans cut by a window, prefix, chunks", sliding_window=(5, 3), span_window=True, **every),
+        make("chunks", chunk_size=10, inputs="needle"),
     ]
     if few_programs:
         return least
     return [
         *least,
-        at("spans", long, chunks, spans=12),
-        at("spans longer than a tile", (150, 20), (170, 20), spans=70),
-        at("spans in a window", long, chunks, spans=9, sliding_window=5, inputs="needle"),
-        at("spans cut by a window", long, chunks, spans=9, sliding_window=5, span_window=True, inputs="needle"),
-        at("spans under sinks, cap and alibi", spans=5, sinks="log_length", logits_soft_cap=2.0, alibi=True),
-        at("spans beside a tree", (6, 4, 18, 1, 6), (20, 4, 18, 9, 40), spans=3, tree=6),
-        at("spans, rows before the sequence", (5, 20, 3, 2, 4), (3, 9, 0, 2, 30), spans=4),
-        at("a prefix", prefix=7, inputs="needle"),
-        at("a prefix before a window", long, chunks, prefix=11, sliding_window=4, inputs="needle"),
-        at("spans in chunks", long, chunks, spans=9, prefix=5, chunk_size=16),
-        at("chunks of one page in a window", long, chunks, chunk_size=16, sliding_window=7),
-        at("chunks, not causal", causal=False, chunk_size=10),
-        at("mixed causality", causal="mixed", inputs="needle"),
-        at("mixed causality in a window", long, chunks, causal="mixed", sliding_window=(6, 3)),
+        make("spans", long, chunks, spans=12),
+        make("spans longer than a tile", (150, 20), (170, 20), spans=70),
+        make("spans in a window", long, chunks, spans=9, sliding_window=5, inputs="needle"),
+        make("spans cut by a window", long, chunks, spans=9, sliding_window=5, span_window=True, inputs="needle"),
+        make("spans under sinks, cap and alibi", spans=5, sinks="log_length", logits_soft_cap=2.0, alibi=True),
+        make("spans beside a tree", (6, 4, 18, 1, 6), (20, 4, 18, 9, 40), spans=3, tree=6),
+        make("spans, rows before the sequence", (5, 20, 3, 2, 4), (3, 9, 0, 2, 30), spans=4),
+        make("a prefix", prefix=7, inputs="needle"),
+        make("a prefix before a window", long, chunks, prefix=11, sliding_window=4, inputs="needle"),
+        make("spans in chunks", long, chunks, spans=9, prefix=5, chunk_size=16),
+        make("chunks of one page in a window", long, chunks, chunk_size=16, sliding_window=7),
+        make("chunks, not causal", causal=False, chunk_size=10),
+        make("mixed causality", causal="mixed", inputs="needle"),
+        make("mixed causality in a window", long, chunks, causal="mixed", sliding_window=(6, 3)),
     ]
 
 

@@ -65,5 +65,5 @@ def pairwise(
 
 def _pairs(axes: Mapping[str, Sequence[Any]], names: Sequence[str], choice: Choice) -> list[Pair]:
     # `to_valid` may set a value that is not on the axis ("scales" of an encoder): it is part of no pair.
-    at = [(name, list(axes[name]).index(choice[name])) for name in names if choice[name] in axes[name]]
-    return list(combinations(at, 2))
+    positions = [(name, list(axes[name]).index(choice[name])) for name in names if choice[name] in axes[name]]
+    return list(combinations(positions, 2))

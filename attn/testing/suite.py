@@ -113,21 +113,21 @@ def properties(subject: Subject, full: bool) -> list[Case]:
     cases = []
     for dtype in dtypes:
 
-        def of(check: str, q: Sequence[int] = Q_LENS, m: Sequence[int] = M_LENS, dtype: str = dtype, **changes: Any) -> Case:
+        def make(check: str, q: Sequence[int] = Q_LENS, m: Sequence[int] = M_LENS, dtype: str = dtype, **changes: Any) -> Case:
             return base_case(
                 subject, f"{check.partition('=')[0]}, {dtype}", q, m, **{"dtype": dtype, "check": check, **changes}
             )
 
-        cases += [of("rerun"), of("without_mirrors"), of("empty_tree")]
+        cases += [make("rerun"), make("without_mirrors"), make("empty_tree")]
         # Encoders have no pages, and their keys are in the call: the other properties do not apply.
         if not cached:
-            cases += [of("batch_order"), of("head_groups"), of("repeated_heads")]
+            cases += [make("batch_order"), make("head_groups"), make("repeated_heads")]
             continue
-        page = of("").block_size
+        page = make("").block_size
         cases += [
-            *map(of, ("poison", "permute_pages", "table_tail", "written_before", "live_nan", "neighbours", "future_edit")),
-            of("ignored_keys", kv_sharing=True),
-            of(
+            *map(make, ("poison", "permute_pages", "table_tail", "written_before", "live_nan", "neighbours", "future_edit")),
+            make("ignored_keys", kv_sharing=True),
+            make(
                 "shared_pages",
                 # Each of `Q_LENS` new tokens follows two pages of context, the shared ones.
                 m=(2 * page + 18, 2 * page + 6, 2 * page + 18, 2 * page + 1, 2 * page + 9),
@@ -135,51 +135,51 @@ def properties(subject: Subject, full: bool) -> list[Case]:
             ),
         ]
         # codes of e4m3 reach 448 steps of 0.004, just above the usual output of about 1
-        cases.append(of("oracle", output_scale=0.004).replace(name=f"fp8_output, {dtype}"))
+        cases.append(make("oracle", output_scale=0.004).replace(name=f"fp8_output, {dtype}"))
         if dtype != "float16":  # powers of two reach float16's subnormals
-            folded = [of("scales_fold", kv_cache_dtype=s, k_scale=0.037, v_scale=0.02) for s in quantized[:1]]
-            cases += [of("powers_of_two"), *folded]
+            folded = [make("scales_fold", kv_cache_dtype=s, k_scale=0.037, v_scale=0.02) for s in quantized[:1]]
+            cases += [make("powers_of_two"), *folded]
         if subject.compiles and not full and dtype != dtypes[0]:
             continue  # the following properties need further programs
         if subject.compiles:
-            cases.append(of("captured"))
+            cases.append(make("captured"))
         if not subject.compiles or full:
-            cases += [of("layers_in_turn", data_seed=1, **vectors)]
-            of_caches = [of("layers_in_turn", kv_cache_dtype=s, **scales) for s in quantized[:1]]
+            cases += [make("layers_in_turn", data_seed=1, **vectors)]
+            of_caches = [make("layers_in_turn", kv_cache_dtype=s, **scales) for s in quantized[:1]]
             cases += [case.replace(name=f"layers_in_turn, {case.kv_cache_dtype} cache, {dtype}") for case in of_caches]
-            cases.append(of("reach_limits", features=("spans", "non_causal", "mixed_causal", "chunk_size")))
-            cases.append(of("whole_span", features=("spans", "non_causal")))
+            cases.append(make("reach_limits", features=("spans", "non_causal", "mixed_causal", "chunk_size")))
+            cases.append(make("whole_span", features=("spans", "non_causal")))
         other = [s for s in subject.sizes((32, 8, 16, 64, 128), subject.block_sizes) if s != page][:1]
         cases += [
-            of("window_of_everything", sliding_window=7),
-            of("hidden_keys", sliding_window=7),
-            of("causal_by_window", causal=False),
-            of("key_order", causal=False),
-            of("soft_cap_limits", logits_soft_cap=5.0),
-            of("flat_alibi", alibi=True),
-            of("sinks_off", sinks="randn"),
+            make("window_of_everything", sliding_window=7),
+            make("hidden_keys", sliding_window=7),
+            make("causal_by_window", causal=False),
+            make("key_order", causal=False),
+            make("soft_cap_limits", logits_soft_cap=5.0),
+            make("flat_alibi", alibi=True),
+            make("sinks_off", sinks="randn"),
             # Six rows are a whole tree, four a part of one, and 18 are more than a tree, so that request is causal.
-            of("tree_paths", (6, 4, 18, 1, 6), (20, 4, 18, 9, 40), tree=6),
-            of("batch_order"),
-            of("head_groups"),
-            of("repeated_heads"),
-            of("chunked", (24, 18), (24, 40)),
-            of("steps", (24, 18, 1, 3), (24, 40, 9, 3)),
+            make("tree_paths", (6, 4, 18, 1, 6), (20, 4, 18, 9, 40), tree=6),
+            make("batch_order"),
+            make("head_groups"),
+            make("repeated_heads"),
+            make("chunked", (24, 18), (24, 40)),
+            make("steps", (24, 18, 1, 3), (24, 40, 9, 3)),
             *(  # split keys start again at position 0, where the block-sparse pattern differs
-                of("split_and_merge", (1,) * 5, (33, 20, 7, 40, 2), inputs=inputs).replace(
+                make("split_and_merge", (1,) * 5, (33, 20, 7, 40, 2), inputs=inputs).replace(
                     name=f"split_and_merge, {inputs}, {dtype}"
                 )
                 for inputs in (() if subject.has(Feature.BLOCK_SPARSE) else ("randn", "infinite"))
             ),
-            *(of(f"page_size={size}") for size in other),
+            *(make(f"page_size={size}") for size in other),
         ]
         if full:
             cases += [
-                of("batch_order", sliding_window=7, sinks="randn"),
-                of("neighbours", sliding_window=7),
-                of("chunked", (33, 40), (33, 70), sliding_window=9),
-                of("head_groups", alibi=True, sinks="randn"),
-                of("poison", sliding_window=7),
+                make("batch_order", sliding_window=7, sinks="randn"),
+                make("neighbours", sliding_window=7),
+                make("chunked", (33, 40), (33, 70), sliding_window=9),
+                make("head_groups", alibi=True, sinks="randn"),
+                make("poison", sliding_window=7),
             ]
     return cases
 
@@ -207,7 +207,7 @@ def invariance(subject: Subject, full: bool) -> list[Case]:
     if subject.compiles and subject.device is None:  # each batch is a program to interpret
         few = few[:5]
 
-    def of(words: str, lens: Sequence[tuple[int, int]] = few, check: str = "any_batch", **changes: Any) -> Case:
+    def make(words: str, lens: Sequence[tuple[int, int]] = few, check: str = "any_batch", **changes: Any) -> Case:
         more = {"check": check, "features": (Feature.BATCH_INVARIANT.value,), "num_blocks": None, **changes}
         return base_case(subject, f"batch_invariant: {check}, {words}", *zip(*lens, strict=True), **more)
 
@@ -216,14 +216,14 @@ def invariance(subject: Subject, full: bool) -> list[Case]:
     odd: dict[str, Any] = {} if subject.is_latent else {"num_heads": 7, "num_kv_heads": 1, "head_size": size}
     cases = [
         # not all of them where kernels are interpreted
-        *(of(dtype, every if full or (dtype == main[0] and subject.device) else few, dtype=dtype) for dtype in main),
-        of("window, sinks", sliding_window=20, sinks="randn"),
-        of("odd heads, sinks", **odd, sinks="log_length"),
-        of("not causal, cap, alibi", causal=False, logits_soft_cap=2.0, alibi=True),
-        of("trees", [(n, max(n, m)) for n, m in few], tree=6),
-        *(of(f"{s} cache", kv_cache_dtype=s) for s in (stored if full else stored[-1:])),
+        *(make(dtype, every if full or (dtype == main[0] and subject.device) else few, dtype=dtype) for dtype in main),
+        make("window, sinks", sliding_window=20, sinks="randn"),
+        make("odd heads, sinks", **odd, sinks="log_length"),
+        make("not causal, cap, alibi", causal=False, logits_soft_cap=2.0, alibi=True),
+        make("trees", [(n, max(n, m)) for n, m in few], tree=6),
+        *(make(f"{s} cache", kv_cache_dtype=s) for s in (stored if full else stored[-1:])),
         *(
-            of(attn_type, [(n, n if attn_type in ENCODER_TYPES else m) for n, m in few], attn_type=attn_type, causal=False)
+            make(attn_type, [(n, n if attn_type in ENCODER_TYPES else m) for n, m in few], attn_type=attn_type, causal=False)
             for attn_type in subject.capabilities.attn_types
             if attn_type in ENCODER_TYPES[:1] or (full and attn_type != AttentionType.DECODER)
         ),
@@ -231,9 +231,9 @@ def invariance(subject: Subject, full: bool) -> list[Case]:
     if is_encoder:
         return cases
     mixed, page = tuple(zip(Q_LENS, M_LENS, strict=True)), base_case(subject, "").block_size
-    cases += [of(main[0], mixed, check) for check in ("permute_pages", "table_tail", "batch_order", "neighbours")]
+    cases += [make(main[0], mixed, check) for check in ("permute_pages", "table_tail", "batch_order", "neighbours")]
     shared = tuple((n, 2 * page + tail) for n, tail in zip(Q_LENS, (18, 6, 18, 1, 9), strict=True))
-    return [*cases, of(main[0], shared, "shared_pages", shared_prefix=2 * page)]
+    return [*cases, make(main[0], shared, "shared_pages", shared_prefix=2 * page)]
 
 
 def _changes_for(feature: Feature, reach: int) -> dict[str, Any]:

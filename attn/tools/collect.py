@@ -109,7 +109,7 @@ class Collection:
         frameworks = list(dict.fromkeys(framework for registry, _, framework in backends if registry == "attention"))
         for i, framework in enumerate(frameworks):
             # An equal share of what remains: a framework that needs less leaves the rest to the next.
-            members = [name for registry, name, of in backends if names and (registry, of) == ("attention", framework)]
+            members = [name for registry, name, owner in backends if names and (registry, owner) == ("attention", framework)]
             self._bench(framework, (self.left - bench_until) / (len(frameworks) - i), members)
         self._conformance(backends, _LEVELS[1])
         counts = f"{len(self.rows)} runs, {len(self.failures)} with failures, {len(self.left_out)} left out"

@@ -225,14 +225,14 @@ def extent(backend: type[AttentionBackend], kv_cache: torch.Tensor) -> tuple[int
 
 def load(layer: Any, kv_cache: torch.Tensor, slots: Any, keys: torch.Tensor, values: torch.Tensor, codes: bool) -> torch.Tensor:
     """Implement `BaseLayer.load_pages` after its checks: write rows [T, ...] in place at slots [T] of the cache."""
-    at = torch.from_numpy(slots).to(kv_cache.device)
+    index = torch.from_numpy(slots).to(kv_cache.device)
     keys, values = keys.to(kv_cache.device), values.to(kv_cache.device)
     if not codes:
-        layer.impl.do_kv_cache_update(layer, keys, values, kv_cache, at)
+        layer.impl.do_kv_cache_update(layer, keys, values, kv_cache, index)
         return kv_cache
     key_cache, value_cache = layer.backend.logical_kv_cache(kv_cache)
     if keys.shape[1:] == key_cache.shape[2:]:
-        put([(keys, key_cache), (values, value_cache)], at)
+        put([(keys, key_cache), (values, value_cache)], index)
     else:  # MLA: one row contains both
-        put([(torch.cat([keys, values], -1)[:, None], key_cache)], at)
+        put([(torch.cat([keys, values], -1)[:, None], key_cache)], index)
     return kv_cache

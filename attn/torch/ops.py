@@ -108,19 +108,19 @@ class Ops:
     @staticmethod
     def pages(layer: Any, kv_cache: torch.Tensor, ids: Array) -> list[Array]:
         """Return the stored keys and values [n, P, K, D] of blocks `ids` [n]."""
-        at, impl = torch.from_numpy(ids).to(kv_cache.device), layer.impl
+        index, impl = torch.from_numpy(ids).to(kv_cache.device), layer.impl
         parts = parts_of(layer.backend, kv_cache, impl.kv_cache_dtype, impl.head_size)
-        return [stored_bits(tuple(raw(x)[at].view(x.dtype) for x in part)) for part in parts]
+        return [stored_bits(tuple(raw(x)[index].view(x.dtype) for x in part)) for part in parts]
 
     @staticmethod
     def keys(layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
         """Return the keys [n * P, K, D] of blocks [n] as the layer reads them; of an MLA layer its rows [n * P, L + Dr]."""
         from attn.torch.backends.mla import _rows
 
-        impl, at = layer.impl, blocks.to(kv_cache.device, torch.int64)
+        impl, index = layer.impl, blocks.to(kv_cache.device, torch.int64)
         part = parts_of(layer.backend, kv_cache, impl.kv_cache_dtype, impl.head_size)[0]
         # as integers: not every release of torch indexes fp8
-        stored, *scales = (raw(x)[at].view(x.dtype).flatten(0, 1) for x in part)
+        stored, *scales = (raw(x)[index].view(x.dtype).flatten(0, 1) for x in part)
         if getattr(impl, "kv_lora_rank", None) is not None:
             return _rows.decode(stored[:, 0], impl.kv_cache_dtype, layer._k_scale)
         if not caches.is_quantised(stored.dtype):

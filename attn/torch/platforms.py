@@ -206,8 +206,8 @@ class CudaPlatform(TorchPlatform):
                 return order
             # Prompts, whose lengths seldom repeat, unlike images': cuDNN builds a plan for each length (75 to 900 ms).
             others = [name for name in order if name != "CUDNN_ATTN"]
-            at = others.index("TRITON_ATTN") + 1
-            return (*others[:at], "CUDNN_ATTN", *others[at:])
+            position = others.index("TRITON_ATTN") + 1
+            return (*others[:position], "CUDNN_ATTN", *others[position:])
         return order
 
 

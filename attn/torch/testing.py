@@ -211,8 +211,8 @@ def prefill(backend: Any, call: PrefillArrays) -> tuple[Array, list[tuple[Array,
         return torch.tensor(values, device=device)
 
     def rows(values: Array) -> torch.Tensor:
-        made = put(values).to(getattr(torch, call.case.dtype))
-        return views(made) if call.case.layout == "fused" else made
+        tensor = put(values).to(getattr(torch, call.case.dtype))
+        return views(tensor) if call.case.layout == "fused" else tensor
 
     def beside(keys: Array, values: Array) -> tuple[torch.Tensor, torch.Tensor]:
         return rows(keys), rows(np.concatenate([keys, values], 2))[..., keys.shape[2] :]

@@ -10,12 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 from attn.arguments import as_int, check_flag, check_heads, check_scale, fold_sign, refuse
 from attn.arrays import to_framework
 from attn.capabilities import Feature
-from attn.diffusion.backends.abstract import (
-    Array,
-    DiffusionAttentionImpl,
-    DiffusionAttentionMetadata,
-    DiffusionRequest,
-)
+from attn.diffusion.backends.abstract import Array, DiffusionAttentionImpl, DiffusionAttentionMetadata, DiffusionRequest
 from attn.dtypes import dtype_name
 from attn.errors import DTypeError, ShapeError, UnsupportedError
 

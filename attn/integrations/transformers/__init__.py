@@ -66,16 +66,7 @@ from attn.integrations.transformers.batching import (
     short_warm_up,
 )
 from attn.integrations.transformers.call import NAME, UNKNOWN, ModuleCall, refuse_unknown, request, requested
-from attn.integrations.transformers.dispatch import (
-    attend,
-    facts_of,
-    launch_of,
-    launched,
-    run_for,
-    runs,
-    selected,
-    weights,
-)
+from attn.integrations.transformers.dispatch import attend, facts_of, launch_of, launched, run_for, runs, selected, weights
 from attn.integrations.transformers.masks import keys_seen, mask
 from attn.integrations.transformers.packing import BOUNDARIES, sequences
 from attn.selector import selection_state

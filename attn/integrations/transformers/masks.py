@@ -64,9 +64,9 @@ class Described:
         if self._lens is None:
             present, end = self.present, self.end
             queries, keys = present[:, -self.rows :].sum(1), present.sum(1)
-            at = torch.arange(end, device=present.device)
-            first = torch.where(present, at, end).amin(1)
-            last = torch.where(present, at, -1).amax(1)
+            index = torch.arange(end, device=present.device)
+            first = torch.where(present, index, end).amin(1)
+            last = torch.where(present, index, -1).amax(1)
             solid = bool(((last - first + 1 == keys) | (keys == 0)).all())
             # one wait for all three
             q_lens, k_lens, firsts = torch.stack([queries, keys, first]).tolist()
@@ -203,16 +203,16 @@ def _composed(function: Any) -> Pattern | None:
     return None
 
 
-def _both(one: Pattern, other: Pattern) -> Pattern | None:
+def _both(first: Pattern, second: Pattern) -> Pattern | None:
     """Return what both allow: causality, or this with blocks, within a window; or causality within chunks."""
-    base, part = (one, other) if one.layer.causal else (other, one)
-    if base.layer != CAUSAL.layer or part.layer.causal or part.blocks is not None:
+    base, limit = (first, second) if first.layer.causal else (second, first)
+    if base.layer != CAUSAL.layer or limit.layer.causal or limit.blocks is not None:
         return None
-    both = base.layer & part.layer
+    joined = base.layer & limit.layer
     if base.blocks is None:
-        return Pattern(both, part.left_padding)
+        return Pattern(joined, limit.left_padding)
     # (causal or block) and window: the window cuts blocks too
-    return None if both.window[0] is None else Pattern(both._replace(span_window=True), blocks=base.blocks)
+    return None if joined.window[0] is None else Pattern(joined._replace(span_window=True), blocks=base.blocks)
 
 
 def _either(base: Pattern, block: Pattern) -> Pattern | None:

@@ -33,7 +33,7 @@ _layers: "weakref.WeakKeyDictionary[Any, dict[Any, Attention]]" = weakref.WeakKe
 
 def layer_of(call: ModuleCall, attn_type: str, block_size: int | None = None) -> Attention:
     """Return the attention layer of a module for calls like this one, created once; it shares the module's sinks."""
-    made = _layers.setdefault(call.module, {})
+    layers = _layers.setdefault(call.module, {})
     spans, mask = call.seen.batch.spans is not None, call.seen.layer
     if attn_type != AttentionType.DECODER:
         mask = mask._replace(causal=True)  # the type says that rows see later keys
@@ -41,15 +41,15 @@ def layer_of(call: ModuleCall, attn_type: str, block_size: int | None = None) ->
     # Not the lengths: a layer serves any.
     key = (attn_type, block_size, mask, spans, call.scale, call.soft_cap, call.sinks is None, call.backend, heads, kv_heads,
            head_size, call.query.dtype, call.query.device)  # fmt: skip
-    if key not in made:
+    if key not in layers:
         options = {
             "scale": call.scale, "num_kv_heads": kv_heads, "attn_type": attn_type, "dtype": call.query.dtype,
             "sliding_window": None if mask.window[0] is None else mask.window, "chunk_size": mask.chunk_size,
             "span_window": mask.span_window, "logits_soft_cap": call.soft_cap, "sinks": call.sinks, "backend": call.backend,
             "features": [*([] if mask.causal else [Feature.NON_CAUSAL]), *([Feature.SPANS] if spans else [])],
         }  # fmt: skip
-        made[key] = _first_size(call, (heads, head_size), options, block_size)
-    layer = made[key]
+        layers[key] = _first_size(call, (heads, head_size), options, block_size)
+    layer = layers[key]
     if call.sinks is not None:
         layer.impl.sinks = call.sinks.detach().float()  # the module's, which may have been loaded since
     return layer

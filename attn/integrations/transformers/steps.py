@@ -166,7 +166,7 @@ def _made_on_device(pages: LayerCache, layer: Attention, rows: int, gathered: bo
     lens = (starts.diff() * (row_starts.diff() > 0)).clamp_(min=0)
     requests, columns = len(lens), -(-pages.most_keys // size)
     # a step without older keys reads none: its keys are the new ones
-    where, taken, slots = pages.read if len(pages.read) else pages.written, None, None
+    where, key_index, slots = pages.read if len(pages.read) else pages.written, None, None
     if gathered:
         # each request begins on a page of its own
         used = (lens + size - 1) // size
@@ -177,14 +177,14 @@ def _made_on_device(pages: LayerCache, layer: Attention, rows: int, gathered: bo
         request = torch.searchsorted(ends, page, right=True).clamp_(max=requests - 1)
         position = ((page - first[request]) * size)[:, None] + torch.arange(size, device=device)
         is_key = (position < lens[request, None]).flatten()
-        taken = (starts[request, None] + position).flatten() * is_key
+        key_index = (starts[request, None] + position).flatten() * is_key
         # an index that is not of a new key, which transformers would place there
-        slots = where[taken] * is_key
+        slots = where[key_index] * is_key
         table = first[:, None] + torch.arange(columns, device=device)
     else:
         # the index of each page's first key in the list of slots; behind a request's last page anything, within the list
-        at = starts[:-1, None] + torch.arange(0, columns * size, size, device=device)
-        table = where[at.clamp_(max=len(where) - 1)] // size
+        index = starts[:-1, None] + torch.arange(0, columns * size, size, device=device)
+        table = where[index.clamp_(max=len(where) - 1)] // size
     batch = CommonAttentionMetadata(
         query_start_loc=row_starts,
         seq_lens=lens,
@@ -199,7 +199,7 @@ def _made_on_device(pages: LayerCache, layer: Attention, rows: int, gathered: bo
     builder: Any = layer.backend.get_builder_cls()(layer.kv_cache_spec, device=device)
     # a graph's rows behind those of the step
     padding = torch.arange(rows, device=device) >= row_starts[-1]
-    return OnDevice(builder.build_for_cudagraph_capture(batch), padding, taken, slots)
+    return OnDevice(builder.build_for_cudagraph_capture(batch), padding, key_index, slots)
 
 
 _steps: "weakref.WeakKeyDictionary[Any, BatchingStep]" = weakref.WeakKeyDictionary()

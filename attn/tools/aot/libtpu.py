@@ -319,8 +319,8 @@ def _record(real: Callable[..., Any], bound: dict[str, Any], operands: Sequence[
         # follow.
         def store() -> None:
             for i, values in known.items():
-                for at, value in np.ndenumerate(values):
-                    refs[i][at] = jnp.asarray(value, values.dtype)
+                for index, value in np.ndenumerate(values):
+                    refs[i][index] = jnp.asarray(value, values.dtype)
 
         # With one step there is nothing to guard, and the simulator need not follow a branch.
         if math.prod(grid) == 1:

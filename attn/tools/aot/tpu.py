@@ -351,11 +351,7 @@ def latent(chip: str, shape: Latent) -> PallasProgram:
 
 # --- the same over selected keys ------------------------------------------------------------------------------------
 
-SPARSE: dict[str, Sequence[Any]] = {
-    "batch": ("decode", "mixed"),
-    "num_heads": (16, 128),
-    "topk": (64, 200, 2048),
-}
+SPARSE: dict[str, Sequence[Any]] = {"batch": ("decode", "mixed"), "num_heads": (16, 128), "topk": (64, 200, 2048)}
 
 
 class Sparse(NamedTuple):

@@ -43,10 +43,10 @@ class DenseBench:
             torch.randn(size, device=self.device, dtype=torch_dtype, generator=generator) for _ in "qkv"
         ]
         # The same rows of every head and backend: all rows in float32 would be as many operations as a backend's call.
-        at = torch.randint(shape.rows, (min(_SAMPLED, shape.rows),), generator=generator, device=self.device)
-        want = _sampled(query, key, value, at)
+        rows = torch.randint(shape.rows, (min(_SAMPLED, shape.rows),), generator=generator, device=self.device)
+        want = _sampled(query, key, value, rows)
         # Compiles, checks, and estimates how many calls a round may have.
-        results = [self._first(backend, shape, tensors, at, want) for backend in backends]
+        results = [self._first(backend, shape, tensors, rows, want) for backend in backends]
         times: list[list[float]] = [[] for _ in backends]
         turn = list(zip(results, times, backends, strict=True))
         for _ in range(_TURNS):
@@ -66,13 +66,13 @@ class DenseBench:
         return backend.get_impl_cls()(shape.heads, shape.head_size)
 
     def _first(
-        self, backend: Any, shape: Shape, tensors: list[torch.Tensor], at: torch.Tensor, want: torch.Tensor
+        self, backend: Any, shape: Shape, tensors: list[torch.Tensor], rows: torch.Tensor, want: torch.Tensor
     ) -> Timing | Exception:
         """The error of a first call and an estimate of its time, or the exception that the backend raised."""
         try:
             impl = self._impl(backend, shape)
             torch.full_like(tensors[0], torch.nan)  # freed at once: the allocator is likely to reuse it for the output
-            got = impl.forward(*tensors)[:, at].float()
+            got = impl.forward(*tensors)[:, rows].float()
             error = float((got - want).norm() / want.norm())
             ms = self._watch.times(partial(impl.forward, *tensors), lambda: None, 1)[0]
         except Exception as refusal:
@@ -82,9 +82,9 @@ class DenseBench:
         return Timing(ms, ms, ms, error=error)
 
 
-def _sampled(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+def _sampled(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Attention [B, rows, H, D] of sampled rows in float32, head by head."""
-    out = query[:, at].float()
+    out = query[:, rows].float()
     for b in range(query.shape[0]):
         for h in range(query.shape[2]):
             # [rows, S] of one head at a time, as a float32 copy of all keys would take twice their memory.

@@ -109,7 +109,7 @@ def ranking(rows: Sequence[dict[str, Any]]) -> list[tuple[str, int, float, float
             # Relative to the fastest backend, not to the fastest peer: a list of priorities has no peers.
             ratios.setdefault(row["backend"], []).append((row["ms"] / min(r["ms"] for r in candidates), case))
     # Geometric, so that twice and half as fast cancel.
-    entries = [(name, len(of), geometric_mean([ratio for ratio, _ in of]), *max(of)) for name, of in ratios.items()]
+    entries = [(name, len(pairs), geometric_mean([ratio for ratio, _ in pairs]), *max(pairs)) for name, pairs in ratios.items()]
     return sorted(entries, key=lambda entry: (-entry[1], entry[2]))
 
 

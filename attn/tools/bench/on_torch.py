@@ -130,9 +130,9 @@ class MLAWorkload(Workload):
     def dense(self, r: int) -> tuple[torch.Tensor, ...]:
         """Earlier rows are from the cache, the batch's from its inputs."""
         n, m = self.lens[r]
-        at = torch.arange(m - n, device=self.device)
-        pages = torch.from_numpy(self.tables[r].astype("int64")).to(self.device)[at // self.case.block_size]
-        before = _rows.gather(self.cache, pages, at % self.case.block_size)
+        position = torch.arange(m - n, device=self.device)
+        pages = torch.from_numpy(self.tables[r].astype("int64")).to(self.device)[position // self.case.block_size]
+        before = _rows.gather(self.cache, pages, position % self.case.block_size)
         begin = sum(count for count, _ in self.lens[:r])
         # Encoded here as the call writes them: reading them back would miss a wrong write.
         fresh = (self.latent[begin : begin + n], self.rope[begin : begin + n])

@@ -118,7 +118,7 @@ def pairs_of(
 
 def fastest(times: dict[str, dict[str, float]], batches: Sequence[str]) -> str | None:
     """Return the backend with the least geometric mean over `batches`, of those with a time for each; None: there is none."""
-    complete = {name: of for name, of in times.items() if batches and all(batch in of for batch in batches)}
+    complete = {name: by_batch for name, by_batch in times.items() if batches and all(batch in by_batch for batch in batches)}
     return min(complete, key=lambda name: sum(math.log(complete[name][batch]) for batch in batches), default=None)
 
 

@@ -71,7 +71,7 @@ def load_config(directory: str | Path) -> ModelConfig:
     """Load the configuration in `directory`, with the token ids of `generation_config.json` if it has any."""
     root = checkpoint_directory(directory)
     fields = Fields(read_json(root / CONFIG_FILE), str(root / CONFIG_FILE))
-    name, made = _architecture(fields)
+    name, architecture = _architecture(fields)
     # Their tensors would be read as other numbers than they are.
     if fields.has("quantization_config"):
         method = fields.section("quantization_config").values.get("quant_method", "unnamed")
@@ -80,7 +80,7 @@ def load_config(directory: str | Path) -> ModelConfig:
     if fields.values.get("hidden_act", "silu") != "silu":
         raise fields.wrong("hidden_act", "'silu'")
     # The architecture decides the type: a file may name another, or none.
-    layers = read_layers(Fields({**fields.values, "model_type": made.model_type}, fields.source)).layers
+    layers = read_layers(Fields({**fields.values, "model_type": architecture.model_type}, fields.source)).layers
     first, num_layers = layers[0], len(layers)
     # `attn.reports` knows more kinds of layers (chunks, latent attention) than this decoder computes.
     if any(layer.name not in ("full", "sliding") for layer in layers):
@@ -90,8 +90,8 @@ def load_config(directory: str | Path) -> ModelConfig:
     length = fields.integer("max_position_embeddings")
     theta, scaling = read_rope(fields, length)
     # Qwen2 has a bias on queries, keys and values whatever the field says, and none on the output.
-    full_bias = made.attention_bias == "field" and fields.boolean("attention_bias", False)
-    beginning, end = _special_ids(root, fields, made)
+    full_bias = architecture.attention_bias == "field" and fields.boolean("attention_bias", False)
+    beginning, end = _special_ids(root, fields, architecture)
     return ModelConfig(
         architecture=name,
         vocab_size=fields.integer("vocab_size"),
@@ -104,10 +104,10 @@ def load_config(directory: str | Path) -> ModelConfig:
         max_position_embeddings=length,
         rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
-        attention_bias=full_bias or made.attention_bias == "qkv",
+        attention_bias=full_bias or architecture.attention_bias == "qkv",
         output_bias=full_bias,
-        mlp_bias=made.mlp_bias and fields.boolean("mlp_bias", False),
-        qk_norm=made.qk_norm,
+        mlp_bias=architecture.mlp_bias and fields.boolean("mlp_bias", False),
+        qk_norm=architecture.qk_norm,
         sliding_window=tuple(layer.window for layer in layers),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -136,9 +136,9 @@ def _architecture(fields: Fields) -> tuple[str, _Architecture]:
     return names[0], ARCHITECTURES[names[0]]
 
 
-def _special_ids(root: Path, fields: Fields, made: _Architecture) -> tuple[int | None, tuple[int, ...]]:
+def _special_ids(root: Path, fields: Fields, architecture: _Architecture) -> tuple[int | None, tuple[int, ...]]:
     """Return the beginning-of-text id and the end-of-text ids."""
-    defaults = {"bos_token_id": made.bos_token_id, "eos_token_id": made.eos_token_id}
+    defaults = {"bos_token_id": architecture.bos_token_id, "eos_token_id": architecture.eos_token_id}
     sources = [Fields({**defaults, **fields.values}, fields.source)]
     if (root / GENERATION_FILE).is_file():
         # First, as for transformers' `generate`; chat models name further ids of the end there.

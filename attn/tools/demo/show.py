@@ -248,11 +248,11 @@ def _judged(forward: Dense, index: int, served: Sequence[Served]) -> list[Diverg
             wrong = np.flatnonzero(best != output)
             verdicts[output] = None
             if wrong.size:
-                at = int(wrong[0])
-                verdicts[output] = at, int(best[at]), float(logits[at, best[at]] - logits[at, output[at]])
+                step = int(wrong[0])
+                verdicts[output] = step, int(best[step]), float(logits[step, best[step]] - logits[step, output[step]])
         if (verdict := verdicts[output]) is not None:
-            at, dense_token, gap = verdict
-            divergences.append(Divergence(index, one.runner.framework, at, output[at], dense_token, gap))
+            step, dense_token, gap = verdict
+            divergences.append(Divergence(index, one.runner.framework, step, output[step], dense_token, gap))
     return divergences
 
 

@@ -103,9 +103,9 @@ def simpler(case: DenseCase) -> Iterator[DenseCase]:
     """Yield the cases that are one step simpler."""
 
     def sized(**changes: Any) -> DenseCase:
-        made = case.replace(**changes)
+        changed = case.replace(**changes)
         # Lengths within the fewer keys, of the entries that are left.
-        return made.replace(lens=tuple(min(n, made.keys) for n in made.lens[: made.batch]))
+        return changed.replace(lens=tuple(min(n, changed.keys) for n in changed.lens[: changed.batch]))
 
     if case.batch > 1:
         yield sized(batch=1)

@@ -67,10 +67,10 @@ class Echo:
         for row, request in zip(step.sample_rows, step.sampled, strict=True):
             r = int(np.searchsorted(batch.query_start_loc, row, side="right")) - 1
             assert row == batch.query_start_loc[r + 1] - 1
-            at = np.arange(batch.seq_lens[r])
-            slots = batch.block_table[r, at // self.block_size] * self.block_size + at % self.block_size
+            position = np.arange(batch.seq_lens[r])
+            slots = batch.block_table[r, position // self.block_size] * self.block_size + position % self.block_size
             # Tokens alone could agree by chance: there are few different ones.
-            np.testing.assert_array_equal(self.positions[slots], at)
+            np.testing.assert_array_equal(self.positions[slots], position)
             np.testing.assert_array_equal(self.tokens[slots], request.tokens)
             chosen.append(successor(self.tokens[slots].tolist()))
         return chosen

@@ -132,10 +132,10 @@ def _mask_mod(to_vector: Callable[[Any, Any], Any], layer: LayerMask, names: tup
         # positions of rows: both ends are aligned (docs/semantics.md §3)
         context = lens.seqlen_k - lens.seqlen_q
         # the rows of a tile past the request's last are computed too, and must not be read past the batch's last
-        at = lens.offset_q + q_row * (q_row < lens.seqlen_q)
+        position = lens.offset_q + q_row * (q_row < lens.seqlen_q)
         mask = Visibility(layer, BatchMask(**dict(zip(names, arrays or (), strict=True))))
         # The one formula of the library, on the compiler's symbols: `mask_mod` is traced once for each kind of mask.
-        seen = mask.allowed(q_row + context, key, request, at, context, lens.seqlen_q)
+        seen = mask.allowed(q_row + context, key, request, position, context, lens.seqlen_q)
         return to_vector(seen, type(seen))
 
     mask_mod.__cute_hash__ = f"attn {__version__} {layer!r} {names}"  # type: ignore[attr-defined]  # the formula is not its source

@@ -187,13 +187,13 @@ def lay_out(
     back = (ends - blocks)[request] * block + back - starts[request]
     # padding reads the batch's first token, whose result is dropped
     source = torch.where(live, starts[owner][:, None] + token, 0).flatten()
-    at, length = rows.flatten(0, 1)[back, 1:3].T
+    index, length = rows.flatten(0, 1)[back, 1:3].T
     unseeing = length == 0
     right, bounds = visible.window[1], rows.flatten(0, 1)[back]
     if right is not None:
-        unseeing |= at + right < 0
+        unseeing |= index + right < 0
     if masks.mixed:
-        unseeing |= (bounds[:, 5] == 1) & (at < 0)
+        unseeing |= (bounds[:, 5] == 1) & (index < 0)
     if masks.ranges:
         unseeing &= (bounds[:, 6] > bounds[:, 7]) & (bounds[:, 8] == 0)
     columns = _columns(table, num_pages)
@@ -218,8 +218,8 @@ def _ranges(
     if meta.mask.prefix is not None:
         prefix = meta.mask.prefix.to(torch.int64)[owner]
     if spans is not None:
-        at = (meta.query_start_loc[owner][:, None] + token).clamp(max=spans.shape[0] - 1)
-        start, end = spans.to(torch.int64)[at].unbind(2)
+        index = (meta.query_start_loc[owner][:, None] + token).clamp(max=spans.shape[0] - 1)
+        start, end = spans.to(torch.int64)[index].unbind(2)
         used = live & (start >= 0)
         if masks.layer.span_window and left is not None:
             start = torch.maximum(start, position - left)
@@ -258,10 +258,10 @@ def _places(table: torch.Tensor, lens: torch.Tensor, num_pages: int, page: int) 
     used = index < -(-lens[:, None] // page)
     first = torch.arange(requests, device=table.device)[:, None] * num_pages
     # Table entries past a request's tokens are undefined: they go to an extra last element that is never read.
-    at = torch.where(used, first + table, requests * num_pages)
+    target = torch.where(used, first + table, requests * num_pages)
     places = torch.full((requests * num_pages + 1,), -1, dtype=torch.int32, device=table.device)
     # the maximum, because the order in which a scatter writes to one element is not defined
-    return places.scatter_reduce_(0, at.flatten(), index.flatten(), "amax")
+    return places.scatter_reduce_(0, target.flatten(), index.flatten(), "amax")
 
 
 def _mods(

@@ -64,8 +64,8 @@ def page_list(block_table: torch.Tensor, lens: Any, block_size: int, first: int 
     row = np.repeat(np.arange(first, first + len(pages)), pages)
     column = np.arange(indptr[-1]) - np.repeat(indptr[:-1], pages)
     # one index into the flat table for each page: a gather, instead of a loop over requests
-    at = torch.from_numpy(row * block_table.shape[1] + column).to(block_table.device)
-    return int32(indptr), block_table.reshape(-1)[at]
+    index = torch.from_numpy(row * block_table.shape[1] + column).to(block_table.device)
+    return int32(indptr), block_table.reshape(-1)[index]
 
 
 def token_list(block_table: torch.Tensor, lens: Any, block_size: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,9 +83,9 @@ def token_slots(block_table: torch.Tensor, block_size: int, requests: Any, begin
     counts = end - begin
     # each token's position in its request
     token = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts - begin, counts)
-    at = np.repeat(requests, counts) * block_table.shape[1] + token // block_size
+    entry = np.repeat(requests, counts) * block_table.shape[1] + token // block_size
     device = block_table.device
-    pages = block_table.reshape(-1)[torch.from_numpy(at).to(device)]
+    pages = block_table.reshape(-1)[torch.from_numpy(entry).to(device)]
     return pages * block_size + int32(token % block_size).to(device)
 
 

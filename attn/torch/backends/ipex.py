@@ -139,15 +139,15 @@ class IpexAttentionImpl(PagedAttentionImpl, backend=IpexAttentionBackend):
         if rows == 0:
             return
         plain = self.head_size**-0.5
-        query, key, value, made = (x[:rows] for x in (call.query, call.key, call.value, call.output))
+        query, key, value, output = (x[:rows] for x in (call.query, call.key, call.value, call.output))
         if self.scale != plain:  # in float32, since rounding the scaled query to a narrower dtype would change it
             query, key, value = query.float() * (self.scale / plain), key.float(), value.float()
-            made = torch.empty_like(query)
+            output = torch.empty_like(query)
         _llm().functional.varlen_attention(
             query=query,
             key=key,
             value=value,
-            out=made,
+            out=output,
             seqlen_q=meta.query_start_loc,
             seqlen_k=meta.query_start_loc,
             alibi_slopes=None,
@@ -161,7 +161,7 @@ class IpexAttentionImpl(PagedAttentionImpl, backend=IpexAttentionBackend):
             gen_=None,
         )
         if self.scale != plain:
-            call.output[:rows] = made
+            call.output[:rows] = output
 
 
 def _any_nonfinite(values: torch.Tensor, table: torch.Tensor, counts: Any, begin: Any, lens: Any) -> bool:
@@ -182,10 +182,10 @@ def _copied(
     count = end - begin
     pages = -(-count // page)
     row = np.cumsum(pages) - pages  # the first page of each request
-    at = np.arange(count.sum()) + np.repeat(row * page - (np.cumsum(count) - count), count)
+    index = np.arange(count.sum()) + np.repeat(row * page - (np.cumsum(count) - count), count)
     # the padding of a last page copies token 0 of the cache, behind the request's length
     slots = torch.zeros(int(pages.sum()) * page, dtype=torch.int64)
-    slots[torch.from_numpy(at)] = token_slots(table, page, np.arange(len(count)), begin, end).long()
+    slots[torch.from_numpy(index)] = token_slots(table, page, np.arange(len(count)), begin, end).long()
     slots = slots.view(-1, 1, page)
     # rows of D elements in the order of the new pages: [pages, K, P]
     runs = ((slots // page * heads + torch.arange(heads)[:, None]) * page + slots % page).flatten()

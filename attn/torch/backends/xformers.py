@@ -95,12 +95,12 @@ class XFormersMetadata(PagedAttentionMetadata):
             rows = np.concatenate([np.arange(stop - c, stop) for stop, c in zip(starts[requests + 1], n, strict=True)])
             whole = rows[-1] - rows[0] + 1 == len(rows)
             # a slice where rows are neighbours: views instead of copies
-            at = slice(int(rows[0]), int(rows[-1]) + 1) if whole else torch.from_numpy(rows).to(device)
+            idx = slice(int(rows[0]), int(rows[-1]) + 1) if whole else torch.from_numpy(rows).to(device)
             if paged:
                 bias_cls = fmha.attn_bias.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
                 table = self.block_table[torch.from_numpy(requests).to(device)]
                 mask = bias_cls.from_seqlens(n.tolist(), end.tolist(), table, self.block_size, device=device)
-                yield OperatorCall(at, n.tolist(), None, mask, fmha.triton_splitk.FwOp)
+                yield OperatorCall(idx, n.tolist(), None, mask, fmha.triton_splitk.FwOp)
                 continue
             # the first key that the first row sees
             begin = np.zeros_like(end) if rule.left is None else np.maximum(end - n - rule.left, 0)
@@ -111,10 +111,10 @@ class XFormersMetadata(PagedAttentionMetadata):
             elif rule.causal:
                 mask = mask.make_causal_from_bottomright()
             if rule.ragged:
-                yield OperatorCall(at, n.tolist(), None, mask)
+                yield OperatorCall(idx, n.tolist(), None, mask)
             else:
                 assert self.block_size is not None
-                yield OperatorCall(at, n.tolist(), token_slots(self.block_table, self.block_size, requests, begin, end), mask)
+                yield OperatorCall(idx, n.tolist(), token_slots(self.block_table, self.block_size, requests, begin, end), mask)
 
 
 class XFormersMetadataBuilder(PagedAttentionMetadataBuilder):

@@ -20,14 +20,7 @@ from torch import library
 
 from attn.kernels.launch import LOG2E, UNBOUNDED, power_of_two, row_launch, row_splits
 from attn.kernels.paged_attention import tanh
-from attn.torch.kernels.direct import (
-    Prepared,
-    Repeated,
-    arch,
-    memory_of_stream,
-    multiprocessors,
-    strides_that_count,
-)
+from attn.torch.kernels.direct import Prepared, Repeated, arch, memory_of_stream, multiprocessors, strides_that_count
 from attn.torch.kernels.runs import Runs
 
 _BY_KEY = itemgetter(0, 2, 1)  #: strides of [B, K, m, D] in the kernel's order: of requests, keys and heads

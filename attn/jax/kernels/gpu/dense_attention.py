@@ -84,17 +84,17 @@ def _attend(
     # NumPy's arrays are constants of the program: nothing computes them at each call
     starts = np.arange(0, (batch + 1) * rows, rows, dtype=np.int32)
     flat, whole = query.reshape(-1, heads, size), np.full(batch, length, np.int32) if lens is None else lens
-    made = None
+    outputs = None
     if rows > _FEW and target()[0] == "sm_90" and hopper.is_on("hopper_prefill"):
         # few rows are a decode: its keys are split, which the prefill kernel cannot
-        made = _on_hopper(flat, starts, key, value, whole, layer, return_lse)
-    if made is None:
+        outputs = _on_hopper(flat, starts, key, value, whole, layer, return_lse)
+    if outputs is None:
         keys = KVInputs(keys=key.reshape(-1, kv_heads, size), values=value.reshape(-1, kv_heads, size))
         # With equal lengths each request sees its own rows' keys; otherwise a table says where its keys begin.
         if lens is not None or rows != length:
             keys = keys._replace(lens=whole, table=np.arange(0, batch * length, length, dtype=np.int32)[:, None])
-        made = paged_attention(flat, starts, keys, layer, BatchBounds(rows, length), return_lse=return_lse)
-    out, lse = made
+        outputs = paged_attention(flat, starts, keys, layer, BatchBounds(rows, length), return_lse=return_lse)
+    out, lse = outputs
     return out.reshape(query.shape), None if lse is None else jnp.moveaxis(lse.reshape(heads, batch, rows), 0, -1)
 
 
@@ -112,7 +112,7 @@ def _on_hopper(
     out = Out(jnp.empty(query.shape, query.dtype), lse, jnp.zeros(2, jnp.int32))
     rules = layer.of_prompts(0).seeing(key.shape[1], query.shape[0] / key.shape[0])
     try:
-        made = prefill(out, prompts, rules, layer.factor(1.0), *target())
+        outputs = prefill(out, prompts, rules, layer.factor(1.0), *target())
     except hopper.CannotCompile:
         return None
-    return made.output, made.lse
+    return outputs.output, outputs.lse

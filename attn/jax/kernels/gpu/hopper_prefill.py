@@ -108,9 +108,9 @@ def prefill(out: Out, batch: Prompts, params: PrefillParams, factor: float, arch
     }
     writes = [name for name, array in out._asdict().items() if array is not None]
     try:
-        made = launch(_prefill, arch, (plan.programs(processors),), arguments, writes)
+        outputs = launch(_prefill, arch, (plan.programs(processors),), arguments, writes)
     # `turn_off` raises `CannotCompile` for the compiler's errors; any other is the caller's
     except Exception as error:
         hopper.turn_off("hopper_prefill", error)
         raise
-    return out._replace(**dict(zip(writes, made, strict=True)))
+    return out._replace(**dict(zip(writes, outputs, strict=True)))

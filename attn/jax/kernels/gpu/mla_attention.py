@@ -77,23 +77,23 @@ def mla_decode(
         "indices": None,
     }
     args |= {"cache": latents.cache, "seq_lens": latents.lens, "block_table": latents.table, "k_scale": latents.k_scale}
-    of = _decode(args, rules)
-    made = launches_of(of)
-    states = made.states(tokens * heads)
+    call = _decode(args, rules)
+    plan = launches_of(call)
+    states = plan.states(tokens * heads)
     # The kernel has these parameters in any case, and XLA no empty arrays with an address: one row stands for none.
     args["partial"] = jnp.empty(max(1, states) * rank, jnp.float32)
     args["partial_lse"] = jnp.empty(max(1, states), jnp.float32)
-    args |= _numbers(of, made, args) | {"factor": rules.scale * LOG2E, "v_factor": 1.0}
+    args |= _numbers(call, plan, args) | {"factor": rules.scale * LOG2E, "v_factor": 1.0}
     # Without a plan the kernel does not read `items`, and any int32 array will do. The latents are written here, so that the
     # launches below read the cache that this one returns.
-    args |= {"items": starts} | _prepared(of, made, args, new)
+    args |= {"items": starts} | _prepared(call, plan, args, new)
     try:
-        args |= (_attend_on_hopper if of.on_hopper else _attend)(of, made, args)
+        args |= (_attend_on_hopper if call.on_hopper else _attend)(call, plan, args)
     # While the call is traced: nothing has run, and the kernel is off from here on, so the second attempt takes the other.
     except hopper.CannotCompile:
         return mla_decode(absorbed, query, starts, latents, rules, new, return_lse=return_lse)
     if states:
-        args |= _run(merge, of.arch, made.merge_grid(num_reqs, heads, rules.max_query_len), args | made.merge, _RESULTS)
+        args |= _run(merge, call.arch, plan.merge_grid(num_reqs, heads, rules.max_query_len), args | plan.merge, _RESULTS)
     return args["out"], args["lse"], args["cache"]
 
 
@@ -101,14 +101,14 @@ _RESULTS = ("out", "lse")
 _STATES = (*_RESULTS, "partial", "partial_lse")
 
 
-def _attend(of: Decode, made: MLALaunches, args: dict[str, Any]) -> dict[str, jax.Array]:
+def _attend(call: Decode, plan: MLALaunches, args: dict[str, Any]) -> dict[str, jax.Array]:
     """The first stage."""
     # the same bytes, where the hardware does not convert e4m3 (`number_in`)
-    codes = {"cache": "uint8"} if args["cache"].dtype == jnp.float8_e4m3fn and made.attend["BYTES"] else {}
-    return _run(attend, of.arch, (made.programs(of.requests), made.max_splits), args | made.attend, _STATES, **codes)
+    codes = {"cache": "uint8"} if args["cache"].dtype == jnp.float8_e4m3fn and plan.attend["BYTES"] else {}
+    return _run(attend, call.arch, (plan.programs(call.requests), plan.max_splits), args | plan.attend, _STATES, **codes)
 
 
-def _attend_on_hopper(of: Decode, made: MLALaunches, args: dict[str, Any]) -> dict[str, jax.Array]:
+def _attend_on_hopper(call: Decode, plan: MLALaunches, args: dict[str, Any]) -> dict[str, jax.Array]:
     """The same by the Hopper kernel. Raises `hopper.CannotCompile` if the installed Triton does not compile it, for which the
     kernel is off from then on."""
     from attn.kernels import hopper_mla
@@ -116,18 +116,18 @@ def _attend_on_hopper(of: Decode, made: MLALaunches, args: dict[str, Any]) -> di
     cache = args["cache"]
     flags = {name: args[name] is not None for name in ("limits", "lse")} | {
         "sparse": False,
-        "planned": made.stream_k is not None,
+        "planned": plan.stream_k is not None,
     }
     arguments = args | {
         "desc": Boxed(cache, *hopper_mla.map_of(cache.shape, dense_strides(cache.shape))),
-        "row_tiles": made.tiles,
+        "row_tiles": plan.tiles,
         # more than any request's keys: the only split has all of them
-        "split_size": made.split_size if made.max_splits > 1 else 1 << 30,
+        "split_size": plan.split_size if plan.max_splits > 1 else 1 << 30,
         "num_pages": cache.shape[0],
-        **hopper_mla.constants(of.heads, of.page, rope_from=of.rope_from, **flags),
+        **hopper_mla.constants(call.heads, call.page, rope_from=call.rope_from, **flags),
     }
     try:
-        return _run(hopper_mla.attend, of.arch, (made.programs(of.requests), made.max_splits), arguments, _STATES)
+        return _run(hopper_mla.attend, call.arch, (plan.programs(call.requests), plan.max_splits), arguments, _STATES)
     except Exception as error:
         hopper.turn_off("hopper_mla", error)
         raise
@@ -164,28 +164,28 @@ def _decode(args: dict[str, Any], rules: DecodeParams) -> Decode:
     )
 
 
-def _numbers(of: Decode, made: MLALaunches, args: dict[str, Any]) -> dict[str, Any]:
+def _numbers(call: Decode, plan: MLALaunches, args: dict[str, Any]) -> dict[str, Any]:
     """The arguments of both stages that are neither arrays nor the rule's."""
-    (_, page, row), tokens, rank = args["cache"].shape, args["query"].shape[0], of.rank
+    (_, page, row), tokens, rank = args["cache"].shape, args["query"].shape[0], call.rank
     return {
-        "max_splits": made.max_splits,
-        "split_size": made.split_size,
-        "groups": 0 if made.stream_k is None else made.stream_k.groups,
-        "max_query": of.max_query_len,
+        "max_splits": plan.max_splits,
+        "split_size": plan.split_size,
+        "groups": 0 if plan.stream_k is None else plan.stream_k.groups,
+        "max_query": call.max_query_len,
         "lse_h": 0 if args["lse"] is None else tokens,
         "table_r": args["block_table"].shape[1],
         "topk": 0,
         "indices_t": 0,
-        **{"o_t": of.heads * rank, "o_h": rank, "q_t": of.heads * rank, "q_h": rank, "c_block": page * row, "c_slot": row},
+        **{"o_t": call.heads * rank, "o_h": rank, "q_t": call.heads * rank, "q_h": rank, "c_block": page * row, "c_slot": row},
         # offsets of 64 bits only where a cache needs them
         "WIDE": args["cache"].size >= 2**31,
     }
 
 
-def _prepared(of: Decode, made: MLALaunches, args: dict[str, Any], new: New | None) -> dict[str, jax.Array]:
+def _prepared(call: Decode, plan: MLALaunches, args: dict[str, Any], new: New | None) -> dict[str, jax.Array]:
     """Fill the table of stream-K, store new latents, and write the rows of no request; return what it wrote by name."""
     (tokens, _, rank), cache = args["out"].shape, args["cache"]
-    groups, _, items = made.stream_k or (0, 0, 0)
+    groups, _, items = plan.stream_k or (0, 0, 0)
     # No new rows: the programs that would store them are none, and the cache is no operand of this launch.
     kv_c, k_pe, slots = new or (None, None, None)
     code, rows = "" if kv_c is None else latent_write.code_of(kv_c.dtype.name, cache.dtype.name), 0 if kv_c is None else tokens
@@ -201,15 +201,15 @@ def _prepared(of: Decode, made: MLALaunches, args: dict[str, Any], new: New | No
         "query_start_loc": args["query_start_loc"],
         "seq_lens": args["seq_lens"],
         "factor": 1.0,
-        "num_reqs": of.requests,
+        "num_reqs": call.requests,
         "groups": groups,
-        "rows": made.tiles * made.block_m,
+        "rows": plan.tiles * plan.block_m,
         # rows of new tokens, one program each; then those of no request, ROWS each
         "new": rows,
         "tokens": tokens,
         "lse_h": tokens,
-        **{"kv_c_t": rank, "k_pe_t": of.rope, "c_block": args["c_block"], "c_slot": args["c_slot"]},
-        **mla_prepare.constants((of.heads, made.block_n, block_of(of.requests)), (rank, of.rope, of.page), code),
+        **{"kv_c_t": rank, "k_pe_t": call.rope, "c_block": args["c_block"], "c_slot": args["c_slot"]},
+        **mla_prepare.constants((call.heads, plan.block_n, block_of(call.requests)), (rank, call.rope, call.page), code),
     }
     # the stages' name of each array -> the name of the parameter in this kernel
     written = {"out": "output", "lse": "lse", "items": "table", "cache": "cache"}
@@ -217,7 +217,8 @@ def _prepared(of: Decode, made: MLALaunches, args: dict[str, Any], new: New | No
     codes = {"cache": "uint8"} if code in ("e4m3", "e5m2") else {}
     # programs for the table, then for new rows, then for rows of no request: `mla_prepare` tells them apart by number
     grid = (groups + rows - (-tokens // fill.ROWS),)
-    return dict(zip(written, launch(mla_prepare.prepare, of.arch, grid, arguments, [*written.values()], **codes), strict=True))
+    arrays = launch(mla_prepare.prepare, call.arch, grid, arguments, [*written.values()], **codes)
+    return dict(zip(written, arrays, strict=True))
 
 
 def _own_lengths(starts: jax.Array, lens: jax.Array, tokens: int) -> jax.Array:

@@ -80,6 +80,6 @@ def _on_hopper(
     tokens, num_reqs = prompts.query.shape[0], prompts.starts.shape[0] - 1
     # Lengths are not known when the program is made: tiles are chosen for the mean of the padded batch.
     params = PrefillParams(right=0 if causal else UNBOUNDED).seeing(prompts.keys.shape[0] / num_reqs, tokens / num_reqs)
-    made = prefill(Out(out, lse, counters), prompts, params, scale * LOG2E, *target())
-    assert made.lse is not None
-    return made.output, made.lse
+    outputs = prefill(Out(out, lse, counters), prompts, params, scale * LOG2E, *target())
+    assert outputs.lse is not None
+    return outputs.output, outputs.lse

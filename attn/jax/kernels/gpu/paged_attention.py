@@ -185,9 +185,9 @@ class _LaunchSequence:
         rules = self.rules
         # Whether decodes are better left whole depends on lengths, so `_fill` decides on the device.
         split_kv = rules.split_kv(num_reqs, max_seq_len, False) if rules.paged else None
-        made = self._fill(num_reqs, split_kv)
+        outputs = self._fill(num_reqs, split_kv)
         if rules.on_hopper:
-            self._on_hopper(made["counters"])
+            self._on_hopper(outputs["counters"])
         elif rules.prefill is not None:
             # a bound by extents: each request may end in a tile that is not full (`request_of`)
             tiles = self.arrays["query"].shape[0] // rules.prefill_tokens + num_reqs
@@ -196,11 +196,11 @@ class _LaunchSequence:
             return self.arrays["output"], self.arrays["lse"]
         # Both launches are in the program where either may have the decodes: one of them finds requests without tokens, by its
         # list.
-        if split_kv is None or "whole" in made:
-            self.arrays["query_start_loc"] = made.get("whole", self.arrays["query_start_loc"])
+        if split_kv is None or "whole" in outputs:
+            self.arrays["query_start_loc"] = outputs.get("whole", self.arrays["query_start_loc"])
             self._attend(num_reqs * rules.kv_heads, rules.decode(0))
         if split_kv is not None:
-            self.arrays["query_start_loc"] = made.get("split", self.arrays["query_start_loc"])
+            self.arrays["query_start_loc"] = outputs.get("split", self.arrays["query_start_loc"])
             self._attend_splits(num_reqs, split_kv)
         return self.arrays["output"], self.arrays["lse"]
 
@@ -252,9 +252,9 @@ class _LaunchSequence:
         """Launch `kernel`, which writes the output, and return what it writes of `more`."""
         # Every launch takes what the one before returned, in the same memory, and keeps the rows that it does not write.
         writes = [name for name in ("output", "lse", *more) if arguments[name] is not None]
-        made = dict(zip(writes, launch(kernel, self.arch, (programs,), arguments, writes, **read), strict=True))
-        self.arrays |= {name: made.pop(name) for name in ("output", "lse") if name in made}
-        return made
+        outputs = dict(zip(writes, launch(kernel, self.arch, (programs,), arguments, writes, **read), strict=True))
+        self.arrays |= {name: outputs.pop(name) for name in ("output", "lse") if name in outputs}
+        return outputs
 
 
 @jax.jit

@@ -50,6 +50,6 @@ class SparseMLAImpl(MLACommonImpl):
             # -1 may be listed any number of times
             twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).nonzero()
             if len(twice):
-                row, at = twice[0].tolist()
-                raise MetadataError("topk_indices", row, int(ordered[row, at]), "listed at most once per row")
+                row, column = twice[0].tolist()
+                raise MetadataError("topk_indices", row, int(ordered[row, column]), "listed at most once per row")
         return slots

@@ -76,9 +76,9 @@ def _slots(indices: torch.Tensor, meta: MLADecodeMetadata) -> torch.Tensor:
     row = torch.arange(len(indices), device=indices.device, dtype=torch.int32)
     # the last request that begins at or before the row
     request = torch.searchsorted(meta.query_start_loc, row, right=True) - 1
-    real = (indices >= 0) & (indices < meta.seq_lens[request][:, None])
+    is_valid = (indices >= 0) & (indices < meta.seq_lens[request][:, None])
     # 0 where there is no key: an index that the table has
-    at = torch.where(real, indices, 0)
-    pages = meta.block_table[request].gather(1, (at // meta.block_size).long())
-    slots = torch.where(real, pages * meta.block_size + at % meta.block_size, -1)
+    tokens = torch.where(is_valid, indices, 0)
+    pages = meta.block_table[request].gather(1, (tokens // meta.block_size).long())
+    slots = torch.where(is_valid, pages * meta.block_size + tokens % meta.block_size, -1)
     return torch.nn.functional.pad(slots, (0, -slots.shape[1] % _LIST), value=-1)

@@ -44,17 +44,17 @@ class TorchMLASparseImpl(SparseMLAImpl, backend=TorchMLASparseBackend):
             for start in range(begin, end, step):
                 rows = slice(start, min(start + step, end))
                 chosen = indices[rows]
-                real = (chosen >= 0) & (chosen < total)
+                is_valid = (chosen >= 0) & (chosen < total)
                 # position 0 exists where there is a key at all; its weight is 0
-                at = torch.where(real, chosen, 0)
+                tokens = torch.where(is_valid, chosen, 0)
                 # a request without keys may have -1 in its table
-                pages = meta.block_table[r].long()[at // meta.block_size].clamp(min=0)
-                stored = _rows.gather(call.kv_cache, pages.flatten(), (at % meta.block_size).flatten())
-                keys = _rows.decode(stored, self.kv_cache_dtype, call.layer._k_scale).to(exact).view(*at.shape, -1)
+                pages = meta.block_table[r].long()[tokens // meta.block_size].clamp(min=0)
+                stored = _rows.gather(call.kv_cache, pages.flatten(), (tokens % meta.block_size).flatten())
+                keys = _rows.decode(stored, self.kv_cache_dtype, call.layer._k_scale).to(exact).view(*tokens.shape, -1)
                 # NaN in an unused row of the cache must not reach the products
-                keys = torch.where(real[..., None], keys, 0)
+                keys = torch.where(is_valid[..., None], keys, 0)
                 scores = torch.bmm(q[rows].to(exact), keys.transpose(1, 2)) * self.scale
-                scores = torch.where(real[:, None], scores, -torch.inf)
+                scores = torch.where(is_valid[:, None], scores, -torch.inf)
                 log = scores.logsumexp(-1)
                 log = torch.where(log == torch.inf, torch.nan, log)  # the softmax of a score of +inf is undefined
                 weights = torch.where(log[..., None] == -torch.inf, 0, torch.exp(scores - log[..., None]))

@@ -83,8 +83,8 @@ def pack(call: DenseCall) -> tuple[torch.Tensor, torch.Tensor, Any]:
         return key, value, np.full(call.key.shape[0], call.key.shape[1], np.int32)
     lens = call.present.sum(1).cpu().numpy() if call.lens is None else np.array(call.lens)
     # `nonzero` waits for the device, because its size is a number of the host
-    at = call.present.flatten().nonzero()[:, 0]
-    return key.index_select(0, at), value.index_select(0, at), lens.astype(np.int32)
+    index = call.present.flatten().nonzero()[:, 0]
+    return key.index_select(0, index), value.index_select(0, index), lens.astype(np.int32)
 
 
 def state_of_nothing(call: DenseCall) -> tuple[torch.Tensor, torch.Tensor] | None:
