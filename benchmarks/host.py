@@ -3,6 +3,7 @@
     python -m benchmarks.host [--only MLA] [--entries] [--profile]
     python -m benchmarks.host --build [--device cuda]
     python -m benchmarks.host --adapters
+    python -m benchmarks.host --count
 
 Needs Triton but no GPU: tensors are on the CPU, a placeholder driver stands for a GPU (sm_90), for which kernels are compiled,
 and a launch only counts. TRITON_ATTN makes the launches that it would on an H200. So a figure contains the checks, the launch
@@ -14,10 +15,14 @@ times what makes a batch instead: `from_lens` of lists of block ids, of arrays o
 device, from such a batch of arrays, from one whose table was padded, and from tensors on that device. That is one without
 memory (`meta`), for which launches cost nothing, unless --device names another. --adapters times a layer's call by
 FLASH_ATTN and FLASHINFER instead, of 64 decodes of which nothing is written, around a vendor's function that does nothing.
+--count counts instead of timing: of a repeated call without an output, on a stream of its own, and of a builder, torch's
+operators and how many of them allocate, launches and other calls of the driver, functions of Python, and calls of functions in
+C (NumPy's operators, which are none, left out).
 Figures are the least of several runs, in processor time; torch's own attention over one key, in the same run, gives the scale.
 """
 
 import argparse
+import collections
 import cProfile
 import functools
 import pstats
@@ -25,7 +30,7 @@ import sys
 import time
 import timeit
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -33,6 +38,7 @@ from unittest import mock
 import numpy as np
 import torch
 import triton
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn.backends.abstract import KVCacheSpec
 from attn.backends.metadata import CommonAttentionMetadata
@@ -42,7 +48,7 @@ from attn.torch import kv_cache as caches
 from attn.torch.backends import _flash_providers
 from attn.torch.backends._triton import TritonPagedImpl
 from attn.torch.backends.mla.prefill.triton import TritonPrefillBackend
-from attn.torch.kernels import direct
+from attn.torch.kernels import direct, kept
 from attn.torch.kernels import driver as direct_driver
 from attn.torch.metadata import PagedAttentionMetadataBuilder
 
@@ -250,6 +256,89 @@ def adapters() -> None:
     print("\n".join(f"{name:32s}{took:8.1f}" for name, took in least.items()))
 
 
+class _Operators(TorchDispatchMode):
+    """Lists torch's operators while it is entered, and those among them that return memory that no argument has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all, self.allocating = list[str](), list[str]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.all.append(function.__name__)
+        if isinstance(result, torch.Tensor):
+            given = [x.untyped_storage()._cdata for x in (*args, *(kwargs or {}).values()) if isinstance(x, torch.Tensor)]
+            self.allocating += [function.__name__] * (result.untyped_storage()._cdata not in given)
+        return result
+
+
+#: What asks a GPU's driver and is replaced here, by where it is: its result. The stream is not the default one.
+_QUERIES: tuple[tuple[Any, str, Any], ...] = (
+    (torch._C, "_cuda_getDevice", 0),
+    (torch.cuda, "current_device", 0),
+    (torch._C, "_cuda_getCurrentRawStream", 7),
+    (torch.cuda, "is_current_stream_capturing", False),
+)
+
+
+def counted(call: Callable[[], Any]) -> tuple[list[str], list[str], int, int]:
+    """Return torch's operators of a call, those that allocate, and how many functions of Python and of C it calls."""
+    with _Operators() as operators:
+        call()
+    for _ in range(3):
+        call()  # recognised again: under the mode tensors are not those of the last call
+    calls = collections.Counter[str]()
+    sys.setprofile(lambda frame, event, argument: calls.update([event]))
+    call()
+    sys.setprofile(None)
+    return operators.all, operators.allocating, calls["call"], calls["c_call"] - 1  # the last one ends the profile
+
+
+@contextmanager
+def _as_on_a_gpu() -> Iterator[list[str]]:
+    """Let launches that are kept on a CPU ask the driver what they do on a GPU; yields the queries so far."""
+    asked: list[str] = []
+    make = kept.KeptLaunches.__init__
+
+    def init(self: Any, *arguments: Any) -> None:
+        make(self, *arguments)
+        self._index, self._stream = 0, torch._C._cuda_getCurrentRawStream  # type: ignore[attr-defined]
+
+    with ExitStack() as stack:
+        for module, query, result in _QUERIES:
+            replaced = functools.partial(lambda query, result, *_: asked.append(query) or result, query, result)
+            stack.enter_context(mock.patch.object(module, query, replaced, create=True))
+        stack.enter_context(mock.patch.object(kept.KeptLaunches, "__init__", init))
+        yield asked
+
+
+def counts() -> None:
+    """Print what calls and builders ask torch and the driver for."""
+    head = f"{'':44s}{'torch':>6s}{'memory':>7s}{'Python':>7s}{'C':>5s}  "
+    with without_kernels() as seen, _as_on_a_gpu() as asked, torch.no_grad():
+        print(head + "driver")
+        for backend, kind in (("TRITON_ATTN", "auto"), ("TRITON_ATTN", "fp8"), ("TRITON_MLA", "auto")):
+            for name, lens in BATCHES.items():
+                again = calls_of(backend, kind, lens).again
+                call = functools.partial(again.func, *again.args[:-1])
+                call()
+                call()
+                asked.clear()
+                seen.clear()
+                call()
+                driver = ", ".join(f"{n} {name}" for name, n in collections.Counter([*seen, *asked]).items())
+                operators, allocating, python, c = counted(call)
+                row = f"{backend}, {kind}, {name}"
+                print(f"{row:44s}{len(operators):6d}{len(allocating):7d}{python:7d}{c:5d}  {driver}", flush=True)
+    print(head + "operators")
+    for requests, keys, ragged in BUILT:
+        for way, call in list(ways_of(requests, keys, ragged, torch.device("meta")).items())[3:]:
+            call()
+            operators, allocating, python, c = counted(call)
+            row = f"{requests} {'ragged' if ragged else 'equal'}, {way}"
+            print(f"{row:44s}{len(operators):6d}{len(allocating):7d}{python:7d}{c:5d}  {', '.join(operators)}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows whose backend contains this")
@@ -258,8 +347,12 @@ def main() -> None:
     parser.add_argument("--build", action="store_true", help="time what makes a batch instead")
     parser.add_argument("--device", type=torch.device, default="meta", help="where --build puts batches (default: %(default)s)")
     parser.add_argument("--adapters", action="store_true", help="time the adapters of vendors' functions instead")
+    parser.add_argument("--count", action="store_true", help="count operators, memory and calls of the driver instead")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.count:
+        counts()
+        return
     if arguments.build or arguments.adapters:
         builds(arguments.device) if arguments.build else adapters()
         return
