@@ -312,10 +312,10 @@ def _as_on_a_gpu() -> Iterator[list[str]]:
         yield asked
 
 
-def counts() -> None:
-    """Print what calls and builders ask torch and the driver for."""
+def counts(seen: list[str]) -> None:
+    """Print what calls and builders ask torch and the driver for. seen: as `without_kernels` yields it."""
     head = f"{'':44s}{'torch':>6s}{'memory':>7s}{'Python':>7s}{'C':>5s}  "
-    with without_kernels() as seen, _as_on_a_gpu() as asked, torch.no_grad():
+    with _as_on_a_gpu() as asked:
         print(head + "driver")
         for backend, kind in (("TRITON_ATTN", "auto"), ("TRITON_ATTN", "fp8"), ("TRITON_MLA", "auto")):
             for name, lens in BATCHES.items():
@@ -350,13 +350,13 @@ def main() -> None:
     parser.add_argument("--count", action="store_true", help="count operators, memory and calls of the driver instead")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    if arguments.count:
-        counts()
-        return
     if arguments.build or arguments.adapters:
         builds(arguments.device) if arguments.build else adapters()
         return
     with without_kernels() as seen, torch.no_grad():
+        if arguments.count:
+            counts(seen)
+            return
         one = torch.ones(1, 1, 1, 8)
         sdpa = functools.partial(torch.nn.functional.scaled_dot_product_attention, one, one, one)
         rows: dict[tuple[str, str, str], Calls] = {("torch's SDPA", "", "one key"): Calls(sdpa, sdpa)}

@@ -102,7 +102,8 @@ class Pages:
         else:
             n = self.ids.size
             out[:n] = self.ids
-            out[n:] = -1
+            if n < len(out):
+                out[n:] = -1
 
     @functools.cached_property
     def largest(self) -> int:

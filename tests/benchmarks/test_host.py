@@ -1,4 +1,4 @@
-"""benchmarks/host.py runs: launches are repeated without a GPU, and what makes a batch, and the adapters, are timed."""
+"""benchmarks/host.py runs: launches are repeated without a GPU, batches and adapters are timed, operators are counted."""
 
 from pathlib import Path
 
@@ -22,6 +22,12 @@ with host.without_kernels() as seen, torch.no_grad():
         seen.clear()
         calls.again()
         assert seen == launches.split(), seen
+    host.BATCHES = {"3 decodes": [1, 1, 1]}
+    with contextlib.redirect_stdout(counted := io.StringIO()):
+        host.counts(seen)
+queries = "1 attention, 1 merge, 1 _cuda_getDevice, 1 _cuda_getCurrentRawStream, 1 is_current_stream_capturing"
+row = next(row.split() for row in counted.getvalue().splitlines() if row.startswith("TRITON_ATTN, auto, 3"))
+assert row[4:6] == ["1", "1"] and " ".join(row[8:]) == queries, row
 with contextlib.redirect_stdout(said):
     host.builds(torch.device("meta"))
     host.adapters()

@@ -1328,6 +1328,22 @@ DEFECTS = (
         "A repeated launch reads the slopes and sinks of the layer that made it.",
     ),
     Defect(
+        "scratch_of_ended_threads",
+        "torch/kernels/direct.py",
+        "class _Scratches(local):",
+        "class _Scratches:",
+        ("torch/kernels/test_direct.py",),
+        "Threads share the scratch memory of a stream, between whose launches another's come.",
+    ),
+    Defect(
+        "scratch_of_every_stream",
+        "torch/kernels/direct.py",
+        "if len(scratches) > _STREAMS:",
+        "if len(scratches) > 1 << 20:",
+        ("torch/kernels/test_direct.py",),
+        "The scratch memory of streams that were destroyed is never freed.",
+    ),
+    Defect(
         "kept_launch_of_another_batch",
         "torch/metadata.py",
         "if kept is None or not all(map(is_, kept.fields, fields)):",

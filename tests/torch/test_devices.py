@@ -130,8 +130,14 @@ def test_a_call_makes_the_device_of_its_query_the_current_one(name: str, monkeyp
     for module in (_paged, _mla):
         monkeypatch.setattr(module, "is_elsewhere", lambda x: not current_ones)
     layer = layer_of(name)
-    call(layer, layer.build(BATCH), layer.new_kv_cache(2), "cpu")
+    call(layer, metadata := layer.build(BATCH), layer.new_kv_cache(2), "cpu")
     assert current_ones == [torch.device("cpu")]
+    calls = metadata.kept().calls
+    for signature, known in [*calls.items()] if name == "TORCH_SDPA" else []:  # a known call compares what was kept of it
+        calls[signature] = known._replace(gpu=1)
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: len(current_ones) - 1, raising=False)
+        call(layer, metadata, layer.new_kv_cache(2), "cpu")
+        assert len(current_ones) == 2
 
 
 def test_random_devices_around_a_layer() -> None:
