@@ -183,13 +183,15 @@ def run_together(q_lens: Any, keys: Any, group: int, kv_heads: int, multiprocess
     of up to 640; the choice takes 1.008 of the faster form's time (geometric mean; at most 1.29). On 30 batches of up to 640
     tokens drawn afterwards it takes 1.003 (1.12). Other GPUs, which have the rule too, were not measured.
     """
-    if q_lens.max(initial=0) <= 1:
+    # `x[x.argmax()]` and `count_nonzero` take a fraction of the time of `max` and `any`
+    of_prompts = keys[q_lens > 1]
+    if not len(of_prompts):
         return False
     tiles = -(-keys // 64)
     split = tiles > MIN_SPLIT_TILES
-    work = int(tiles @ blocks_of(q_lens, group)) + group * int(q_lens[split].sum()) // 4
-    longest = -(-int(keys[q_lens > 1].max()) // 128)
-    spare = 1.5 * longest + (-6 if split.any() else 2) + (8 if (q_lens == 1).any() else 0)
+    work = int(tiles.dot(blocks_of(q_lens, group))) + group * int(q_lens[split].sum()) // 4
+    longest = -(-int(of_prompts[of_prompts.argmax()]) // 128)
+    spare = 1.5 * longest + (-6 if np.count_nonzero(split) else 2) + (8 if np.count_nonzero(q_lens == 1) else 0)
     return work * kv_heads <= spare * multiprocessors
 
 
@@ -333,24 +335,24 @@ def _wave(kv_heads: int, multiprocessors: int) -> int:
     return max(1, 2 * multiprocessors // kv_heads)
 
 
-def _split_tiles_range(tiles: Any, split_kv: SplitKV) -> tuple[int, int, int]:
-    """(the fewest and the most tiles per split that the device may choose, the most of a request), as `split_tiles_of`."""
-    total, longest = int(tiles.sum()), int(tiles.max())
+def _split_tiles_range(requests: int, total: int, longest: int, split_kv: SplitKV) -> tuple[int, int]:
+    """Return the fewest and the most tiles per split that the device may choose. total: of all requests; longest: of one."""
     # Splits of `high` tiles always fit: each request has at most one split that is not full. Splits smaller than `low` would be
     # too many.
-    low = max(split_kv.split_tiles, -(-total // (split_kv.max_splits + len(tiles))))
+    low = max(split_kv.split_tiles, -(-total // (split_kv.max_splits + requests)))
     high = max(low, -(-total // split_kv.max_splits))
-    if len(tiles) >= split_kv.whole_from and 4 * longest * len(tiles) <= 5 * total:
+    if requests >= split_kv.whole_from and 4 * longest * requests <= 5 * total:
         low = high = max(high, longest)
-    return low, high, longest
+    return low, high
 
 
-def split_tiles_of(tiles: Any, split_kv: SplitKV, least: int = 0) -> int:
-    """The tiles per split that the device chooses for requests of `tiles` tiles (NumPy, [R]): `plan.item_of`.
+def split_tiles_of(tiles: Any, split_kv: SplitKV) -> int:
+    """The tiles per split that the device chooses for requests of `tiles` tiles (NumPy, [R]): `plan.item_of`."""
+    return _split_tiles_between(*_split_tiles_range(len(tiles), int(tiles.sum()), int(tiles.max()), split_kv), tiles, split_kv)
 
-    least: any number below it may be returned for a smaller one.
-    """
-    low, high, _ = _split_tiles_range(tiles, split_kv)
+
+def _split_tiles_between(low: int, high: int, tiles: Any, split_kv: SplitKV, least: int = 0) -> int:
+    """`split_tiles_of`, which is between `low` and `high`. least: any number below it may be returned for a smaller one."""
     room = split_kv.max_splits + int(np.count_nonzero(tiles))  # a request without keys has one item
     # As many halvings as on the device, which may leave several candidates: the host's answer must be the device's.
     for _ in range(4):
@@ -370,11 +372,13 @@ def are_whole(keys: Any, kv_heads: int, multiprocessors: int) -> bool:
     The search and the merge cost about 6 us (H200), 2 % of 64 decodes of 4,096 keys, which fill the device without them.
     """
     tiles = -(-keys // 64)
-    split_kv = split_kv_for(len(keys), kv_heads, int(tiles.max(initial=0)), 0, multiprocessors)
+    longest = int(tiles[tiles.argmax()]) if len(tiles) else 0
+    split_kv = split_kv_for(len(keys), kv_heads, longest, 0, multiprocessors)
     if split_kv is None:
         return True
-    low, high, longest = _split_tiles_range(tiles, split_kv)  # most batches are decided without the search
-    return low >= longest or (high >= longest and split_tiles_of(tiles, split_kv, longest) >= longest)
+    low, high = _split_tiles_range(len(tiles), int(tiles.sum()), longest, split_kv)
+    # most batches are decided without the search
+    return low >= longest or (high >= longest and _split_tiles_between(low, high, tiles, split_kv, longest) >= longest)
 
 
 @functools.lru_cache(maxsize=256)

@@ -272,25 +272,29 @@ class TritonPagedImpl(PagedAttentionImpl):
             # each tile of rows reads its request's keys, so a request counts as often as it has tiles
             of_tiles = np.repeat(keys, blocks_of(q_lens, group))
             return _BatchPlan(0, None, are_whole(of_tiles, self.num_kv_heads, processors), True)
+        single = q_lens == 1
+        singles = int(np.count_nonzero(single))
         # up to 16 tokens a request, a decode's tile holds them all; in a batch with longer ones it serves single tokens only
-        decodes = keys[(q_lens > 0) & (q_lens <= (most if most <= 16 else 1))]
+        decodes = keys if singles == len(keys) else keys[single if most > 16 else q_lens > 0]
         programs, below, whole = 0, None, are_whole(decodes, self.num_kv_heads, processors)
         if has_prompts:
             # float64: rows times keys of a prompt exceed 32 bits
-            rows, of_rows = q_lens[q_lens > 1].astype(np.float64), seq_lens[q_lens > 1]
-            full = 0.0 if left is None else np.clip(of_rows - left - 1, 0, rows)  # rows that see a whole window
+            several = q_lens > 1
+            rows, of_rows = q_lens[several].astype(np.float64), seq_lens[several]
             # (row, key) pairs: row i of n over m keys sees m - n + 1 + i of them, or a whole window of left + 1
-            pairs = float(np.sum((rows - full) * (of_rows - (rows - 1 + full) / 2) + full * ((left or 0) + 1)))
-            if left is None and not self.mask.causal:
-                pairs = float(rows @ of_rows)
+            if left is not None:
+                full = np.clip(of_rows - left - 1, 0, rows)  # rows that see a whole window
+                pairs = float(np.sum((rows - full) * (of_rows - (rows - 1 + full) / 2) + full * (left + 1)))
+            else:
+                pairs = float(rows.dot(of_rows - (rows - 1) / 2 if self.mask.causal else of_rows))
             # keys and values of the decodes, which are bound by reading these
-            nbytes = 2 * self.num_kv_heads * self.head_size * itemsize * int(keys[q_lens == 1].sum())
+            nbytes = 2 * self.num_kv_heads * self.head_size * itemsize * int(keys[single].sum())
             # 4: a multiplication and an addition in each of both products
             programs = prefill_programs(4 * self.num_heads * self.head_size * pairs, nbytes, processors)
             # keys that a row sees on average, which decide the size of the Hopper kernel's tiles
             seen = pairs / max(1.0, float(rows.sum()))
             below = keys_below(seen, 0, UNBOUNDED, 0 if self.mask.causal else UNBOUNDED)
-        return _BatchPlan(programs, below, whole, singles=bool((q_lens == 1).any()))
+        return _BatchPlan(programs, below, whole, singles=singles > 0)
 
     def _attend_ragged(self, call: PagedCall) -> None:
         from attn.torch.kernels.paged_attention import paged_attention
