@@ -94,9 +94,17 @@ def check_per_head(name: str, values: Any) -> None:
     """
     import numpy as np
 
-    if values is None or not isinstance(values, list | tuple | np.ndarray):
-        return
-    numbers = np.asarray(values, dtype=np.float64)
+    if values is not None and isinstance(values, list | tuple | str | np.ndarray):
+        _check_numbers(name, values)
+
+
+def _check_numbers(name: str, values: Any) -> None:
+    import numpy as np
+
+    try:
+        numbers = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}={values!r} must be numbers, one per head") from error
     # A sink of -inf is a head without a sink and one of +inf takes all weight (`attn.reference.apply_sinks`): both are
     # defined. An infinite slope times the distance 0 of a row to its own key is NaN.
     bad = np.isnan(numbers) if name == "sinks" else ~np.isfinite(numbers)
@@ -104,6 +112,10 @@ def check_per_head(name: str, values: Any) -> None:
         index = tuple(int(i) for i in np.argwhere(bad)[0])
         allowed = "a number, or -inf for a head without a sink" if name == "sinks" else "finite"
         raise ValueError(f"{name}{list(index)} = {numbers[index]}: must be {allowed}")
+
+
+# `attn.arrays.ops_of` says what the mark is for.
+_check_numbers._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _number(name: str, value: Any) -> float:

@@ -35,10 +35,22 @@ def framework_of(array: Any) -> str:
     raise TypeError(f"expected an array of torch, jax or numpy, got {type(array).__module__}.{type(array).__qualname__}")
 
 
-@functools.cache
 def ops_of(framework: str) -> Any:
     """Return a framework's operations (`attn.torch.ops.Ops`, `attn.jax.ops.Ops`), for code that is written once for both."""
-    return resolve_obj_by_qualname(f"attn.{framework}.ops.Ops")
+    _load(framework)
+    return _OPS[framework]
+
+
+_OPS: dict[str, Any] = {}
+
+
+def _load(framework: str) -> None:
+    if framework not in _OPS:
+        _OPS[framework] = resolve_obj_by_qualname(f"attn.{framework}.ops.Ops")
+
+
+# As `torch.compiler.assume_constant_result` does, without torch: Dynamo cannot trace an import, and calls a marked function.
+_load._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def to_framework(array: Any, framework: str, *, like: Any = None) -> Any:

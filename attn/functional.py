@@ -231,12 +231,12 @@ def _check_shapes(q: Array, k: Array, v: Array, layout: str | None) -> bool:
             f"q, k, v have shapes {_words(shapes)}: batches must agree, k and v in keys and heads, q and k in head_size"
         )
     if layout is None:
-        _check_layout(sq, sk, _words(shapes[:2]))
+        _check_layout(sq, sk, shapes[:2])
     check_heads(sq[-2], sk[-2], sq[-1])
     return len(sq) == 4
 
 
-def _check_layout(sq: tuple[int, ...], sk: tuple[int, ...], words: str) -> None:
+def _check_layout(sq: tuple[int, ...], sk: tuple[int, ...], shapes: list[tuple[int, ...]]) -> None:
     """Warn about shapes that only [B, heads, S, head_size] explains; raise ValueError with that layout if no other is possible.
 
     The signs: as many key heads as query heads, more heads than rows, and more rows than keys, as grouped heads look in the
@@ -245,14 +245,14 @@ def _check_layout(sq: tuple[int, ...], sk: tuple[int, ...], words: str) -> None:
     (n, heads), (m, kv_heads) = sq[-3:-1], sk[-3:-1]
     advice = 'pass layout="BHSD" for [B, heads, S, head_size]'
     if kv_heads and heads % kv_heads and m and n % m == 0:
-        raise ValueError(f"num_heads={heads} is not a multiple of num_kv_heads={kv_heads} (shapes {words}: {advice})")
+        raise ValueError(f"num_heads={heads} is not a multiple of num_kv_heads={kv_heads} (shapes {_words(shapes)}: {advice})")
     # Read as [B, S, heads, D], a tensor [B, H, S, D] has n = H rows of S heads: fewer rows than heads, and as many key
     # heads as query heads in self attention.
     if not 1 < n < heads == kv_heads:
         return
     if (n > m > 0 and n % m == 0) or (n == m and heads > _MOST_HEADS):
         warnings.warn(
-            f'q, k have shapes {words}, which look like [B, heads, S, head_size]: pass layout="BHSD" if they are, and '
+            f'q, k have shapes {_words(shapes)}, which look like [B, heads, S, head_size]: pass layout="BHSD" if they are, and '
             f'layout="BSHD" if these are {n} rows of {heads} heads',
             # `attention` <- `_check_shapes` <- `_check_layout`: the line of the caller.
             stacklevel=4,
@@ -310,7 +310,7 @@ def _dense(xp: Any, rules: DenseParams, q: Array, k: Array, v: Array, extras: Op
     step = xp.rows_at_once(n, batch * num_heads * m)
     results = []
     # At least one pass, so that a call without rows still gives arrays of the right dtype and device to concatenate.
-    for start in range(0, max(n, 1), step):
+    for start in (0,) if step >= n else range(0, n, step):
         rows = slice(start, min(start + step, n))
         position = xp.arange(rows.start, rows.stop, q) + (m - n)
         of_rows = extras._replace(mask=None if mask is None else mask[..., rows, :])
@@ -385,7 +385,7 @@ def softmax(xp: Any, rules: DenseParams, q: Array, k: Array, position: Array, ex
         ahead = key - row
         # -slope * |p - j| (docs/semantics.md §8); under causality no visible key is ahead, so key - row is -|p - j|
         # without `abs`.
-        scores = scores + extras.slopes[:, :, None, None] * (ahead if rules.causal else -abs(ahead))
+        scores = scores + extras.slopes[None, :, :, None, None] * (ahead if rules.causal else -abs(ahead))
     scores = xp.where(allowed, scores, -math.inf)
     # The maximum only keeps `exp` from overflowing and cancels out of the result, so it takes no part in the gradient.
     # A row without keys has a maximum of -inf, and -inf - -inf would be NaN.
@@ -398,7 +398,7 @@ def softmax(xp: Any, rules: DenseParams, q: Array, k: Array, position: Array, ex
     total = xp.where(empty, 1.0, total)
     lse = top + xp.log(total)
     # exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink), which does not overflow (docs/semantics.md §7).
-    factor = 1.0 / total if extras.sinks is None else xp.sigmoid(lse - extras.sinks[:, :, None]) / total
+    factor = 1.0 / total if extras.sinks is None else xp.sigmoid(lse - extras.sinks[None, :, :, None]) / total
     return weights, factor, empty, lse, allowed
 
 

@@ -90,6 +90,50 @@ def test_agrees_with_the_oracle(framework, case):
     np.testing.assert_allclose(lse, want_lse, rtol=2e-5, atol=2e-6)
 
 
+def compiled(f):
+    return torch.compile(f, fullgraph=True, backend="aot_eager")
+
+
+def exported(f):
+    module = torch.nn.Module()
+    module.forward = f
+    keys = torch.export.Dim("keys")
+    return lambda *qkv: torch.export.export(module, qkv, dynamic_shapes=[None, {1: keys}, {1: keys}]).module()(*qkv)
+
+
+def autocast(f):
+    return torch.autocast("cpu", torch.bfloat16)(f)
+
+
+@pytest.mark.parametrize("transform", [compiled, exported, torch.func.vmap, autocast])
+@pytest.mark.parametrize("wild", [False, True])
+def test_transforms_of_torch(transform, wild, monkeypatch):
+    """With finite values, whose program is shorter outside of transforms, and with others."""
+    monkeypatch.setattr(attn.arrays, "_OPS", {})  # a graph may hold the first call of a process
+    torch.compiler.reset()
+    arguments = {"causal": True, "window": (3, 0), "sinks": [1.0, 0.0, -math.inf, 3.0], "alibi_slopes": [0.5, 0.25, 0.1, 0.0]}
+    qkv, _ = arrays(5, 7, {})
+    if wild:
+        qkv[2][0, 4, 1, 2] = math.inf
+    want = oracle(qkv, **arguments)
+    got = transform(lambda q, k, v: attn.attention(q, k, v, return_lse=True, **arguments))(*map(torch.from_numpy, qkv))
+    for x, y in zip(want, got, strict=True):
+        assert y.dtype == torch.float32
+        np.testing.assert_allclose(y, x, rtol=2e-5, atol=2e-6)
+
+
+def test_shapes_without_values():
+    q, k, v = (torch.empty(2, s, h, D, device="meta") for s, h in ((5, H), (7, K), (7, K)))
+    out, lse = attn.attention(q, k, v, causal=True, return_lse=True)
+    assert (out.shape, lse.shape, out.device.type) == ((2, 5, H, D), (2, H, 5), "meta")
+
+
+def test_jax_never_promotes_ranks():
+    (q, k, v), _ = arrays(5, 7, {})
+    with jax.numpy_rank_promotion("raise"):
+        attn.attention(*map(jnp.asarray, (q, k, v)), causal=True, alibi_slopes=[0.5] * H, sinks=[0.0] * H)
+
+
 @pytest.mark.parametrize("framework", MAKERS)
 def test_without_a_batch_dimension(framework):
     qkv, _ = arrays(5, 7, {})
@@ -258,6 +302,8 @@ def test_gradients_ignore_unattended_keys():
         ({"scale": 0.0}, ValueError, "scale=0.0 must be finite and not zero"),
         ({"window": -1}, ValueError, "must be at least 1"),
         ({"logits_soft_cap": -2.0}, ValueError, "logits_soft_cap=-2.0 must be finite and at least 0"),
+        ({"sinks": "abcd"}, ValueError, "sinks='abcd' must be numbers, one per head"),
+        ({"alibi_slopes": [1, 2, 3, "x"]}, ValueError, "alibi_slopes=.* must be numbers, one per head"),
         ({"sinks": [1.0]}, ShapeError, r"sinks has shape \[1\]: must be \[4\]"),
         ({"mask": np.ones((5, 6), bool)}, ShapeError, r"mask has shape \[5, 6\]: must broadcast to .* \[2, 4, 5, 7\]"),
         ({"mask": np.zeros((5, 7))}, DTypeError, "must be bool, True = attend"),

@@ -290,8 +290,9 @@ def _tables(case: Case, rng: np.random.Generator) -> tuple[Array, int]:
     if num_blocks > 1 << 16 or num_blocks * case.block_size * case.num_kv_heads * case.head_size > 1 << 31:
         free = np.sort(free)[::-1]  # only the last pages have numbers or offsets that need more than 16 or 32 bits
     common, free = free[:shared], free[shared:]
-    # At least two entries past every request's last page, and few different widths, since some backends compile for them.
-    columns = max(8, max(used, default=0) + 2)
+    # At least two entries past every request's last page, and few different widths, since some backends compile for them. A
+    # batch without keys has no entry, as `from_lens` makes it.
+    columns = max(8, max(used) + 2) if any(used) else 0
     # What an engine leaves in a row that it reuses: padding, or pages of requests that have ended.
     table = np.where(rng.random((len(used), columns)) < 0.5, -1, rng.integers(0, num_blocks, (len(used), columns)))
     table = table.astype(np.int32)

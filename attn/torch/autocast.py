@@ -1,4 +1,8 @@
-"""Autocast at the entries that stand for torch's own attention: its arguments are cast as torch casts them."""
+"""Autocast: entries that stand for torch's own attention cast their arguments as torch does; layers compute without it.
+
+A layer and `attn.attention` compute in the dtype of their arguments (docs/semantics.md §16), where autocast would round the
+operands of products inside them, with some backends only.
+"""
 
 from typing import Any
 
@@ -16,6 +20,11 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
     dtype = torch.get_autocast_dtype(device)
     # a mask of bools stays: autocast concerns floats
     return tuple(x.to(dtype) if x is not None and _is_cast(x, device) else x for x in tensors)
+
+
+def lossy(x: Any) -> bool:
+    """Whether autocast is on for the device of a tensor; False for anything else. Cheap where it is on for no device."""
+    return torch._C._is_any_autocast_enabled() and isinstance(x, torch.Tensor) and enabled(x.device.type)
 
 
 #: Types that need not be asked about, which takes longer than the rest.

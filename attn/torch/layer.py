@@ -25,6 +25,7 @@ from attn.capabilities import Request
 from attn.errors import UnsupportedError
 from attn.layer import BaseAttention, BaseLayer, BaseMLAAttention
 from attn.torch import graphs
+from attn.torch.autocast import lossy
 from attn.torch.ops import cast_by
 
 if TYPE_CHECKING:  # loaded with the backends that are chosen
@@ -167,6 +168,9 @@ class Attention(BaseAttention, _Module):
         query: [T, H, D] (or [T, H * D]); key, value: [T, K, D], written to `kv_cache`, which changes in place.
         return_weights: return each request's attention weights too, last: a list of [H, n, m] float32 (`attn.weights`).
         """
+        if lossy(query):
+            with torch.autocast(query.device.type, enabled=False):
+                return self.forward(query, key, value, kv_cache, attn_metadata, return_weights)
         if self._casts_sinks:
             self._share_sinks()  # values that were loaded or trained since
         if return_weights:
@@ -208,6 +212,9 @@ class MLAAttention(BaseMLAAttention, _Module):
         are written to `kv_cache`, which changes in place, unless kv_c_normed and k_pe are None (tokens already cached).
         return_weights: as in `Attention`.
         """
+        if lossy(query):
+            with torch.autocast(query.device.type, enabled=False):
+                return self.forward(query, kv_c_normed, k_pe, kv_cache, attn_metadata, return_weights)
         if return_weights:
             result = self.forward(query, kv_c_normed, k_pe, kv_cache, attn_metadata)
             return self._with_weights(result, query, kv_c_normed, k_pe, kv_cache, attn_metadata)

@@ -347,6 +347,8 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         """Return the metadata of a batch whose `ARRAYS` and mask are on the device."""
         mirrors = batch.query_start_loc_cpu, batch.seq_lens_cpu
         mask_cpu = mask if mask.is_plain else batch.mask._replace(tree=None).map(_mirror)
+        if not (table := arrays[_TABLE]).shape[1]:  # no request has a key; backends may read an entry past the last one
+            arrays = [*arrays[:_TABLE], table.new_zeros(table.shape[0], 1), *arrays[_TABLE + 1 :]]
         fields = *arrays, *_bounds(batch), batch.all_causal, *mirrors, mask, mask_cpu, self.kv_cache_spec.block_size
         metadata = self.metadata_cls(*fields)
         self.extend(metadata, batch, fast_build)

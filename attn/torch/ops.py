@@ -1,5 +1,6 @@
 """The operations of torch behind framework-neutral code: `attn.arrays.ops_of("torch")`."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from attn.dtypes import PER_TOKEN_HEAD, dtype_name
 from attn.torch import kv_cache as caches
 from attn.torch.arrays import bits_of, raw
+from attn.torch.autocast import lossy
 
 Array = npt.NDArray[Any]
 Part = tuple[torch.Tensor, ...]
@@ -23,6 +25,13 @@ def cast_by(fn: Callable[[torch.Tensor], torch.Tensor], dtype: str, device: Any 
     return dtype_name(fn(torch.empty(0, dtype=getattr(torch, dtype), device=device)).dtype)
 
 
+def _exactly(formula: Callable[..., Any], xp: Any, rules: Any, q: torch.Tensor, *arguments: Any) -> Any:
+    if lossy(q):
+        with torch.autocast(q.device.type, enabled=False):
+            return formula(xp, rules, q, *arguments)
+    return formula(xp, rules, q, *arguments)
+
+
 class Ops:
     """Operations, a namespace without instances, under the names that `attn.jax.ops.Ops` has too."""
 
@@ -30,12 +39,13 @@ class Ops:
     exp, log, tanh, sigmoid = torch.exp, torch.log, torch.tanh, torch.sigmoid
     isfinite, isinf, isnan = torch.isfinite, torch.isinf, torch.isnan
     any, amax = torch.any, torch.amax
-    broadcast_to, moveaxis, zeros_like = torch.broadcast_to, torch.moveaxis, torch.zeros_like
+    # `movedim` and not its alias `moveaxis`, for which `torch.func.vmap` has no rule
+    broadcast_to, moveaxis, zeros_like = torch.broadcast_to, torch.movedim, torch.zeros_like
 
     @staticmethod
     def compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the formula unchanged: torch runs operations eagerly."""
-        return formula
+        """Return the formula, run eagerly and without autocast."""
+        return functools.partial(_exactly, formula)
 
     @staticmethod
     def asarray(x: Any, like: torch.Tensor) -> torch.Tensor:
@@ -67,12 +77,23 @@ class Ops:
 
     @staticmethod
     def add_if(condition: torch.Tensor, x: torch.Tensor, more: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """x + more() if the (0-d) condition holds, else x."""
-        return x + more() if condition else x
+        """x + more() if the (0-d) condition holds, else x; `more()` is 0 where it does not.
+
+        A condition without a value (in a graph, under `torch.func.vmap`, on the meta device) counts as one that holds.
+        """
+        try:
+            holds = torch.compiler.is_compiling() or bool(condition)
+        # torch has no predicate for all of these tensors, which refuse to be read.
+        except RuntimeError:
+            holds = True
+        return x + more() if holds else x
 
     @staticmethod
     def rows_at_once(n: int, row: int) -> int:
-        """The number of rows, of n with `row` scores each, that are computed at a time."""
+        """The number of rows, of n with `row` scores each, that are computed at a time: in a graph, whose sizes may be symbols,
+        all."""
+        if torch.compiler.is_compiling():
+            return n
         return max(1, min(n, _SCORES_AT_ONCE // max(1, row)))
 
     @staticmethod

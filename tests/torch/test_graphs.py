@@ -118,6 +118,20 @@ def test_a_lse_comes_along_and_a_profiling_run_is_zeros() -> None:
     assert not torch.compile(layer, fullgraph=True, backend="aot_eager")(*given, cache, None).any()
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@torch.no_grad()
+def test_a_compiled_function_may_make_its_batch() -> None:
+    """With breaks of the graph, as plans are made on the host."""
+    layer, given = attn.torch.Attention(H, D, num_kv_heads=K, backend="CPU_ATTN"), arrays(6)
+    cache = layer.new_kv_cache(16)
+
+    def step(q: Any, k: Any, v: Any) -> Any:
+        batch = CommonAttentionMetadata.from_lens([5, 1], [5, 21], [[3], [7, 4]], P)
+        return layer(q, k, v, cache, layer.build(batch))
+
+    assert torch.equal(torch.compile(step, backend="aot_eager")(*given), step(*given))
+
+
 @torch.no_grad()
 def test_an_encoder_layer() -> None:
     layer = attn.torch.Attention(H, D, num_kv_heads=K, attn_type="encoder_only", backend="TORCH_SDPA")

@@ -253,3 +253,44 @@ def test_sinks_without_values_are_named_by_a_call_and_may_be_loaded() -> None:
     same = Attention(H, D, num_kv_heads=K, sinks=[0.5] * H, dtype=torch.float32)
     layer.to_empty(device="cpu").load_state_dict(same.state_dict())
     assert torch.equal(prompt(layer, torch.float32), prompt(same, torch.float32))
+
+
+@pytest.mark.parametrize("backend", ["CPU_ATTN", "TORCH_SDPA", "FLEX_ATTENTION"])
+def test_autocast_does_not_round_inside_a_layer(backend: str) -> None:
+    layer = Attention(H, D, num_kv_heads=K, dtype=torch.float32, backend=backend)
+    batch = layer.build(CommonAttentionMetadata.from_lens([5], [5], [[1]], P))
+    query, key, value = (torch.randn(5, heads, D) for heads in (H, K, K))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(query, key, value, layer.new_kv_cache(2), batch)
+    want, _ = reference.attention(query.numpy(), key.numpy(), value.numpy(), causal=True)
+    np.testing.assert_allclose(out, want, atol=2e-6)
+
+
+def test_autocast_does_not_round_inside_a_latent_layer() -> None:
+    torch.manual_seed(0)
+    project = torch.nn.Linear(32, H * (16 + 16), bias=False)
+    layer = MLAAttention(H, 32, 16, 8, 16, project, block_size=P, dtype=torch.float32)
+    layer.process_weights_after_loading(torch.float32)
+    batch = layer.build(CommonAttentionMetadata.from_lens([5], [5], [[1]], P))
+    rows = torch.randn(5, H, 16 + 8), torch.randn(5, 32), torch.randn(5, 8)
+    with torch.no_grad():
+        want = layer(*rows, layer.new_kv_cache(2), batch)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(layer(*rows, layer.new_kv_cache(2), batch), want)
+
+
+def test_autocast_does_not_round_inside_a_dense_layer() -> None:
+    layer = DiffusionAttention(H, D, dtype=torch.float32)
+    query, key, value = torch.randn(3, 1, 5, H, D)
+    want = layer(query, key, value)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer(query, key, value), want)
+
+
+def test_a_cache_whose_tokens_share_memory_is_refused() -> None:
+    """The new tokens of all blocks would be written over each other."""
+    layer = Attention(H, D, num_kv_heads=K, dtype=torch.float32)
+    batch = layer.build(CommonAttentionMetadata.from_lens([5], [5], [[1]], P))
+    cache = layer.new_kv_cache(1).expand(-1, 2, -1, -1, -1)
+    with pytest.raises(ShapeError, match="kv_cache is expanded"):
+        layer(*(torch.ones(5, heads, D) for heads in (H, K, K)), cache, batch)

@@ -241,6 +241,8 @@ def test_what_from_lens_has_put_together_reaches_the_device(query_lens: Any, seq
         assert one.dtype == other.dtype and one.shape == other.shape and one.tolist() == other.tolist(), name
         assert one.storage_offset() * one.element_size() % 16 == 0
     device = PagedAttentionMetadataBuilder(SPEC, device="meta").build(0, batch)
+    rows, columns = want[2].shape
+    want[2] = want[2].new_zeros(rows, max(1, columns))  # backends may read an entry past the last one
     assert [getattr(device, name).shape for name in NAMES] == [one.shape for one in want]
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
 from attn.diffusion.layer import BaseDiffusionAttention
+from attn.torch.autocast import lossy
 from attn.torch.ops import cast_by
 
 
@@ -36,6 +37,9 @@ class DiffusionAttention(BaseDiffusionAttention, nn.Module):
         attn_metadata: DiffusionAttentionMetadata | None = None,
     ) -> torch.Tensor:
         """query: [B, S, H, D]; key, value: [B, M, K, D]. Returns [B, S, H, D]; see `DiffusionAttentionImpl.forward`."""
+        if lossy(query):
+            with torch.autocast(query.device.type, enabled=False):
+                return self.impl.forward(query, key, value, attn_metadata)
         return self.impl.forward(query, key, value, attn_metadata)
 
     def extra_repr(self) -> str:
