@@ -70,15 +70,18 @@ def _infinite_where(values, allowed, infinity):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _step(  # type: ignore[no-untyped-def]
-    acc, norm, top, start, MASKED: tl.constexpr, NAN_SAFE: tl.constexpr, q, low, high, upper, table, k_base, v_base, tree_row,
-    position, head, token, context, q_len, slope, span_low, span_high, prefix_end, chunk, left, is_tree, k_block, k_slot,
-    v_block, v_slot, factor, cap, tree_w, sparse_local, sparse_stride, sparse_shift, k_scale, v_scale, scale_block, scale_slot,
-    PER_TOKEN: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_SPANS: tl.constexpr, HAS_PREFIX: tl.constexpr, HAS_CHUNK:
-    tl.constexpr, PAGED: tl.constexpr, P: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_CAP:
-    tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_TREE: tl.constexpr, SPARSE: tl.constexpr, SAME: tl.constexpr, WIDE:
-    tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, IN_HALF: tl.constexpr, LATE: tl.constexpr, LIFT: tl.constexpr,
+    sums, start, MASKED: tl.constexpr, NAN_SAFE: tl.constexpr, q, rows, low, high, mask, scores, sparse, table, keys, scales,
+    PAGED: tl.constexpr, P: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPARSE: tl.constexpr,
+    SAME: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, IN_HALF: tl.constexpr,
+    LATE: tl.constexpr, LIFT: tl.constexpr,
 ):  # fmt: skip
-    """Process one tile of keys: scores, running maximum, weighted values. Without MASKED every row sees every key of it."""
+    """Process one tile of keys: scores, running maximum, weighted values. Without MASKED every row sees every key of it.
+
+    In the tuples, None stands for what a layer does not have: a cap, slopes, scales of each token, parts of the mask.
+    """
+    acc, norm, top = sums
+    factor, cap, slope = scores
+    k_base, v_base, k_block, k_slot, v_block, v_slot = keys
     # rows whose queries were scaled by a power of two have a factor each
     by = factor[:, None] if IN_HALF else factor
     d = tl.arange(0, BLOCK_D)
@@ -120,28 +123,24 @@ def _step(  # type: ignore[no-untyped-def]
         k = tl.load(k_at)
         v = tl.load(v_at)
     s = tl.dot(q, tl.trans(number_in(k, q.dtype)), input_precision=PRECISION)
-    if PER_TOKEN:
-        # `k_scale` and `v_scale` point at this kv head's scales of the first page
-        scale_rows = page * scale_block + slot * scale_slot
-        s = s * tl.load(k_scale + scale_rows)[None, :]
-        v_by = tl.load(v_scale + scale_rows)
+    if scales is not None:
+        # the first two point at this kv head's scales of the first page
+        scale_rows = page * scales[2] + slot * scales[3]
+        s = s * tl.load(scales[0] + scale_rows)[None, :]
+        v_by = tl.load(scales[1] + scale_rows)
 
     # Scores in base 2. Plain ones are not scaled yet: the factor is applied inside the exponent, where the product is
     # fused.
-    if HAS_CAP:
+    if cap is not None:
         s = cap * tanh(s * by)
-    elif HAS_ALIBI:
+    elif slope is not None:
         s = s * by
-    if HAS_ALIBI:
-        s = s - slope[:, None] * tl.abs(j[None, :] - position[:, None]).to(tl.float32)
+    if slope is not None:
+        s = s - slope[:, None] * tl.abs(j[None, :] - rows[1][:, None]).to(tl.float32)
     if MASKED:
-        allowed = _allowed(
-            j, upper, position, head, token, context, q_len, left, is_tree, tree_row, tree_w,
-            sparse_local, sparse_stride, sparse_shift, span_low, span_high, prefix_end, chunk, HAS_LEFT, HAS_TREE, SPARSE,
-            HAS_SPANS, HAS_PREFIX, HAS_CHUNK,
-        )  # fmt: skip
+        allowed = _allowed(j, rows, mask, sparse, SPARSE)
         s = tl.where(allowed, s, float("-inf"))
-    if HAS_CAP or HAS_ALIBI:
+    if cap is not None or slope is not None:
         above = tl.maximum(top, tl.max(s, 1))
         # while a row has seen no key, its maximum is -inf, and -inf - -inf would be NaN
         guard = tl.where(above == float("-inf"), 0.0, above)
@@ -161,9 +160,9 @@ def _step(  # type: ignore[no-untyped-def]
     # weights are added up before they are rounded to the product's dtype
     norm = norm * shrink + tl.sum(p, 1)
     acc = acc * shrink[:, None]
-    if PER_TOKEN and q.dtype == tl.float16:
+    if scales is not None and q.dtype == tl.float16:
         v = v.to(tl.float32) * v_by[:, None]  # weights times a small scale would be subnormal in float16
-    elif PER_TOKEN:
+    elif scales is not None:
         # selected, since a token with a NaN has a scale of NaN
         p = tl.where(allowed, p * v_by[None, :], 0.0) if MASKED else p * v_by[None, :]
     v = number_in(v, q.dtype)
@@ -179,32 +178,32 @@ def _step(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _allowed(  # type: ignore[no-untyped-def]
-    j, upper, position, head, token, context, q_len, left, is_tree, tree_row, tree_w,
-    sparse_local, sparse_stride, sparse_shift, span_low, span_high, prefix_end, chunk, HAS_LEFT: tl.constexpr,
-    HAS_TREE: tl.constexpr, SPARSE: tl.constexpr, HAS_SPANS: tl.constexpr, HAS_PREFIX: tl.constexpr, HAS_CHUNK: tl.constexpr,
-):  # fmt: skip
+def _allowed(j, rows, mask, sparse, SPARSE: tl.constexpr):  # type: ignore[no-untyped-def]
     """[rows, keys]: window and causality, the draft tree among new tokens, the block-sparse pattern; spans, prefix, chunk."""
+    upper, position, token, head = rows
+    left, tree, span, prefix_end, chunk = mask
     # In the order of docs/semantics.md §18: what a span or prefix adds escapes causality and window, but not the chunk.
     allowed = j[None, :] <= upper[:, None]
-    if HAS_LEFT:
+    if left is not None:
         allowed = allowed & (j[None, :] >= position[:, None] - left)
-    if HAS_TREE:
+    if tree is not None:
         # The tree says which of the request's new tokens see each other; keys of the context are outside it and stay allowed.
+        tree_row, tree_w, is_tree, context, q_len = tree
         new = j[None, :] - context
         inside = (new >= 0) & (new < q_len) & (token < q_len)[:, None] & is_tree
         seen = tl.load(tree_row + token[:, None] * tree_w + new, mask=inside, other=1)
         allowed = allowed & (seen != 0)
     if SPARSE > 0:
         # docs/semantics.md §13; `head` is the head in the whole model, whose pattern a rank's heads continue
+        sparse_local, sparse_stride, sparse_shift = sparse
         far = position[:, None] // SPARSE - j[None, :] // SPARSE
         column = j[None, :] // SPARSE + head[:, None] * sparse_shift + 1
         allowed = allowed & ((far < sparse_local) | (column % sparse_stride == 0))
-    if HAS_SPANS:
-        allowed = allowed | ((j[None, :] >= span_low[:, None]) & (j[None, :] <= span_high[:, None]))
-    if HAS_PREFIX:
+    if span is not None:
+        allowed = allowed | ((j[None, :] >= span[0][:, None]) & (j[None, :] <= span[1][:, None]))
+    if prefix_end is not None:
         allowed = allowed | (j < prefix_end)[None, :]
-    if HAS_CHUNK:
+    if chunk is not None:
         allowed = allowed & (j[None, :] >= (position // chunk * chunk)[:, None])
     return allowed
 
@@ -413,6 +412,19 @@ def attention(  # type: ignore[no-untyped-def]
                 since = tl.maximum(since, tl.maximum(last, 0) // chunk * chunk)
             full = tl.minimum(tl.cdiv(since, BLOCK_N), tl.cdiv(high, BLOCK_N)) * BLOCK_N
         tail = tl.maximum(full, tl.maximum(tail, 0) // BLOCK_N * BLOCK_N)
+    # what every step takes besides its tile; None where the layer or the batch does not have it
+    rows = upper, position, token, shifted
+    mask = (
+        left if HAS_LEFT else None,
+        (tree_row, tree_w, is_tree, context, q_len) if HAS_TREE else None,
+        (span_low, span_high) if HAS_SPANS else None,
+        prefix_end if HAS_PREFIX else None,
+        chunk if HAS_CHUNK else None,
+    )
+    scores = factor, cap if HAS_CAP else None, slope if HAS_ALIBI else None
+    sparse = sparse_local, sparse_stride, sparse_shift
+    keys = k_base, v_base, k_block, k_slot, v_block, v_slot
+    scales = (k_scale, v_scale, scale_block, scale_slot) if PER_TOKEN else None
     for phase in tl.static_range(3):
         if phase == 2 or (CLEAR and (phase == 1 or HAS_LEFT or HAS_CHUNK)):
             begin_at = aligned if phase == 0 else full if phase == 1 else tail
@@ -422,12 +434,9 @@ def attention(  # type: ignore[no-untyped-def]
                     start, first, shifted, live, sparse_local, sparse_stride, sparse_shift, BLOCK_N, SPARSE
                 ):
                     acc, norm, top = _step(
-                        acc, norm, top, start, phase != 1, EXACT and BLOCK_Q > 1 and SPARSE == 0, q, low, high, upper, table,
-                        k_base, v_base, tree_row, position, shifted, token, context, q_len, slope, span_low, span_high,
-                        prefix_end, chunk, left, is_tree, k_block, k_slot, v_block, v_slot, factor, cap, tree_w, sparse_local,
-                        sparse_stride, sparse_shift, k_scale, v_scale, scale_block, scale_slot, PER_TOKEN, HAS_LEFT, HAS_SPANS,
-                        HAS_PREFIX, HAS_CHUNK, PAGED, P, D, BLOCK_N, BLOCK_D, HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME, WIDE,
-                        EXACT, PRECISION, IN_HALF, LATE, LIFT,
+                        (acc, norm, top), start, phase != 1, EXACT and BLOCK_Q > 1 and SPARSE == 0, q, rows, low, high, mask,
+                        scores, sparse, table, keys, scales, PAGED, P, D, BLOCK_N, BLOCK_D, SPARSE, SAME, WIDE, EXACT,
+                        PRECISION, IN_HALF, LATE, LIFT,
                     )  # fmt: skip
     if MAY_BE_NONFINITE and (DECODE or SPARSE > 0 or not EXACT):  # noqa: SIM102  (one is known when compiling)
         # 0 * NaN: a non-finite value may have reached rows that do not see it, or, loaded again past an end, have made an
@@ -440,11 +449,8 @@ def attention(  # type: ignore[no-untyped-def]
             top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
             for start in tl.range(aligned, stop, NAN_SAFE_N, num_stages=1):
                 acc, norm, top = _step(
-                    acc, norm, top, start, True, True, q, low, high, upper, table, k_base, v_base, tree_row, position, shifted,
-                    token, context, q_len, slope, span_low, span_high, prefix_end, chunk, left, is_tree, k_block, k_slot,
-                    v_block, v_slot, factor, cap, tree_w, sparse_local, sparse_stride, sparse_shift, k_scale, v_scale,
-                    scale_block, scale_slot, PER_TOKEN, HAS_LEFT, HAS_SPANS, HAS_PREFIX, HAS_CHUNK, PAGED, P, D, NAN_SAFE_N,
-                    BLOCK_D, HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME, WIDE, EXACT, PRECISION, IN_HALF, LATE, LIFT,
+                    (acc, norm, top), start, True, True, q, rows, low, high, mask, scores, sparse, table, keys, scales, PAGED,
+                    P, D, NAN_SAFE_N, BLOCK_D, SPARSE, SAME, WIDE, EXACT, PRECISION, IN_HALF, LATE, LIFT,
                 )  # fmt: skip
 
     # maxima of plain scores were kept before scaling
