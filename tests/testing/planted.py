@@ -261,7 +261,7 @@ DEFECTS = (
     Defect(
         "flash_mask_provider_of_another_batch",
         "torch/backends/flash_attn.py",
-        "chosen_by = call.query.dtype, block_size, call.query.device, asked",
+        "chosen_by = call.query.dtype, block_size, call.query.device, batch_needs",
         "chosen_by = call.query.dtype, block_size, call.query.device",
         ("torch/backends/test_flash_attn.py",),
         "A batch with spans goes to the provider of one without, which ignores them.",
@@ -1306,8 +1306,8 @@ DEFECTS = (
     Defect(
         "triton_plan_of_a_window",
         "torch/backends/_triton.py",
-        "else np.clip(of_rows - left - 1, 0, rows)",
-        "else 0.0",
+        "full = np.clip(of_rows - left - 1, 0, rows)",
+        "full = 0.0",
         ("torch/backends/test_triton_attn.py",),
         "The plan counts keys that a window hides.",
     ),
@@ -1362,8 +1362,8 @@ DEFECTS = (
     Defect(
         "captured_launches_of_one_batch",
         "torch/kernels/kept.py",
-        "if stream and self.of_batch and",
-        "if stream and not self.of_batch and",
+        "if captured and self.of_batch:",
+        "if captured and not self.of_batch:",
         ("torch/kernels/test_kept.py",),
         "A graph has the launches of a batch without decodes, and is replayed with some.",
     ),
