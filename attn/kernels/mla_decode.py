@@ -180,9 +180,7 @@ def _store(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rows(  # type: ignore[no-untyped-def]
-    out, lse, partial, partial_lse, query, rope, cache, limits, block_table, indices, k_scale,
-    r, begin, q_len, seq_len, tile, begins, stop, state, factor, v_factor, max_splits, split_size, lse_h, table_r, topk,
-    indices_t, o_t, o_h, q_t, q_h, c_block, c_slot,
+    arrays, request, tile, begins, stop, state, factors, splits, strides,
     H: tl.constexpr, L: tl.constexpr, DR: tl.constexpr, P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr,
     SEVERAL: tl.constexpr, HAS_SPLITS: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
@@ -192,6 +190,11 @@ def _rows(  # type: ignore[no-untyped-def]
 
     state: the first of the item's rows among all states, -1 if the item is all keys of its rows.
     """
+    out, lse, partial, partial_lse, query, rope, cache, limits, block_table, indices, k_scale = arrays
+    r, begin, q_len, seq_len = request
+    factor, v_factor = factors
+    max_splits, split_size = splits
+    lse_h, table_r, topk, indices_t, o_t, o_h, q_t, q_h, c_block, c_slot = strides
     row = tl.arange(0, BLOCK_M)
     if indices is not None:  # a tile is BLOCK_M heads of one token
         # each token has keys of its own, so a tile never spans tokens; its last rows may have no head
@@ -314,6 +317,9 @@ def attend(  # type: ignore[no-untyped-def]
         tl.extra.cuda.gdc_launch_dependents()
     group = tl.program_id(0) // TILES
     tile = tl.program_id(0) % TILES
+    arrays = out, lse, partial, partial_lse, query, rope, cache, limits, block_table, indices, k_scale
+    factors, splits = (factor, v_factor), (max_splits, split_size)
+    strides = lse_h, table_r, topk, indices_t, o_t, o_h, q_t, q_h, c_block, c_slot
     if PLANNED:
         # the items follow two numbers for each group (`attn.torch.kernels.plan.stream_k`)
         table = items + 2 * (tl.num_programs(0) // TILES)
@@ -322,20 +328,18 @@ def attend(  # type: ignore[no-untyped-def]
             begins = tl.load(item + 5)
             # a group's last item may begin a block that others end: it has the second of the group's two states
             state = ((2 * group + (begins == 0)) * TILES + tile) * BLOCK_M
+            request = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
             _rows(
-                out, lse, partial, partial_lse, query, rope, cache, limits, block_table, indices, k_scale,
-                tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4) * TILES + tile,
-                begins, tl.load(item + 6), tl.where(tl.load(item + 7) > 1, state, -1),
-                factor, v_factor, max_splits, split_size, lse_h, table_r, topk, indices_t, o_t, o_h, q_t, q_h, c_block, c_slot,
+                arrays, request, tl.load(item + 4) * TILES + tile, begins, tl.load(item + 6),
+                tl.where(tl.load(item + 7) > 1, state, -1), factors, splits, strides,
                 H, L, DR, P, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R, SEVERAL, HAS_SPLITS, PACKED, WIDE, PRECISION, BYTES, PLANNED,
                 ROPE_T, ROPE_H, ROPE_AT,
             )  # fmt: skip
     else:
         begin = tl.load(query_start_loc + group)
+        request = group, begin, tl.load(query_start_loc + group + 1) - begin, tl.load(seq_lens + group)
         _rows(
-            out, lse, partial, partial_lse, query, rope, cache, limits, block_table, indices, k_scale,
-            group, begin, tl.load(query_start_loc + group + 1) - begin, tl.load(seq_lens + group), tile, 0, 0, -1,
-            factor, v_factor, max_splits, split_size, lse_h, table_r, topk, indices_t, o_t, o_h, q_t, q_h, c_block, c_slot,
+            arrays, request, tile, 0, 0, -1, factors, splits, strides,
             H, L, DR, P, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R, SEVERAL, HAS_SPLITS, PACKED, WIDE, PRECISION, BYTES, PLANNED,
             ROPE_T, ROPE_H, ROPE_AT,
         )  # fmt: skip
