@@ -4,12 +4,11 @@ import importlib.util
 import os
 import subprocess
 import sys
-import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread, get_ident
+from threading import get_ident
 from types import SimpleNamespace
 from typing import Any
 
@@ -393,33 +392,39 @@ def test_memory_that_outlives_a_call_is_of_another_thread(monkeypatch: pytest.Mo
     assert direct.memory_of_stream(device, 9, 3)[0] is states
 
 
-def test_scratch_memory_ends_with_its_thread_and_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+SCRATCH = """
+import weakref
+from threading import Thread
+import torch
+from attn.torch.kernels import direct
+
+def launch(stream, floats=5):
+    return [*map(weakref.ref, direct.memory_of(device, stream, False, floats, 3).memory)]
+
+def live(memory):
+    return [x() is not None for x in memory]
+
+device, found = torch.device("cpu"), []
+direct._of_graphs[device] = torch.zeros(4, dtype=torch.int32), 0
+thread = Thread(target=lambda: found.append(launch(1)))
+thread.start()
+thread.join()
+assert live(found[0]) == [False, False], "of a thread that has ended"
+first, *_ = [launch(stream) for stream in range(1, direct._STREAMS + 1)]
+assert live(first) == [True, True] and launch(1) == first
+larger = launch(1, 1 << 21)
+assert live(first) == [False, False] and live(larger) == [True, True], "a stream has one at a time"
+last = [launch(stream) for stream in range(100, 100 + direct._STREAMS)]
+assert live(larger) == [False, False], "of a stream that others have followed"
+assert all(live(memory) == [True, True] for memory in last) and len(direct._scratches.kept) == direct._STREAMS
+print("equal")
+"""
+
+
+@needs_compiler
+def test_scratch_memory_ends_with_its_thread_and_its_stream(tmp_path: Path) -> None:
     """Nothing says when a stream is destroyed: its memory is freed once others of the thread have theirs."""
-    pytest.importorskip("triton")
-    from attn.torch.kernels import direct
-
-    monkeypatch.setattr(direct, "_scratches", direct._Scratches())
-    device = torch.device("cpu")
-    monkeypatch.setattr(direct, "_of_graphs", {device: (torch.zeros(4, dtype=torch.int32), 0)})
-    streams, found = range(1, direct._STREAMS + 1), list[list[weakref.ref[torch.Tensor]]]()
-
-    def launch(stream: int, floats: int = 5) -> list[weakref.ref[torch.Tensor]]:
-        return [*map(weakref.ref, direct.memory_of(device, stream, False, floats, 3).memory)]
-
-    def live(memory: list[weakref.ref[torch.Tensor]]) -> list[bool]:
-        return [x() is not None for x in memory]
-
-    thread = Thread(target=lambda: found.append(launch(1)))
-    thread.start()
-    thread.join()
-    assert live(found[0]) == [False, False], "of a thread that has ended"
-    first, *_ = [launch(stream) for stream in streams]
-    assert live(first) == [True, True] and launch(1) == first
-    larger = launch(1, 1 << 21)
-    assert live(first) == [False, False] and live(larger) == [True, True], "a stream has one at a time"
-    last = [launch(stream) for stream in range(100, 100 + direct._STREAMS)]
-    assert live(larger) == [False, False], "of a stream that others have followed"
-    assert all(live(memory) == [True, True] for memory in last) and len(direct._scratches.kept) == direct._STREAMS
+    assert_equal(SCRATCH, tmp_path)
 
 
 def test_each_launch_in_a_graph_has_counters_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
