@@ -254,7 +254,7 @@ def run_models() -> Iterator[Row]:
     from tpu_inference.models.vllm import vllm_model_wrapper_context as contexts
 
     from attn.integrations import tpu_inference as integration
-    from attn.integrations._tpu_inference import AttnImpl
+    from attn.integrations._tpu_inference import TPUAttnImpl
     from tests.integrations import tpu_models
 
     integration.register()
@@ -284,7 +284,7 @@ def run_models() -> Iterator[Row]:
     for name in ("gemma3", "llama4"):
         served, images = getattr(tpu_models, name)(), name == "gemma3"
         wanted = tpu_models.eager(served)
-        for what, layer, backend in (("attn", of(AttnImpl), None), ("its own", of(Own), create_attention_backend("rpa"))):
+        for what, layer, backend in (("attn", of(TPUAttnImpl), None), ("its own", of(Own), create_attention_backend("rpa"))):
             found = tpu_models.engine(served, layer, images, backend)
             equal = sum(a == b for own, want in zip(found, wanted, strict=True) for a, b in zip(own, want, strict=True))
             total = sum(map(len, wanted))

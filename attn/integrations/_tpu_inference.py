@@ -5,7 +5,7 @@ lanes]. Pages come first and kv heads third, which are the dimensions that the e
 XLA_ATTN, selected where PALLAS does not serve a layer, reads the same cache. A batch (`AttentionMetadata`) becomes this
 library's inside the jitted step, on each device of the mesh; keys and values arrive in the cache's dtype, already quantised.
 
-vLLM's models call `AttnImpl`, which checks a layer in its constructor. JAX models (0.32) call `attention` without naming a
+vLLM's models call `TPUAttnImpl`, which checks a layer in its constructor. JAX models (0.32) call `attention` without naming a
 backend, so the engine would run its own kernel over this library's cache: `create` makes the default select by the cache.
 
 Nothing in the engine (0.32) says which tokens are of an image and see each other (Gemma 3), nor that a layer has chunks
@@ -306,7 +306,7 @@ def _local(
     return impl.apply(q, k, v, kv_cache, metadata, k_scale=scales[0], v_scale=scales[1])
 
 
-class AttnImpl(PallasAttentionBackendImpl):
+class TPUAttnImpl(PallasAttentionBackendImpl):
     """A layer of vLLM's models: the engine's, with checks. Encoders (`encoder_only`) use the engine's own kernel."""
 
     attention_backend = NAME
@@ -345,7 +345,7 @@ class AttnImpl(PallasAttentionBackendImpl):
             raise UnsupportedError(f"{layer.layer_name}: {error}", error.reasons) from error
 
 
-class AttnBackend(PallasAttentionBackend):
+class TPUAttnBackend(PallasAttentionBackend):
     """The vLLM backend class of the name "attn"."""
 
     @staticmethod
@@ -353,8 +353,8 @@ class AttnBackend(PallasAttentionBackend):
         return NAME.upper()
 
     @staticmethod
-    def get_impl_cls() -> type[AttnImpl]:
-        return AttnImpl
+    def get_impl_cls() -> type[TPUAttnImpl]:
+        return TPUAttnImpl
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:

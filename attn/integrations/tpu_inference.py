@@ -21,7 +21,7 @@ from attn.integrations.vllm import logger
 from attn.torch.backends._vendor import lacking
 
 NAME = "attn"
-PATH = "attn.integrations._tpu_inference.AttnBackend"
+PATH = "attn.integrations._tpu_inference.TPUAttnBackend"
 _INTERFACE = "tpu_inference.layers.common.attention_backend"
 _METADATA = "tpu_inference.layers.common.attention_metadata"
 #: Functions and classes of `_INTERFACE` with the parameters that they must have. `attention` must have no others, which could

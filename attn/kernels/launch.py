@@ -64,7 +64,7 @@ def converts_e4m3(arch: str) -> bool:
     return arch.startswith(("gfx95", "gfx12", "interpreter"))
 
 
-def can_launch_early(arch: str) -> bool:
+def can_use_pdl(arch: str) -> bool:
     """Whether a kernel's launch may overlap the end of the previous one (programmatic dependent launch, from Hopper on)."""
     return arch.startswith("sm_") and int(arch[3:]) >= 90
 

@@ -309,10 +309,10 @@ def attend(  # type: ignore[no-untyped-def]
     H: tl.constexpr, L: tl.constexpr, DR: tl.constexpr, P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, TILES: tl.constexpr,
     SEVERAL: tl.constexpr, HAS_SPLITS: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-    EARLY: tl.constexpr, BYTES: tl.constexpr, PLANNED: tl.constexpr, ROPE_T: tl.constexpr, ROPE_H: tl.constexpr,
+    PDL: tl.constexpr, BYTES: tl.constexpr, PLANNED: tl.constexpr, ROPE_T: tl.constexpr, ROPE_H: tl.constexpr,
     ROPE_AT: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:
+    if PDL:
         # the merge may already be launched: it waits for the end of this grid before it reads
         tl.extra.cuda.gdc_launch_dependents()
     group = tl.program_id(0) // TILES
@@ -350,7 +350,7 @@ def merge(  # type: ignore[no-untyped-def]
     out, lse, partial, partial_lse, query_start_loc, seq_lens, limits, items, max_splits, split_size, groups, max_query, lse_h,
     topk, o_t, o_h,
     H: tl.constexpr, L: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_S: tl.constexpr,
-    SPARSE: tl.constexpr, EARLY: tl.constexpr, PLANNED: tl.constexpr, ROWS: tl.constexpr,
+    SPARSE: tl.constexpr, PDL: tl.constexpr, PLANNED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The second stage: one program merges the splits of one row. Splits without keys are not read.
 
@@ -407,7 +407,7 @@ def merge(  # type: ignore[no-untyped-def]
     d = tl.arange(0, BLOCK_L)
     lane = tl.arange(0, BLOCK_S)
     # The plan and the lengths are older than the first stage, which is not launched early, so they are read before the wait.
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     top = -float("inf")
     # The maximum first: a second pass over few log-sum-exps costs less than multiplying L sums for each split.

@@ -182,7 +182,7 @@ BESIDE = RopeFrom()
 class Decode(NamedTuple):
     """The key of calls of `mla_decode` that have the same launches.
 
-    arch, processors, early: as in `paged_launch.Kinds`. on_hopper: whether `hopper_mla` runs the first stage. requests,
+    arch, processors, pdl: as in `paged_launch.Kinds`. on_hopper: whether `hopper_mla` runs the first stage. requests,
     max_query_len: of the batch; keys: the most keys of a row, or the length of a list of them. page: tokens of one. itemsize,
     stored: bytes of an element of queries and of the cache. fixed_split: keys per program, 0 for the rule's choice. sparse:
     whether rows have lists of keys. packed: whether rows of the cache are fp8_ds_mla's. uneven: split keys by all lengths.
@@ -191,7 +191,7 @@ class Decode(NamedTuple):
 
     arch: str
     processors: int
-    early: bool
+    pdl: bool
     on_hopper: bool
     requests: int
     heads: int
@@ -261,8 +261,8 @@ def launches_of(of: Decode) -> MLALaunches:
         # a plan's grid is one-dimensional: a program takes its items in turn
         tiles, max_splits = stream_k.span, 1
     # without splits there is no merge whose launch could overlap
-    early = of.early and (max_splits > 1 or stream_k is not None)
-    common = {"H": of.heads, "L": of.rank, "BLOCK_M": rule.block_m, "BLOCK_L": power_of_two(of.rank), "EARLY": early, **FUSED}
+    pdl = of.pdl and (max_splits > 1 or stream_k is not None)
+    common = {"H": of.heads, "L": of.rank, "BLOCK_M": rule.block_m, "BLOCK_L": power_of_two(of.rank), "PDL": pdl, **FUSED}
     common["PLANNED"] = stream_k is not None
     sizes = {"DR": of.rope, "P": of.page, "BLOCK_N": rule.block_n, "BLOCK_R": max(16, power_of_two(of.rope)), "TILES": tiles}
     attend: dict[str, Any] = {**common, **sizes, "SEVERAL": of.max_query_len > 1, "PACKED": of.packed}
@@ -271,6 +271,6 @@ def launches_of(of: Decode) -> MLALaunches:
     attend |= {"BYTES": not converts_e4m3(of.arch), **of.rope_from.constants()}
     attend |= {"num_warps": rule.num_warps, "num_stages": rule.num_stages}
     merge = {**common, "SPARSE": of.sparse, "ROWS": tiles * rule.block_m, "BLOCK_S": 8, "num_warps": 4}
-    if early:
+    if pdl:
         merge["launch_pdl"] = True
     return MLALaunches(tiles, max_splits, split_size, stream_k, rule.block_m, rule.block_n, attend, merge)

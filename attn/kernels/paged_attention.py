@@ -232,7 +232,7 @@ def attention(  # type: ignore[no-untyped-def]
     HAS_TREE: tl.constexpr, HAS_SPANS: tl.constexpr, HAS_PREFIX: tl.constexpr, MIXED: tl.constexpr, HAS_CHUNK: tl.constexpr,
     SPAN_LEFT: tl.constexpr, HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr,
     SPARSE: tl.constexpr, MAY_BE_NONFINITE: tl.constexpr, SAME: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
-    PRECISION: tl.constexpr, EARLY: tl.constexpr, BESIDE: tl.constexpr, IN_HALF: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr, BESIDE: tl.constexpr, IN_HALF: tl.constexpr,
     FORMAT: tl.constexpr,
 ):  # fmt: skip
     K: tl.constexpr = H // G
@@ -240,7 +240,7 @@ def attention(  # type: ignore[no-untyped-def]
         value_cache = key_cache + values_at  # one array holds the keys, and the values behind them
     # Rows may see keys that neither causality nor the window bounds. A decode's plan then counts all keys.
     FREE: tl.constexpr = HAS_SPANS or HAS_PREFIX
-    if EARLY:
+    if PDL:
         # the merge may already be launched: it waits for the end of this grid before it reads
         tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
@@ -543,7 +543,7 @@ def _finish(  # type: ignore[no-untyped-def]
 def merge(  # type: ignore[no-untyped-def]
     scratch, output, lse, query_start_loc, sinks, v_scale, output_scale, v_factor, num_reqs, states, lse_h, o_t, o_h, vscale_h,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
-    TILED: tl.constexpr, HAS_V_SCALE: tl.constexpr, EARLY: tl.constexpr,
+    TILED: tl.constexpr, HAS_V_SCALE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The second stage: one program merges BLOCK_C columns of the splits of one row.
 
@@ -567,7 +567,7 @@ def merge(  # type: ignore[no-untyped-def]
     # requests of more rows were the prefill's, and left no plan
     if (token >= q_len) | ((not TILED) & (q_len > BLOCK_Q)):
         return
-    if EARLY:
+    if PDL:
         # until every program of the first stage has ended and its stores are visible
         tl.extra.cuda.gdc_wait()
     logs_at = scratch + states.to(tl.int64) * D

@@ -88,8 +88,8 @@ class LayerParams(NamedTuple):
 class Kinds(NamedTuple):
     """What calls of the same launches have in common beside the layer.
 
-    arch: as in `attn.kernels.memory`. processors: its multiprocessors. early: whether launches may overlap
-    (`launch.can_launch_early`). dtypes: names in the order of `ARRAYS`, None for absent arrays. shape: (H, D, *the cache's
+    arch: as in `attn.kernels.memory`. processors: its multiprocessors. pdl: whether launches may overlap
+    (`launch.can_use_pdl`). dtypes: names in the order of `ARRAYS`, None for absent arrays. shape: (H, D, *the cache's
     without its first dimension). scales: the strides of k_scale and v_scale. queries: the most tokens of a request, or more
     than a decode's tile holds. same, wide: see `strides_of`. hopper: whether `hopper_prefill` supports the arrays. together:
     whether all requests are in one launch (`launch.run_together`). tuned: measured launches of decodes and prefills.
@@ -97,7 +97,7 @@ class Kinds(NamedTuple):
 
     arch: str
     processors: int
-    early: bool
+    pdl: bool
     dtypes: tuple[str | None, ...]
     shape: tuple[int, ...]
     scales: tuple[tuple[int, ...] | None, tuple[int, ...] | None]
@@ -147,7 +147,7 @@ class Launches:
         plain = plain and not (dtypes["prefix"] and layer.left is not None)
         self._prompts = kinds.queries > most and not kinds.together
         self.on_hopper = kinds.hopper and plain and self._prompts
-        self.beside = self.on_hopper and self.paged and kinds.early
+        self.beside = self.on_hopper and self.paged and kinds.pdl
         if self.beside and tuned[0] is None:
             decode = decode_launch(name, group, *sizes, beside=True)
         if self.paged and fixed % decode.block_n:
@@ -203,7 +203,7 @@ class Launches:
 
     def _tiled(self, rule: Launch, tokens: int, block_r: int) -> dict[str, Any]:
         tile = {"BLOCK_M": rule.block_m, "BLOCK_N": rule.block_n, "BLOCK_Q": tokens, "BLOCK_R": block_r}
-        return {**self._attention, **tile, "EARLY": self.kinds.early and block_r > 0, **rule.options()}
+        return {**self._attention, **tile, "PDL": self.kinds.pdl and block_r > 0, **rule.options()}
 
     def decode(self, block_r: int, crowded: bool = False) -> dict[str, Any]:
         """Constants and options of `attention` for decodes. block_r, crowded: of `SplitKV`; 0 for decodes that stay whole."""
@@ -220,10 +220,10 @@ class Launches:
 
     def merge(self, split_kv: SplitKV) -> dict[str, Any]:
         """Constants and options of `merge`: see `launch.splits_merged_at_once`."""
-        early = self.kinds.early
+        pdl = self.kinds.pdl
         block = {"BLOCK_Q": self.tokens, "BLOCK_C": self._merged_columns(split_kv), "BLOCK_S": split_kv.merged}
         block["TILED"] = self.kinds.together
-        return {**self._common(), **block, "EARLY": early, "num_warps": 1, **({"launch_pdl": True} if early else {}), **FUSED}
+        return {**self._common(), **block, "PDL": pdl, "num_warps": 1, **({"launch_pdl": True} if pdl else {}), **FUSED}
 
     def merge_programs(self, tiles: int, split_kv: SplitKV) -> int:
         """Programs of `merge` for as many tiles of rows as `tiles` returns."""

@@ -214,12 +214,12 @@ def test_fields_of_later_versions_are_refused_if_they_are_set(engine: Any) -> No
     ],
 )
 def test_a_vllm_layer_is_refused_by_name_when_it_is_built(engine: Any, changes: dict[str, Any], reason: str) -> None:
-    from attn.integrations._tpu_inference import AttnImpl
+    from attn.integrations._tpu_inference import TPUAttnImpl
 
     class Layer(torch.nn.Module):
         def __init__(self, prefix: str) -> None:
             super().__init__()
-            self.impl = AttnImpl(**{**LAYER, **changes})
+            self.impl = TPUAttnImpl(**{**LAYER, **changes})
 
     with pytest.raises(UnsupportedError, match=rf"layers\.3\.attn: .*{re.escape(reason)}"):
         Layer("layers.3.attn")
@@ -227,12 +227,12 @@ def test_a_vllm_layer_is_refused_by_name_when_it_is_built(engine: Any, changes: 
 
 def test_a_vllm_layer_passes_its_soft_cap(engine: Any) -> None:
     """The engine's layers drop it: two layers of different caps must not share a name, by which compiled calls are cached."""
-    from attn.integrations._tpu_inference import AttnImpl
+    from attn.integrations._tpu_inference import TPUAttnImpl
 
     draw = np.random.default_rng(0).standard_normal
     q, k, v = (draw((4, heads, 64), np.float32) for heads in (4, 2, 2))
     batch, _ = tpu_interface.metadata([4], [4])
-    layers = [AttnImpl(**LAYER, logits_soft_cap=cap) for cap in (0.0, 0.25, 50.0, 0.25)]
+    layers = [TPUAttnImpl(**LAYER, logits_soft_cap=cap) for cap in (0.0, 0.25, 50.0, 0.25)]
     assert [layer.attention_backend for layer in layers] == [
         "attn",
         "attn_soft_cap_0_25",
@@ -249,11 +249,11 @@ def test_a_vllm_layer_passes_its_soft_cap(engine: Any) -> None:
 
 def of_vllm(module: Any, window: int | None, chunk: int | None) -> Any:
     """A layer of vLLM's models; that of Llama 4 is its `ChunkedLocalAttention`, whose attribute is the chunk."""
-    from attn.integrations._tpu_inference import AttnImpl
+    from attn.integrations._tpu_inference import TPUAttnImpl
 
     config = module.config
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    impl = AttnImpl(heads, module.head_dim, module.scaling, kv_heads, None, window, "auto")
+    impl = TPUAttnImpl(heads, module.head_dim, module.scaling, kv_heads, None, window, "auto")
     layer = SimpleNamespace(layer_name=f"layers.{module.layer_idx}.attn", attention_chunk_size=chunk)
     return lambda q, k, v, cache, batch, mesh: impl.forward(layer, q, k, v, cache, (batch, mesh))
 
@@ -316,14 +316,14 @@ def test_full_layers_of_gemma4_are_causal(call: Any) -> None:
 
 
 def test_a_running_vllm_layer_is_named(engine: Any) -> None:
-    from attn.integrations._tpu_inference import AttnImpl
+    from attn.integrations._tpu_inference import TPUAttnImpl
 
     context = (None, SimpleNamespace(shape={"dcp": 2}))
     with pytest.raises(AttnError, match=r"layers\.3\.attn: a layer of 4 heads of 64: context parallelism"):
         cache = np.zeros((24, 1, 2, 16, 128), np.float32)
         batch, _ = tpu_interface.metadata([4], [4])
         x = np.ones((4, 4, 64), np.float32)
-        AttnImpl(**LAYER).forward(SimpleNamespace(layer_name="layers.3.attn"), x, x, x, cache, (batch, context[1]))
+        TPUAttnImpl(**LAYER).forward(SimpleNamespace(layer_name="layers.3.attn"), x, x, x, cache, (batch, context[1]))
 
 
 def test_a_model_that_names_no_backend_runs_the_one_of_its_cache(call: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from attn.kernels.launch import LOG2E, can_launch_early
+from attn.kernels.launch import LOG2E, can_use_pdl
 from attn.kernels.mla_decode import attend, merge
 from attn.kernels.mla_launch import Decode, MLALaunches, launches_of, prefers_hopper
 from attn.torch.kernels.direct import Prepared, Signature, arch, multiprocessors, operator, signature_of, temporary
@@ -83,7 +83,7 @@ def mla_decode(
         Decode(
             arch=name,
             processors=multiprocessors(query.device),
-            early=can_launch_early(name),
+            pdl=can_use_pdl(name),
             on_hopper=on_hopper,
             requests=requests,
             heads=heads,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from attn.kernels import hopper
-from attn.kernels.launch import TOGETHER, TUNED, Launch, can_launch_early, converts_e4m3, packs_rows
+from attn.kernels.launch import TOGETHER, TUNED, Launch, can_use_pdl, converts_e4m3, packs_rows
 from attn.kernels.paged_attention import attention, merge
 from attn.kernels.paged_launch import OF_MERGE, Kinds, Launches, LayerParams, strides_of
 from attn.torch.kernels.direct import Prepared, Signature, arch, multiprocessors, operator, scratch, signature_of
@@ -96,7 +96,7 @@ def _launches(
     """The launches of calls that agree in these. scales: two tuples or None; rules: of `LayerParams`; flags: `Kinds.same`,
     `wide`, `hopper` and `together`."""
     dtypes = tuple(None if dtype is None else str(dtype).removeprefix("torch.") for dtype in signature[1])
-    device = name, multiprocessors(signature[0]), can_launch_early(name)
+    device = name, multiprocessors(signature[0]), can_use_pdl(name)
     return _Launches(Kinds(*device, dtypes, shape, scales, queries, *flags, tuned), LayerParams(*rules))
 
 

@@ -142,7 +142,7 @@ def _decode(args: dict[str, Any], rules: DecodeParams) -> Decode:
     return Decode(
         arch=arch,
         processors=processors,
-        early=False,
+        pdl=False,
         on_hopper=plain and prefers_hopper(arch, False) and fits_hopper(*extents, rank, 0, False),
         requests=num_reqs,
         heads=heads,

@@ -107,7 +107,7 @@ def paged_attention(
         arch=arch,
         processors=processors,
         # XLA's call cannot start a kernel before the last one has ended
-        early=False,
+        pdl=False,
         dtypes=tuple(dtypes.values()),
         shape=(heads, size, *held[1:]),
         scales=(_scale_strides(keys.k_scale), _scale_strides(keys.v_scale)),

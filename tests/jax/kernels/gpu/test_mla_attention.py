@@ -59,7 +59,7 @@ def plain(value):
 
 #: How the launches differ: queries' rotary parts are in an array of their own, launches do not overlap, memory that no kernel
 #: reads is another.
-DIFFER = {"launch_pdl", "EARLY", "query", "rope", "q_t", "q_h", "ROPE_T", "ROPE_H", "ROPE_AT", "partial", "partial_lse",
+DIFFER = {"launch_pdl", "PDL", "query", "rope", "q_t", "q_h", "ROPE_T", "ROPE_H", "ROPE_AT", "partial", "partial_lse",
           "items", "cache", "copied"}
 
 def compare():

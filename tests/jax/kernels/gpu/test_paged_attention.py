@@ -25,7 +25,7 @@ on_hopper = False
 
 triton.runtime.driver.set_active(aot._placeholder("sm_90", SHARED_MEMORY["sm_90"]))
 hopper.is_on = lambda kernel: on_hopper
-of_torch.can_launch_early = lambda arch: False
+of_torch.can_use_pdl = lambda arch: False
 direct.multiprocessors.__globals__["_multiprocessors"] = lambda device: 8
 ours.target = lambda: ("sm_90", 8)
 for name in ("paged_attention", "write_kv"):
