@@ -902,7 +902,7 @@ def _consume(  # type: ignore[no-untyped-def]
                 mbarrier.wait(q_full.index(q_at), wave // Q_STAGES & 1)
             else:
                 token = first + copy_row // G
-                query_head = (kv_head * G + copy_row % G).to(gl.int64)  # heads may be outermost, and far apart
+                query_head = kv_head * G + copy_row % G
                 in_bounds = ((copy_row < BLOCK_Q * G) & (token < q_len))[:, None] & (copy_d < D)[None, :]
                 at = (begin + token).to(gl.int64) * q_t + query_head * q_h
                 q = gl.load(query + at[:, None] + copy_d[None, :], mask=in_bounds, other=0.0)
@@ -1014,7 +1014,7 @@ def _consume(  # type: ignore[no-untyped-def]
             valid = (row < BLOCK_Q * G) & (first + row // G < q_len)  # other rows' queries may be anything
             head_sinks = sinks + kv_head * G + row % G if HAS_SINKS else None
             log, scale = _finalize(norm, top, head_sinks, valid, v_factor)
-            rows = (begin + first + row // G).to(gl.int64) * o_t + (kv_head * G + row % G).to(gl.int64) * o_h
+            rows = (begin + first + row // G).to(gl.int64) * o_t + (kv_head * G + row % G) * o_h
             BLOCKS: gl.constexpr = column_blocks(WIDTH, BLOCK_V)
             results = _rounded(acc, scale, dtype)
             for i in gl.static_range(len(BLOCKS)):
@@ -1142,7 +1142,7 @@ def _nan_safe(  # type: ignore[no-untyped-def]
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     d = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
     query, q_t, q_h, valid = queries
-    at = gl.convert_layout((first + row // G).to(gl.int64) * q_t + (kv_head * G + row % G).to(gl.int64) * q_h, ROW)
+    at = gl.convert_layout((first + row // G).to(gl.int64) * q_t + (kv_head * G + row % G) * q_h, ROW)
     in_bounds = gl.convert_layout(valid, ROW)[:, None]
     if NEGATE:
         factor = 0.0 - factor
@@ -1163,16 +1163,15 @@ def _nan_safe(  # type: ignore[no-untyped-def]
     for j in range(gl.maximum(low, gl.min(least, 0)), high):
         if PAGED:
             page = gl.load(block_table + r.to(gl.int64) * table_r + j // P).to(gl.int64)
-            # a page may hold all of a request
-            k_at = page * k_block + (j % P) * k_slot.to(gl.int64)
-            v_at = page * v_block + (j % P) * v_slot.to(gl.int64)
+            k_at = page * k_block + (j % P) * k_slot
+            v_at = page * v_block + (j % P) * v_slot
         else:
             k_at = (k_begin + j).to(gl.int64) * k_slot
             v_at = (k_begin + j).to(gl.int64) * v_slot
         s = gl.zeros([64], gl.float32, ROW)
         for h in range(0, D, 64):  # few columns at a time, read again for each key, so that this needs few registers
             q = gl.load(query + at[:, None] + h + d[None, :], mask=in_bounds & (h + d < D)[None, :], other=0.0)
-            k = gl.load(key_cache + k_at + kv_head.to(gl.int64) * k_head + h + d, mask=h + d < D, other=0.0)
+            k = gl.load(key_cache + k_at + kv_head * k_head + h + d, mask=h + d < D, other=0.0)
             s += gl.sum(q.to(gl.float32) * k.to(gl.float32)[None, :], 1)
         s = s * factor
         if cap is not None:
@@ -1188,7 +1187,7 @@ def _nan_safe(  # type: ignore[no-untyped-def]
         p = gl.where(allowed, gl.exp2(s - guard), 0.0)
         norm = norm * shrink + p
         top = above
-        acc = _add_value(acc, p, shrink, allowed, value_cache + v_at + kv_head.to(gl.int64) * v_head, DV, BLOCK_V)
+        acc = _add_value(acc, p, shrink, allowed, value_cache + v_at + kv_head * v_head, DV, BLOCK_V)
     return acc, top, norm
 
 
@@ -1215,9 +1214,14 @@ def prefill(  # type: ignore[no-untyped-def]
     STAGES: gl.constexpr, Q_STAGES: gl.constexpr, COPIED: gl.constexpr, PAGED: gl.constexpr, RAGGED: gl.constexpr,
     NEGATE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr,
     HAS_LSE: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr, VALUES_AT: gl.constexpr,
-    CHUNK: gl.constexpr, SPAN_RIGHT: gl.constexpr,
+    CHUNK: gl.constexpr, SPAN_RIGHT: gl.constexpr, FAR: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = query.dtype.element_ty
+    # Heads may be outermost and far apart, and a page may hold all of a request: offsets in them are of their strides' type.
+    # 64 bits in each launch would cost 3 % at heads of 64, by the schedule that the compiler then finds.
+    if FAR:
+        o_h, q_h, k_head, v_head = o_h.to(gl.int64), q_h.to(gl.int64), k_head.to(gl.int64), v_head.to(gl.int64)
+        k_slot, v_slot = k_slot.to(gl.int64), v_slot.to(gl.int64)
     if value_cache is None:
         value_cache = key_cache + VALUES_AT * k_block.to(gl.int64)  # one array holds the keys, and the values behind them
     ring: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)

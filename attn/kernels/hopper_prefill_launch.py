@@ -59,7 +59,7 @@ class Variant(NamedTuple):
     """The arguments that a launch passes, for which the kernel is compiled.
 
     paged: a block table; ragged: keys without pages, of starts of their own; copied: whether the engine copies queries; sinks;
-    lse; mixed: causality of each request.
+    lse; mixed: causality of each request; far: offsets of heads, or within a page, of 64 bits.
     """
 
     paged: bool
@@ -68,6 +68,7 @@ class Variant(NamedTuple):
     sinks: bool
     lse: bool
     mixed: bool = False
+    far: bool = False
 
 
 #: Shape, strides and box of an array that the tensor engine copies from.
@@ -79,7 +80,7 @@ class PrefillPlan(NamedTuple):
 
     maps: of the query, None if the engine does not copy it, and of keys and values; strides: the kernel's; sizes: query heads,
     those of a kv head, sizes of keys and of values, the page; tiles: more units of work than there are; resident: programs that
-    a multiprocessor holds at once.
+    a multiprocessor holds at once; far: as of `Variant`.
     """
 
     maps: tuple[Map | None, Map, Map]
@@ -87,6 +88,7 @@ class PrefillPlan(NamedTuple):
     sizes: tuple[int, int, int, int, int]
     tiles: int
     resident: int
+    far: bool
 
     def programs(self, multiprocessors: int) -> int:
         """Programs of a launch that takes so many multiprocessors."""
@@ -148,7 +150,9 @@ def plan_of(arrays: Arrays, num_reqs: int, page: int, paged: bool, params: Prefi
     # a bound on units by extents alone: each request may end in a tile that is not full
     tiles = (tokens // (64 * consumers // group) + num_reqs) * kv_heads * passes(width)
     maps, sizes = (q_map, (k_shape, k_strides, box), (v_shape, v_strides, box)), (heads, group, size, width, page)
-    return PrefillPlan(maps, strides, sizes, tiles, 2 if consumers == 1 else 1)
+    of_heads = heads * max(o_h, q_h), kv_heads * max(k_strides[2], v_strides[2])
+    far = max(*of_heads, k_shape[1] * k_strides[1], v_shape[1] * v_strides[1]) >= 1 << 31
+    return PrefillPlan(maps, strides, sizes, tiles, 2 if consumers == 1 else 1, far)
 
 
 def constants(sizes: tuple[int, ...], params: PrefillParams, variant: Variant, values_at: int = 0) -> dict[str, Any]:
@@ -165,7 +169,7 @@ def constants(sizes: tuple[int, ...], params: PrefillParams, variant: Variant, v
         "CHUNK": params.chunk, "SPAN_RIGHT": params.span_right, "HAS_LEFT": params.left < UNBOUNDED or params.chunk > 0,
         "HAS_RIGHT": params.right < UNBOUNDED or variant.mixed, "HAS_CAP": params.cap != 0, "HAS_SINKS": variant.sinks,
         "HAS_LSE": variant.lse, "CONSUMER_REGS": registers[0], "PRODUCER_REGS": registers[1], "VALUES_AT": values_at,
-        "num_warps": 4, **({"maxnreg": _REGISTERS_OF_TWO} if consumers == 1 else {}), **FUSED,
+        "FAR": variant.far, "num_warps": 4, **({"maxnreg": _REGISTERS_OF_TWO} if consumers == 1 else {}), **FUSED,
     }  # fmt: skip
 
 

@@ -109,7 +109,11 @@ def run(
         its = launch.PrefillParams(**settings)
         plan = launch.plan_of(launch.Arrays(query.shape, key.shape, value.shape, *strides), len(lens), page, True, its, True)
         q_map, k_map, v_map = plan.maps
-        given = launch.Variant(True, False, q_map is not None, False, True, mask.batch.is_causal is not None)
+        placed = [gluon.strides(arrays[x]) for x in ("query", "key_cache", "value_cache", "output")]
+        at = launch.Arrays(query.shape, key.shape, value.shape, *placed)
+        far = launch.plan_of(at, len(lens), page, True, its, True).far
+        assert far == bool(apart)
+        given = launch.Variant(True, False, q_map is not None, False, True, mask.batch.is_causal is not None, far)
         constants = launch.constants(plan.sizes, its, given)
         for option in ("num_warps", "maxnreg", "enable_fp_fusion"):
             constants.pop(option, None)

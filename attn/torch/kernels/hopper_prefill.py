@@ -107,7 +107,9 @@ def _planned(arrays: Sequence[Any], page: int, params: PrefillParams, ragged: bo
     shapes, of = (x.shape for x in (query, key, value)), (x.stride() for x in (query, key, value, output))
     num_reqs = starts.shape[0] - 1
     plan = plan_of(Arrays(*shapes, *of), num_reqs, page, table is not None, params, not query.data_ptr() % 16)
-    kernel = _prepared(signature_of((*arrays, None), plan.strides), plan.sizes, params, plan.maps[0] is not None, ragged)
+    kernel = _prepared(
+        signature_of((*arrays, None), plan.strides), plan.sizes, params, plan.maps[0] is not None, ragged, plan.far
+    )
     numbers = num_reqs, key.shape[0], 0 if lse is None else lse.stride(0), 0 if table is None else table.stride(0)
     return _PlannedLaunch(kernel, plan, numbers)
 
@@ -186,8 +188,10 @@ class EqualPrompts:
 
 
 @functools.lru_cache(maxsize=1024)
-def _prepared(signature: Signature, sizes: tuple[int, ...], params: PrefillParams, copied: bool, ragged: bool) -> Prepared:
+def _prepared(
+    signature: Signature, sizes: tuple[int, ...], params: PrefillParams, copied: bool, ragged: bool, far: bool
+) -> Prepared:
     """The kernel for calls that agree in these: `constants`' arguments."""
     _, lse, *_, table, sinks, _, _, is_causal, _ = signature[1]
-    paged, *present = (x is not None for x in (table, sinks, lse, is_causal))
-    return Prepared(_prefill, **constants(sizes, params, Variant(paged, ragged, copied, *present)))
+    paged, *has = (x is not None for x in (table, sinks, lse, is_causal))
+    return Prepared(_prefill, **constants(sizes, params, Variant(paged, ragged, copied, has[0], has[1], has[2], far)))

@@ -82,7 +82,7 @@ def prefill(out: Out, batch: Prompts, params: PrefillParams, factor: float, arch
     q_map, k_map, v_map = plan.maps
     # A kernel without a map of queries still has the parameter: the keys' map takes its place, and is not used.
     k_desc = Boxed(keys, *k_map)
-    present = (x is not None for x in (q_map, batch.sinks, out.lse, batch.mask.is_causal))
+    has = [x is not None for x in (q_map, batch.sinks, out.lse, batch.mask.is_causal)]
     arguments = {
         **out._asdict(),
         "query": query,
@@ -104,7 +104,7 @@ def prefill(out: Out, batch: Prompts, params: PrefillParams, factor: float, arch
         "lse_h": 0 if out.lse is None else out.lse.shape[1],
         "table_r": 0 if batch.table is None else batch.table.shape[1],
         **dict(zip(_STRIDES, plan.strides, strict=True)),
-        **constants(plan.sizes, params, Variant(paged, ragged, *present), pages),
+        **constants(plan.sizes, params, Variant(paged, ragged, has[0], has[1], has[2], has[3], plan.far), pages),
     }
     writes = [name for name, array in out._asdict().items() if array is not None]
     try:
