@@ -126,7 +126,7 @@ class BaseLayer:
         # scales get 1.
         for name, value in (("_q_scale", 1.0), ("_k_scale", k_scale), ("_v_scale", v_scale), ("_prob_scale", 1.0)):
             rank_of_numbers(name[1:], value)
-            self._keep_scale(name, check(name, value, num_kv_heads))
+            self._keep_scale(name, check(name[1:], value, num_kv_heads))
 
     def build(self, batch: Any, *, common_prefix_len: int = 0, device: Any = None) -> Any:
         """Convert a batch (`CommonAttentionMetadata`) to the backend's metadata: once per batch, for all layers that are

@@ -174,7 +174,10 @@ def as_pages(
             return pages
         if fits_int32(rows):
             return rows.astype(np.int32)
-    rows = list(rows)
+    try:
+        rows = list(rows)
+    except TypeError:
+        raise ShapeError(f"block_table is {rows!r}: must be rows of block ids, one per request") from None
     flat = _joined(rows)
     if flat is None:
         flat = np.concatenate([np.empty(0, np.int32), *(as_int32("block_table", row, i) for i, row in enumerate(rows))])

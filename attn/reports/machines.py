@@ -7,6 +7,7 @@ LLVM's AMDGPU targets and the names of TPU generations, as in `Capabilities.arch
 
 import re
 from collections.abc import Collection
+from platform import machine
 from typing import NamedTuple
 
 from attn.backend_enum import unknown_name
@@ -135,11 +136,12 @@ ATTAINED = {
 
 def device_named(name: str, framework: str | None = None) -> Device:
     """Return the device called `name`, ignoring case, under a framework: by product (H100, "NVIDIA H100", v6e), by
-    architecture (gfx942, sm_90), or as its driver prints it ("NVIDIA H100 80GB HBM3", "TPU v5 lite").
+    architecture (gfx942, sm_90), or as its driver prints it ("NVIDIA H100 80GB HBM3", "TPU v5 lite"); "cpu": this machine's.
 
     framework: "torch" or "jax"; None: torch if it supports the device. Raises ValueError for an unknown name, and for a
     device that the framework does not support.
     """
+    name = machine() if name.lower() == "cpu" else name
     plain_name, product = _plain(name), _product(name)
     for (torch_platform, jax_platform, maker), archs in _PRODUCTS.items():
         for arch, products in archs.items():

@@ -69,6 +69,9 @@ def scaled_dot_product_attention(
     is_causal, enable_gqa = check_flag("is_causal", is_causal), check_flag("enable_gqa", enable_gqa)
     if dropout_p:
         raise UnsupportedError(f"dropout_p={dropout_p}: dropout of attention weights is not supported")
+    for name, array in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
+        if not isinstance(array, torch.Tensor) and (array is not None or name != "attn_mask"):
+            raise TypeError(f"{name} is a {type(array).__name__}: must be a torch.Tensor")
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     inputs = (query, key, value)
     query, key, value = _checked(query, key, value, attn_mask, enable_gqa)

@@ -323,7 +323,8 @@ def test_flags_are_true_or_false(value):
     """A list or a word is true to Python, whatever it says."""
     with pytest.raises(MetadataError) as caught:
         batch(causal=value).validate(BLOCK)
-    assert str(caught.value) == f"causal = {value}: must be True or False" and caught.value.field == "causal"
+    shown = repr(value) if isinstance(value, str) else value
+    assert str(caught.value) == f"causal = {shown}: must be True or False" and caught.value.field == "causal"
     for name in ("causal", "strict", "writes"):
         if name == "causal" and value == [False]:  # one per request
             continue
@@ -703,3 +704,10 @@ def test_every_stated_extent_of_an_array_is_checked():
 def test_a_part_that_is_not_of_the_batch_is_refused(first, last):
     with pytest.raises(MetadataError, match=rf"requests = \({first}, {last}\): must be first, last with 0 <= first <= last"):
         batch().select(first, last)
+
+
+def test_arguments_of_a_wrong_type_are_named():
+    with pytest.raises(ShapeError, match="block_table is None: must be rows of block ids"):
+        CommonAttentionMetadata.from_lens([5], [5], None, 16)
+    with pytest.raises(MetadataError, match="block_size = '16': must be an int"):
+        CommonAttentionMetadata.from_lens([5], [5], [[1]], "16")

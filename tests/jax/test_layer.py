@@ -264,7 +264,7 @@ def test_scales_are_arrays_of_the_layer() -> None:
     layer = new_layer(kv_cache_dtype="int8", k_scale=0.5, v_scale=[0.25, 2.0])
     assert layer._k_scale_float == 0.5 and layer._v_scale.tolist() == [0.25, 2.0]
     assert layer.new_kv_cache(3).dtype == jnp.int8 and str(layer.selection.name) == "XLA_ATTN"
-    with pytest.raises(ValueError, match="_k_scale=0.0 must be finite and above 0"):
+    with pytest.raises(ValueError, match="^k_scale=0.0 must be finite and above 0"):
         new_layer(kv_cache_dtype="int8", k_scale=0.0)
 
 

@@ -268,3 +268,8 @@ def test_paths_that_are_off_have_reasons():
     for registry in REGISTRIES.values():
         for member in registry:
             assert all(isinstance(sentence, str) and len(sentence) > 20 for sentence in member.off_paths()), member
+
+
+def test_cpu_is_the_one_of_this_machine(monkeypatch):
+    monkeypatch.setattr("attn.reports.machines.machine", lambda: "aarch64")
+    assert device_named("CPU") == device_named("aarch64")

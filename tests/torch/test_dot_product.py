@@ -91,6 +91,10 @@ def test_mistakes_are_sentences():
     q, k, v = tensors(8, 8, 16)
     with pytest.raises(ShapeError, match="key has 2 heads, query 4"):
         attn.torch.scaled_dot_product_attention(q, k, v)
+    with pytest.raises(TypeError, match="key is a list: must be a torch.Tensor"):
+        attn.torch.scaled_dot_product_attention(q, k.tolist(), v)
+    with pytest.raises(TypeError, match="query is a ndarray: must be a torch.Tensor"):
+        attn.torch.scaled_dot_product_attention(q.numpy(), k, v)
     with pytest.raises(UnsupportedError, match=r"dropout_p=0\.5"):
         attn.torch.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
     with pytest.raises(ShapeError, match=r"\[8, 16\]"):

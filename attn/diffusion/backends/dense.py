@@ -77,6 +77,9 @@ class DenseAttentionImpl(DiffusionAttentionImpl):
 
     def _prepared(self, query: Array, key: Array, value: Array, attn_metadata: DiffusionAttentionMetadata | None) -> DenseCall:
         """Check the call and join its streams."""
+        if hasattr(attn_metadata, "shape"):
+            words = "attn_metadata is an array: pass a mask as DiffusionAttentionMetadata(attn_mask=...)"
+            raise TypeError(f"{self._name}: {words}")
         meta = attn_metadata or DiffusionAttentionMetadata()
         self._check(query, key, value)
         # Of the first stream alone; the joint stream's own mask is joined below.

@@ -119,6 +119,9 @@ def test_nan_behind_a_mask_of_keys_reaches_nothing() -> None:
         ({"value": torch.zeros(2, 7, 2, 64)}, ShapeError, "key has 8 rows, value 7"),
         ({"value": torch.zeros(2, 8, 2, 64, dtype=torch.float16)}, DTypeError, "value has dtype torch.float16"),
         ({"key": torch.zeros(3, 8, 2, 64)}, ShapeError, "key has batch 3, query 2"),
+        ({"query": [1.0]}, TypeError, "query is a list: must be an array of torch"),
+        ({"value": np.zeros((2, 8, 2, 64))}, TypeError, "value is an array of numpy: must be of torch"),
+        ({"attn_metadata": torch.ones(2, 8)}, TypeError, r"pass a mask as DiffusionAttentionMetadata\(attn_mask"),
     ],
 )
 def test_arrays_that_do_not_fit(change: dict[str, Any], error: type[Exception], words: str) -> None:

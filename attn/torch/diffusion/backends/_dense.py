@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from attn.arguments import fold_sign
+from attn.backends.checks import check_array
 from attn.capabilities import Feature
 from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
 from attn.diffusion.backends.dense import DenseAttentionImpl, DenseCall
@@ -63,6 +64,9 @@ class DenseImpl(DenseAttentionImpl):
         return self._attend(DenseCall(fold_sign(q, self.signed_scale), k, v))
 
     def _check(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        for name, array in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(array, torch.Tensor):
+                check_array(self.backend, name, array, "torch")
         super()._check(query, key, value)
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if tensor.device != query.device:
