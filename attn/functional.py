@@ -389,14 +389,14 @@ def softmax(xp: Any, rules: DenseParams, q: Array, k: Array, position: Array, ex
     scores = xp.where(allowed, scores, -math.inf)
     # The maximum only keeps `exp` from overflowing and cancels out of the result, so it takes no part in the gradient.
     # A row without keys has a maximum of -inf, and -inf - -inf would be NaN.
-    top = xp.fixed_max(scores)
-    top = xp.where(top == -math.inf, 0.0, top)
-    weights = xp.exp(scores - top[..., None])
+    row_max = xp.fixed_max(scores)
+    row_max = xp.where(row_max == -math.inf, 0.0, row_max)
+    weights = xp.exp(scores - row_max[..., None])
     total = weights.sum(-1)
     empty = total == 0
     # Before the logarithm: the gradient of log(0) is infinite even where the result is not taken.
     total = xp.where(empty, 1.0, total)
-    lse = top + xp.log(total)
+    lse = row_max + xp.log(total)
     # exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink), which does not overflow (docs/semantics.md §7).
     factor = 1.0 / total if extras.sinks is None else xp.sigmoid(lse - extras.sinks[None, :, :, None]) / total
     return weights, factor, empty, lse, allowed

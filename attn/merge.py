@@ -33,10 +33,10 @@ def merged(xp: Any, outputs: Sequence[Any], lses: Sequence[Any], nan_is_empty: b
     # FlashAttention 3 -inf (vLLM's merge_attn_states treats both alike).
     empty = xp.isinf(logs) | (xp.isnan(logs) & nan_is_empty)
     logs = xp.where(empty, -math.inf, logs)
-    top = xp.amax(logs, 0)
+    max_lse = xp.amax(logs, 0)
     # All empty: -inf - -inf would be NaN; with 0 every weight is exp(-inf) = 0, and log(0) at the end is -inf again.
-    top = xp.where(top == -math.inf, 0, top)
-    weights = xp.exp(logs - top)
+    max_lse = xp.where(max_lse == -math.inf, 0, max_lse)
+    weights = xp.exp(logs - max_lse)
     norm = weights.sum(0)
     # select, do not multiply: the output of an empty state may contain anything
     weighted = (
@@ -47,4 +47,4 @@ def merged(xp: Any, outputs: Sequence[Any], lses: Sequence[Any], nan_is_empty: b
     # product exists beside the sum, not all of them.
     total = functools.reduce(operator.iadd, weighted)
     total = xp.where(norm.T[..., None] == 0, 0, total / norm.T[..., None])
-    return xp.cast(total, like=outputs[0]), top + xp.log(norm)
+    return xp.cast(total, like=outputs[0]), max_lse + xp.log(norm)

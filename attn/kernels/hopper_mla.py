@@ -257,15 +257,15 @@ def _scores(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, phase, CONSUMER: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Add the other consumer's tile. Returns (acc with its values, maximum, norm rescaled to that maximum)."""
+def _join(acc, m_i, l_i, k_ring, p_ring, m_ring, k_empty, t_full, p_full, phase, CONSUMER: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Add the other consumer's tile. Returns (acc with its values, m_i, l_i rescaled to that maximum)."""
     OTHER: gl.constexpr = 1 - CONSUMER
     # Both consumers keep one common maximum: this one takes over the other's, which is at least its own, since the other has
     # joined all tiles before. So weights of both need no factor when they are added up.
     mbarrier.wait(t_full.index(OTHER), phase)
-    above = tops.index(OTHER).load(top.type.layout)
-    shrink = gl.exp2(top - gl.where(above == float("-inf"), 0.0, above))
-    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
+    m_new = m_ring.index(OTHER).load(m_i.type.layout)
+    alpha = gl.exp2(m_i - gl.where(m_new == float("-inf"), 0.0, m_new))
+    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
     # also says that the other has replaced what is not finite in its tile (`_clean`)
     mbarrier.wait(p_full.index(OTHER), phase)
     acc = warpgroup_mma(p_ring.index(OTHER), k_ring.index(OTHER * 2 + CONSUMER), acc, is_async=True)
@@ -274,7 +274,7 @@ def _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, phase, 
     # weights. So one arrival frees it.
     barrier()
     mbarrier.arrive(k_empty.index(OTHER * 2 + CONSUMER), count=1)
-    return acc, above, norm * shrink
+    return acc, m_new, l_i * alpha
 
 
 @gluon.jit
@@ -293,14 +293,14 @@ def _clean(k_ring, least, CONSUMER: gl.constexpr):  # type: ignore[no-untyped-de
 
 @gluon.jit
 def _step(  # type: ignore[no-untyped-def]
-    acc, top, norm, q, q_rope, rings, bars, chosen, k, start, seen, low, factor,
+    acc, m_i, l_i, q, q_rope, rings, bars, chosen, k, start, seen, low, factor,
     MASKED: gl.constexpr, SPARSE: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Process this consumer's tile: its scores, its weights, which the other consumer waits for, and its values.
 
     SPARSE: `low` is the list's length, `seen` the number of keys.
     """
-    k_ring, r_ring, p_ring, tops = rings
+    k_ring, r_ring, p_ring, m_ring = rings
     k_full, k_empty, r_full, r_empty, t_full, p_full = bars
     S_LAYOUT: gl.constexpr = q_rope.type.layout.parent
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
@@ -317,19 +317,19 @@ def _step(  # type: ignore[no-untyped-def]
         s = gl.where(((position >= 0) & (position < seen))[None, :], s, float("-inf"))
     elif MASKED:
         s = gl.where(j[None, :] < seen[:, None], s, float("-inf"))
-    above = gl.maximum(top, gl.max(s, 1) * factor)
+    m_new = gl.maximum(m_i, gl.max(s, 1) * factor)
     # The other has read the last maximum and weights of this consumer: this tile's latents could only be copied after it had
     # multiplied those weights and freed their stage. The barrier is for this consumer's warps, whose stores must precede the
     # arrival.
-    tops.index(CONSUMER).store(above)
+    m_ring.index(CONSUMER).store(m_new)
     barrier()
     # the other consumer rescales its sums to this maximum while this one computes exponentials
     mbarrier.arrive(t_full.index(CONSUMER), count=1)
-    guard = gl.where(above == float("-inf"), 0.0, above)
+    guard = gl.where(m_new == float("-inf"), 0.0, m_new)
     weights = gl.exp2(s * factor - guard[:, None])
-    shrink = gl.exp2(top - guard)
-    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
-    norm = norm * shrink + gl.sum(weights, 1)
+    alpha = gl.exp2(m_i - guard)
+    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
+    l_i = l_i * alpha + gl.sum(weights, 1)
     p = weights.to(k_ring.dtype)
     # for the other consumer's product; this one uses its registers
     p_ring.index(CONSUMER).store(p)
@@ -343,7 +343,7 @@ def _step(  # type: ignore[no-untyped-def]
     acc = warpgroup_mma_wait(0, deps=[acc])
     barrier()
     mbarrier.arrive(k_empty.index(CONSUMER * 2 + CONSUMER), count=1)
-    return acc, above, norm
+    return acc, m_new, l_i
 
 
 @gluon.jit
@@ -354,7 +354,7 @@ def _consume(  # type: ignore[no-untyped-def]
     PLANNED: gl.constexpr, ROPE_T: gl.constexpr, ROPE_H: gl.constexpr, ROPE_AT: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Consumer of four warps: the scores of every other tile, and half of the columns of the result."""
-    k_ring, r_ring, p_ring, tops = rings
+    k_ring, r_ring, p_ring, m_ring = rings
     k_full, k_empty, r_full, r_empty, t_full, p_full = bars
     dtype: gl.constexpr = k_ring.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -399,8 +399,8 @@ def _consume(  # type: ignore[no-untyped-def]
         else:
             seen = seq_len - q_len + row_token + 1
         acc = gl.zeros([64, 256], gl.float32, O_LAYOUT)
-        norm = gl.zeros([64], gl.float32, ROW)
-        top = gl.full([64], float("-inf"), gl.float32, ROW)
+        l_i = gl.zeros([64], gl.float32, ROW)
+        m_i = gl.full([64], float("-inf"), gl.float32, ROW)
         # tiles 0, 2, ... are consumer 0's, and 1, 3, ... consumer 1's
         mine = (tiles + 1 - CONSUMER) // 2
         # every row sees the keys below `low`, so whole tiles below it need no mask
@@ -410,37 +410,37 @@ def _consume(  # type: ignore[no-untyped-def]
         mbarrier.wait(q_full.index(0), item_phase)
         # The order is tile 0, 1, 2, ... for both: consumer 1 begins by joining tile 0, and each then alternates.
         if CONSUMER == 1 and tiles > 0:
-            acc, top, norm = _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, other & 1, CONSUMER)
+            acc, m_i, l_i = _join(acc, m_i, l_i, k_ring, p_ring, m_ring, k_empty, t_full, p_full, other & 1, CONSUMER)
         for k in range(0, plain):
             start = begins + (2 * k + CONSUMER) * 64
-            acc, top, norm = _step(
-                acc, top, norm, q_tile, q_rope, rings, bars, chosen, k0 + k, start, seen, low, factor, False, SPARSE, CONSUMER
+            acc, m_i, l_i = _step(
+                acc, m_i, l_i, q_tile, q_rope, rings, bars, chosen, k0 + k, start, seen, low, factor, False, SPARSE, CONSUMER
             )
             if 2 * k + CONSUMER + 1 < tiles:
                 phase = (other + k + CONSUMER) & 1
-                acc, top, norm = _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, phase, CONSUMER)
+                acc, m_i, l_i = _join(acc, m_i, l_i, k_ring, p_ring, m_ring, k_empty, t_full, p_full, phase, CONSUMER)
         if not SPARSE:
             for k in range(plain, mine):
                 start = begins + (2 * k + CONSUMER) * 64
-                acc, top, norm = _step(
-                    acc, top, norm, q_tile, q_rope, rings, bars, chosen, k0 + k, start, seen, low, factor, True, False, CONSUMER
+                acc, m_i, l_i = _step(
+                    acc, m_i, l_i, q_tile, q_rope, rings, bars, chosen, k0 + k, start, seen, low, factor, True, False, CONSUMER
                 )
                 if 2 * k + CONSUMER + 1 < tiles:
                     phase = (other + k + CONSUMER) & 1
-                    acc, top, norm = _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, phase, CONSUMER)
+                    acc, m_i, l_i = _join(acc, m_i, l_i, k_ring, p_ring, m_ring, k_empty, t_full, p_full, phase, CONSUMER)
 
         # both have the same maximum at the end; each has the sum of its own tiles' weights
         # `end` also says that the other has read this consumer's last weights and all of its queries, which the next lines and
         # the next item overwrite; the next item's `q_full` says that it has read these sums.
-        norms.index(CONSUMER).store(norm)
+        norms.index(CONSUMER).store(l_i)
         barrier()
         mbarrier.arrive(end.index(CONSUMER), count=1)
         mbarrier.wait(end.index(1 - CONSUMER), item_phase)
-        norm += norms.index(1 - CONSUMER).load(ROW)
-        sum_ = gl.convert_layout(norm, gl.SliceLayout(1, O_LAYOUT))
+        l_i += norms.index(1 - CONSUMER).load(ROW)
+        sum_ = gl.convert_layout(l_i, gl.SliceLayout(1, O_LAYOUT))
         scale = v_factor / gl.where(sum_ == 0, 1.0, sum_)
         acc = gl.where((sum_ == 0)[:, None], 0.0, acc * scale[:, None])
-        log = gl.where(norm == 0, float("-inf"), top + gl.log2(norm))
+        log = gl.where(l_i == 0, float("-inf"), m_i + gl.log2(l_i))
         # the state of a split is already divided by its sum, in float32: `merge` weighs it by its log-sum-exp alone
         if state >= 0:
             column = CONSUMER * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, O_LAYOUT))
@@ -510,7 +510,7 @@ def attend(  # type: ignore[no-untyped-def]
     k_ring = gl.allocate_shared_memory(dtype, [4, 64, 256], swizzled)
     r_ring = gl.allocate_shared_memory(dtype, [2, 64, 64], swizzled)
     p_ring = gl.allocate_shared_memory(dtype, [2, 64, 64], swizzled)
-    tops = gl.allocate_shared_memory(gl.float32, [2, 64], lines)
+    m_ring = gl.allocate_shared_memory(gl.float32, [2, 64], lines)
     norms = gl.allocate_shared_memory(gl.float32, [2, 64], lines)
     k_full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
@@ -537,7 +537,7 @@ def attend(  # type: ignore[no-untyped-def]
     # the merge may already be launched: it waits for the end of this grid before it reads
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
     batch, strides = (query_start_loc, seq_lens, limits, items), (c_block, c_slot, table_r, indices_t)
-    rings, bars = (k_ring, r_ring, p_ring, tops), (k_full, k_empty, r_full, r_empty, t_full, p_full)
+    rings, bars = (k_ring, r_ring, p_ring, m_ring), (k_full, k_empty, r_full, r_empty, t_full, p_full)
     filled = k_ring, r_ring, k_full, k_empty, r_full, r_empty
     # a tuple with a name would hold values alone, and lose what is known when the program is made: the two are written out
     gl.warp_specialize(

@@ -519,7 +519,7 @@ def _masked(s, start, seen, TWO: gl.constexpr, HAS_LEFT: gl.constexpr):  # type:
 
 @gluon.jit
 def _weigh(  # type: ignore[no-untyped-def]
-    s, top, norm, start, seen, scaling, MASKED: gl.constexpr, HAS_LEFT: gl.constexpr
+    s, m_i, l_i, start, seen, scaling, MASKED: gl.constexpr, HAS_LEFT: gl.constexpr
 ):
     """The online softmax of one tile of scores: (weights, running maximum, running sum, factor for earlier sums).
 
@@ -532,15 +532,15 @@ def _weigh(  # type: ignore[no-untyped-def]
     if MASKED:
         s = _masked(s, start, seen, MASKED == 2, HAS_LEFT)
     # plain scores are scaled inside the exponent, where the product is fused
-    above = gl.maximum(top, gl.max(s, 1) * factor if cap is None else gl.max(s, 1))
+    m_new = gl.maximum(m_i, gl.max(s, 1) * factor if cap is None else gl.max(s, 1))
     # what is subtracted may lag behind the maximum, so that sums are seldom multiplied (`_scaled`): weights are then up to 2**8
-    above = gl.where(above - top > _LEEWAY, above, top)
-    guard = gl.where(above == float("-inf"), 0.0, above)
+    m_new = gl.where(m_new - m_i > _LEEWAY, m_new, m_i)
+    guard = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2((s * factor if cap is None else s) - guard[:, None])
-    shrink = gl.exp2(top - guard)
+    alpha = gl.exp2(m_i - guard)
     # each thread's own keys: lanes are added up once a unit, not once a tile
-    norm = norm * _of_rows(shrink, norm) + _sums(p)
-    return p, above, norm, shrink
+    l_i = l_i * _of_rows(alpha, l_i) + _sums(p)
+    return p, m_new, l_i, alpha
 
 
 @gluon.constexpr_function
@@ -576,18 +576,18 @@ def _renewing() -> tuple[str, str]:
 
 
 @gluon.jit
-def _renewed(norm, top):  # type: ignore[no-untyped-def]
+def _renewed(l_i, m_i):  # type: ignore[no-untyped-def]
     """Factor for earlier sums, running sums, and what is subtracted from scores, [64, 8] each. Where a row has a sum above
     2**32, its sums are divided by a power of two; others stay what they are."""
     PTX: gl.constexpr = _renewing()
-    float32 = norm.dtype  # each output's; Triton 3.9 takes no constants in a list
-    return gl.inline_asm_elementwise(PTX[0], PTX[1], [norm, top], (float32, float32, float32), is_pure=True, pack=4)
+    float32 = l_i.dtype  # each output's; Triton 3.9 takes no constants in a list
+    return gl.inline_asm_elementwise(PTX[0], PTX[1], [l_i, m_i], (float32, float32, float32), is_pure=True, pack=4)
 
 
 @gluon.jit
-def _weigh_all(s, top, norm, scaling):  # type: ignore[no-untyped-def]
+def _weigh_all(s, m_i, l_i, scaling):  # type: ignore[no-untyped-def]
     """`_weigh` of a tile of which every row sees every key, without its maximum: what is subtracted follows the sums of earlier
-    tiles. top: [64, 8].
+    tiles. m_i: [64, 8].
 
     Sums of earlier tiles are at most 2**32 (`_renewed`), so a weight may be at least 2**95 times as large as those. One beyond
     bfloat16's range makes the results of its row infinite or NaN, and they are computed again (`_nan_safe`).
@@ -595,13 +595,13 @@ def _weigh_all(s, top, norm, scaling):  # type: ignore[no-untyped-def]
     factor, cap = scaling
     if cap is not None:
         s = cap * _tanh(s * factor)
-    shrink, norm, top = _renewed(norm, top)
-    # [64, N / 8, 8]: a thread's two columns of eight meet its two columns of `top`, without a reduction over lanes
+    alpha, l_i, m_i = _renewed(l_i, m_i)
+    # [64, N / 8, 8]: a thread's two columns of eight meet its two columns of `m_i`, without a reduction over lanes
     s8 = _by_eights(s)
-    guard = gl.convert_layout(top, gl.SliceLayout(1, s8.type.layout))[:, None, :]
+    guard = gl.convert_layout(m_i, gl.SliceLayout(1, s8.type.layout))[:, None, :]
     p = gl.exp2((s8 * factor if cap is None else s8) - guard)
-    norm = norm + gl.convert_layout(gl.sum(p, 1), norm.type.layout)
-    return gl.convert_layout(gl.reshape(p, s.shape), s.type.layout), top, norm, shrink
+    l_i = l_i + gl.convert_layout(gl.sum(p, 1), l_i.type.layout)
+    return gl.convert_layout(gl.reshape(p, s.shape), s.type.layout), m_i, l_i, alpha
 
 
 @gluon.jit
@@ -670,9 +670,9 @@ def _add_values(weights, v_ring, stage, acc, DV: gl.constexpr):  # type: ignore[
 
 
 @gluon.jit
-def _in_eights(x, norm):  # type: ignore[no-untyped-def]
+def _in_eights(x, l_i):  # type: ignore[no-untyped-def]
     """One number a row, for each of a thread's two columns."""
-    return gl.broadcast(norm, _of_rows(x, norm))[1]
+    return gl.broadcast(l_i, _of_rows(x, l_i))[1]
 
 
 @gluon.jit
@@ -805,7 +805,7 @@ def _step(  # type: ignore[no-untyped-def]
     """
     # The order is what overlaps: this tile's scores and the last tile's values are both on the tensor cores while the
     # exponentials are computed, which need the scores alone.
-    weights, acc, shrink, top, norm = sums
+    weights, acc, alpha, m_i, l_i = sums
     q_ring, q_at, keys, values = inputs
     k_ring, k_full, k_empty = keys
     v_ring, v_full, v_empty = values
@@ -819,14 +819,14 @@ def _step(  # type: ignore[no-untyped-def]
     if not AHEAD:
         mbarrier.wait(v_full.index(old), (count - 1) // STAGES & 1)
     if LATE:
-        acc = _times(acc, shrink)
+        acc = _times(acc, alpha)
     acc = _add_values(weights, v_ring, old, acc, DV)
     # the products of values, started later, go on
     s = _await_scores(s, keys, count, len(acc), STAGES)
-    if len(top.shape) == 2:
-        weights, top, norm, shrink = _weigh_all(s, top, norm, scaling)
+    if len(m_i.shape) == 2:
+        weights, m_i, l_i, alpha = _weigh_all(s, m_i, l_i, scaling)
     else:
-        weights, top, norm, shrink = _weigh(s, top, norm, start, seen, scaling, MASKED, HAS_LEFT)
+        weights, m_i, l_i, alpha = _weigh(s, m_i, l_i, start, seen, scaling, MASKED, HAS_LEFT)
     if AHEAD:
         mbarrier.wait(v_full.index(stage), count // STAGES & 1)
     acc = _await(acc)
@@ -834,8 +834,8 @@ def _step(  # type: ignore[no-untyped-def]
     weights = _narrow(weights, v_ring.dtype, DV)
     _release(v_empty, old)
     if not LATE:
-        acc = _times(acc, shrink)
-    return weights, acc, shrink, top, norm
+        acc = _times(acc, alpha)
+    return weights, acc, alpha, m_i, l_i
 
 
 @gluon.jit
@@ -956,16 +956,16 @@ def _consume(  # type: ignore[no-untyped-def]
 
             acc = _nothing(WIDTH, BLOCK_V)
             AHEAD: gl.constexpr = STAGES > 1 and _waits_ahead(len(acc), dtype)
-            norm = _sums(_zeros(BLOCK_N))
-            top = gl.full([64], float("-inf"), gl.float32, ROW)
+            l_i = _sums(_zeros(BLOCK_N))
+            m_i = gl.full([64], float("-inf"), gl.float32, ROW)
             if tiles > 0:
                 # the first tile has no values of another to overlap with
                 s = _await_scores(_scores(q_ring, q_at, keys, count, D, STAGES), keys, count, 0, STAGES)
                 start = low + (tiles - 1) * BLOCK_N
-                weights, top, norm, shrink = _weigh(s, top, norm, start, seen, scaling, 2 if TWO else 1, HAS_LEFT)
+                weights, m_i, l_i, alpha = _weigh(s, m_i, l_i, start, seen, scaling, 2 if TWO else 1, HAS_LEFT)
                 if AHEAD:
                     mbarrier.wait(v_full.index(_stage(count, STAGES)), count // STAGES & 1)
-                sums = _narrow(weights, dtype, WIDTH), acc, shrink, top, norm
+                sums = _narrow(weights, dtype, WIDTH), acc, alpha, m_i, l_i
                 count += 1
                 for _i in range(1, right_of):
                     start -= BLOCK_N
@@ -974,18 +974,18 @@ def _consume(  # type: ignore[no-untyped-def]
                 # The loop without maxima keeps what it subtracts beside each thread's sums, [64, 8]; -inf, of rows without a
                 # key, would make its scores infinite.
                 if ALL:
-                    weights, acc, shrink, top, norm = sums
-                    top = _in_eights(gl.where(top == float("-inf"), 0.0, top), norm)
-                    sums = weights, acc, _in_eights(shrink, norm), top, norm
+                    weights, acc, alpha, m_i, l_i = sums
+                    m_i = _in_eights(gl.where(m_i == float("-inf"), 0.0, m_i), l_i)
+                    sums = weights, acc, _in_eights(alpha, l_i), m_i, l_i
                 for _i in range(right_of, left_from):
                     start -= BLOCK_N
                     sums = _step(sums, count, inputs, start, seen, scaling, 0, HAS_LEFT, D, WIDTH)
                     count += 1
                 # back to one number a row, which is the same in all eight columns
                 if ALL:
-                    weights, acc, shrink, top, norm = sums
-                    top, shrink = gl.convert_layout(gl.max(top, 1), ROW), gl.convert_layout(gl.max(shrink, 1), ROW)
-                    sums = weights, acc, shrink, top, norm
+                    weights, acc, alpha, m_i, l_i = sums
+                    m_i, alpha = gl.convert_layout(gl.max(m_i, 1), ROW), gl.convert_layout(gl.max(alpha, 1), ROW)
+                    sums = weights, acc, alpha, m_i, l_i
                 if HAS_LEFT or TWO:
                     for _i in range(left_from, tiles):
                         start -= BLOCK_N
@@ -995,7 +995,7 @@ def _consume(  # type: ignore[no-untyped-def]
                         MASKED: gl.constexpr = 2 if TWO else 1
                         sums = _step(sums, count, inputs, start, seen, scaling, MASKED, HAS_LEFT, D, WIDTH)
                         count += 1
-                weights, acc, shrink, top, norm = sums
+                weights, acc, alpha, m_i, l_i = sums
                 # the last scores are computed: the next unit's queries may come
                 if COPIED:
                     _release(q_empty, q_at)
@@ -1003,17 +1003,17 @@ def _consume(  # type: ignore[no-untyped-def]
                 if not AHEAD:
                     mbarrier.wait(v_full.index(old), (count - 1) // STAGES & 1)
                 if BLOCK_N == 128:
-                    acc = _times(acc, shrink)
+                    acc = _times(acc, alpha)
                 acc = _await(_add_values(_narrowed(weights, dtype), v_ring, old, acc, WIDTH))
                 _release(v_empty, old)
             elif COPIED:
                 _release(q_empty, q_at)
 
             # over the four lanes of a row, for the first time
-            norm = gl.convert_layout(gl.sum(norm, 1), ROW)
+            l_i = gl.convert_layout(gl.sum(l_i, 1), ROW)
             valid = (row < BLOCK_Q * G) & (first + row // G < q_len)  # other rows' queries may be anything
             head_sinks = sinks + kv_head * G + row % G if HAS_SINKS else None
-            log, scale = _finalize(norm, top, head_sinks, valid, v_factor)
+            log, scale = _finalize(l_i, m_i, head_sinks, valid, v_factor)
             rows = (begin + first + row // G).to(gl.int64) * o_t + (kv_head * G + row % G) * o_h
             BLOCKS: gl.constexpr = column_blocks(WIDTH, BLOCK_V)
             results = _rounded(acc, scale, dtype)
@@ -1047,11 +1047,11 @@ def _consume(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _finalize(norm, top, sinks, valid, v_factor):  # type: ignore[no-untyped-def]
+def _finalize(l_i, m_i, sinks, valid, v_factor):  # type: ignore[no-untyped-def]
     """Log-sum-exp of rows in base 2, and the scale of their sums of values: 0 for a row without keys, whatever its sink.
     sinks: pointers to each row's, or None."""
-    log = gl.where(norm == 0, float("-inf"), top + gl.log2(norm))
-    scale = gl.where(norm == 0, 0.0, v_factor / gl.where(norm == 0, 1.0, norm))
+    log = gl.where(l_i == 0, float("-inf"), m_i + gl.log2(l_i))
+    scale = gl.where(l_i == 0, 0.0, v_factor / gl.where(l_i == 0, 1.0, l_i))
     if sinks is not None:
         sink = gl.load(sinks, mask=valid, other=0.0) * 1.4426950408889634
         scale = scale * gl.where(log == float("-inf"), 0.0, 1.0 / (1.0 + gl.exp2(sink - log)))
@@ -1151,8 +1151,8 @@ def _nan_safe(  # type: ignore[no-untyped-def]
     if TWO:
         since = gl.convert_layout(seen[2], ROW)
         until = gl.convert_layout(seen[3], ROW)
-    top = gl.full([64], float("-inf"), gl.float32, ROW)
-    norm = gl.zeros([64], gl.float32, ROW)
+    m_i = gl.full([64], float("-inf"), gl.float32, ROW)
+    l_i = gl.zeros([64], gl.float32, ROW)
     # A unit's first tile may begin before the first key that a row sees, in pages whose entries name none, as a server may have
     # freed them: the engine fills in zeros there, but loads would be out of the cache.
     least = gl.where(gl.convert_layout(valid, ROW), lower, _FAR)
@@ -1181,26 +1181,26 @@ def _nan_safe(  # type: ignore[no-untyped-def]
             allowed = allowed & (j >= lower)
         if TWO:
             allowed = allowed | ((j >= since) & (j <= until))
-        above = gl.maximum(top, gl.where(allowed, s, float("-inf")))
-        guard = gl.where(above == float("-inf"), 0.0, above)
-        shrink = gl.exp2(top - guard)
+        m_new = gl.maximum(m_i, gl.where(allowed, s, float("-inf")))
+        guard = gl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = gl.exp2(m_i - guard)
         p = gl.where(allowed, gl.exp2(s - guard), 0.0)
-        norm = norm * shrink + p
-        top = above
-        acc = _add_value(acc, p, shrink, allowed, value_cache + v_at + kv_head * v_head, DV, BLOCK_V)
-    return acc, top, norm
+        l_i = l_i * alpha + p
+        m_i = m_new
+        acc = _add_value(acc, p, alpha, allowed, value_cache + v_at + kv_head * v_head, DV, BLOCK_V)
+    return acc, m_i, l_i
 
 
 @gluon.jit
-def _add_value(acc, p, shrink, allowed, value, DV: gl.constexpr, BLOCK_V: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Add the value at the pointer, with the rows' weights, to the accumulators, times `shrink`, of the rows that see it."""
+def _add_value(acc, p, alpha, allowed, value, DV: gl.constexpr, BLOCK_V: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Add the value at the pointer, with the rows' weights, to the accumulators, times `alpha`, of the rows that see it."""
     BLOCKS: gl.constexpr = column_blocks(DV, BLOCK_V)
     added = ()
     for i in gl.static_range(len(acc)):
         dv = BLOCKS[i][0] + gl.arange(0, BLOCKS[i][1], layout=gl.SliceLayout(0, acc[i].type.layout))
         v = gl.load(value + dv, mask=dv < DV, other=0.0).to(gl.float32)
         weighted = _of_rows(p, acc[i]) * v[None, :]
-        added = added + (acc[i] * _of_rows(shrink, acc[i]) + gl.where(_of_rows(allowed, acc[i]), weighted, 0.0),)  # type: ignore[assignment]
+        added = added + (acc[i] * _of_rows(alpha, acc[i]) + gl.where(_of_rows(allowed, acc[i]), weighted, 0.0),)  # type: ignore[assignment]
     return added
 
 

@@ -13,8 +13,8 @@ import triton.language as tl
 
 
 @triton.jit
-def _joined(acc, norm, top, rows, logs, live, lanes, NAN_IS_EMPTY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Add one more state: acc [heads, D] and norm [heads] are sums relative to exp(top)."""
+def _joined(acc, l_i, m_i, rows, logs, live, lanes, NAN_IS_EMPTY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Add one more state: acc [heads, D] and l_i [heads] are sums relative to exp(m_i)."""
     log = tl.load(logs, mask=live, other=float("-inf"))
     # FlashAttention's libraries mark a state without keys by +inf or -inf, other kernels by NaN.
     empty = (log == float("inf")) | (log == float("-inf"))
@@ -22,11 +22,11 @@ def _joined(acc, norm, top, rows, logs, live, lanes, NAN_IS_EMPTY: tl.constexpr)
         empty = empty | (log != log)
     log = tl.where(empty, float("-inf"), log)
     values = tl.load(rows, mask=lanes & (log != float("-inf"))[:, None], other=0.0).to(tl.float32)
-    above = tl.maximum(top, log)
+    m_new = tl.maximum(m_i, log)
     # -inf - -inf would be NaN while no state has keys
-    guard = tl.where(above == float("-inf"), 0.0, above)
-    shrink, weight = tl.exp(top - guard), tl.exp(log - guard)
-    return acc * shrink[:, None] + values * weight[:, None], norm * shrink + weight, above
+    guard = tl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha, weight = tl.exp(m_i - guard), tl.exp(log - guard)
+    return acc * alpha[:, None] + values * weight[:, None], l_i * alpha + weight, m_new
 
 
 @triton.jit(do_not_specialize=["states", "heads", "out_lse_h", "lse_s", "lse_h", "other_lse_h"])
@@ -42,20 +42,20 @@ def merge(  # type: ignore[no-untyped-def]
     live = head < heads
     lanes = live[:, None] & (d < D)
     acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
-    norm = tl.zeros((BLOCK_H,), tl.float32)
-    top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
+    l_i = tl.zeros((BLOCK_H,), tl.float32)
+    m_i = tl.full((BLOCK_H,), float("-inf"), tl.float32)
     rows, logs = outputs + token * in_t + head[:, None] * in_h + d, lses + head * lse_h + token
     if STACKED:
         for _ in range(states):
-            acc, norm, top = _joined(acc, norm, top, rows, logs, live, lanes, NAN_IS_EMPTY)
+            acc, l_i, m_i = _joined(acc, l_i, m_i, rows, logs, live, lanes, NAN_IS_EMPTY)
             rows += in_s
             logs += lse_s
     else:
-        acc, norm, top = _joined(acc, norm, top, rows, logs, live, lanes, NAN_IS_EMPTY)
+        acc, l_i, m_i = _joined(acc, l_i, m_i, rows, logs, live, lanes, NAN_IS_EMPTY)
         rows = other + token * other_t + head[:, None] * other_h + d
-        acc, norm, top = _joined(acc, norm, top, rows, other_lse + head * other_lse_h + token, live, lanes, NAN_IS_EMPTY)
-    merged = tl.where(norm[:, None] == 0.0, 0.0, acc / norm[:, None])
-    log = tl.where(norm == 0.0, float("-inf"), top + tl.log(norm))
+        acc, l_i, m_i = _joined(acc, l_i, m_i, rows, other_lse + head * other_lse_h + token, live, lanes, NAN_IS_EMPTY)
+    merged = tl.where(l_i[:, None] == 0.0, 0.0, acc / l_i[:, None])
+    log = tl.where(l_i == 0.0, float("-inf"), m_i + tl.log(l_i))
     tl.debug_barrier()  # a state merged in place is read by every thread before one of them writes it
     tl.store(output + token * out_t + head[:, None] * out_h + d, merged.to(output.dtype.element_ty), mask=lanes)
     tl.store(lse + head * out_lse_h + token, log, mask=live)

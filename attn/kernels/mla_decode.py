@@ -61,19 +61,19 @@ def _places(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _softmax(s, norm, top, factor):  # type: ignore[no-untyped-def]
-    """(weights, factor for earlier sums, norm, maximum) after a tile of scores."""
-    above = tl.maximum(top, tl.max(s, 1) * factor)
+def _softmax(s, l_i, m_i, factor):  # type: ignore[no-untyped-def]
+    """(weights, alpha, l_i, m_i) after a tile of scores, named as in `paged_attention`."""
+    m_new = tl.maximum(m_i, tl.max(s, 1) * factor)
     # while a row has seen no key, its maximum is -inf, and -inf - -inf would be NaN
-    guard = tl.where(above == float("-inf"), 0.0, above)
+    guard = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(s * factor - guard[:, None])
-    shrink = tl.exp2(top - guard)
-    return p, shrink, norm * shrink + tl.sum(p, 1), above
+    alpha = tl.exp2(m_i - guard)
+    return p, alpha, l_i * alpha + tl.sum(p, 1), m_new
 
 
 @triton.jit
 def _step(  # type: ignore[no-untyped-def]
-    acc, norm, top, q, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len, factor,
+    acc, l_i, m_i, q, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len, factor,
     MASKED: tl.constexpr, NAN_SAFE: tl.constexpr, P: tl.constexpr, L: tl.constexpr, DR: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -101,14 +101,14 @@ def _step(  # type: ignore[no-untyped-def]
         s = tl.where(real[None, :], s, float("-inf"))
     elif MASKED:
         s = tl.where(j[None, :] < seen[:, None], s, float("-inf"))
-    p, shrink, norm, top = _softmax(s, norm, top, factor)
-    acc = acc * shrink[:, None]
+    p, alpha, l_i, m_i = _softmax(s, l_i, m_i, factor)
+    acc = acc * alpha[:, None]
     if NAN_SAFE:
         # after the scores: a row that sees the key has NaN as its score, and thus as its result, either way
         wide = k.to(tl.float32)
         k = tl.where((wide - wide) != 0.0, 0.0, wide).to(q.dtype)
     acc = tl.dot(p.to(q.dtype), k, acc, input_precision=PRECISION)
-    return acc, norm, top
+    return acc, l_i, m_i
 
 
 @triton.jit
@@ -120,7 +120,7 @@ def _quarter(codes, scales, at):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _packed_step(  # type: ignore[no-untyped-def]
-    a0, a1, a2, a3, norm, top, q0, q1, q2, q3, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len,
+    a0, a1, a2, a3, l_i, m_i, q0, q1, q2, q3, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len,
     factor, P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
     BYTES: tl.constexpr,
 ):  # fmt: skip
@@ -148,29 +148,29 @@ def _packed_step(  # type: ignore[no-untyped-def]
     s += tl.dot(q2, tl.trans(k2.to(dtype)), input_precision=PRECISION) * w2[None, :]
     s += tl.dot(q3, tl.trans(k3.to(dtype)), input_precision=PRECISION) * w3[None, :]
     s = tl.where(j[None, :] < seen[:, None] if chosen is None else real[None, :], s, float("-inf"))
-    p, shrink, norm, top = _softmax(s, norm, top, factor)
-    a0 = _weighed(a0, p, shrink, k0, w0, dtype, PRECISION)
-    a1 = _weighed(a1, p, shrink, k1, w1, dtype, PRECISION)
-    a2 = _weighed(a2, p, shrink, k2, w2, dtype, PRECISION)
-    a3 = _weighed(a3, p, shrink, k3, w3, dtype, PRECISION)
-    return a0, a1, a2, a3, norm, top
+    p, alpha, l_i, m_i = _softmax(s, l_i, m_i, factor)
+    a0 = _weighed(a0, p, alpha, k0, w0, dtype, PRECISION)
+    a1 = _weighed(a1, p, alpha, k1, w1, dtype, PRECISION)
+    a2 = _weighed(a2, p, alpha, k2, w2, dtype, PRECISION)
+    a3 = _weighed(a3, p, alpha, k3, w3, dtype, PRECISION)
+    return a0, a1, a2, a3, l_i, m_i
 
 
 @triton.jit
-def _weighed(acc, p, shrink, k, scale, dtype, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+def _weighed(acc, p, alpha, k, scale, dtype, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
     """Add a quarter's values to acc; non-finite values count as 0, since rows that see them have NaN as a weight."""
     scale = tl.where((scale - scale) != 0.0, 0.0, scale)
     values = tl.where(k != k, 0.0, k).to(dtype)
-    return tl.dot((p * scale[None, :]).to(dtype), values, acc * shrink[:, None], input_precision=PRECISION)
+    return tl.dot((p * scale[None, :]).to(dtype), values, acc * alpha[:, None], input_precision=PRECISION)
 
 
 @triton.jit
 def _store(  # type: ignore[no-untyped-def]
-    out, partial, acc, norm, v_factor, at, head, live, column, o_t, o_h, state, L: tl.constexpr, WIDTH: tl.constexpr, IS_PARTIAL
+    out, partial, acc, l_i, v_factor, at, head, live, column, o_t, o_h, state, L: tl.constexpr, WIDTH: tl.constexpr, IS_PARTIAL
 ):
     """Store the columns from `column` of the result: in the output, or in the state that `merge` merges."""
     d = column + tl.arange(0, WIDTH)
-    result = tl.where(norm[:, None] == 0, 0.0, acc / norm[:, None]) * v_factor
+    result = tl.where(l_i[:, None] == 0, 0.0, acc / l_i[:, None]) * v_factor
     lanes = live[:, None] & (d < L)[None, :]
     if IS_PARTIAL:
         tl.store(partial + state[:, None] * L + d[None, :], result, mask=lanes)
@@ -254,8 +254,8 @@ def _rows(  # type: ignore[no-untyped-def]
             factor = factor * scale
             v_factor = v_factor * scale
         table = block_table + r.to(tl.int64) * table_r
-        norm = tl.zeros((BLOCK_M,), tl.float32)
-        top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        l_i = tl.zeros((BLOCK_M,), tl.float32)
+        m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         if indices is not None:  # a sequence without keys has none to read in place of a missing one
             stop = tl.where(seq_len > 0, stop, begins)
             last = topk - 1
@@ -271,14 +271,14 @@ def _rows(  # type: ignore[no-untyped-def]
             a0 = tl.zeros((BLOCK_M, 128), tl.float32)
             a1, a2, a3 = a0, a0, a0
             for start in tl.range(begins, stop, BLOCK_N):
-                a0, a1, a2, a3, norm, top = _packed_step(
-                    a0, a1, a2, a3, norm, top, q0, q1, q2, q3, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot,
+                a0, a1, a2, a3, l_i, m_i = _packed_step(
+                    a0, a1, a2, a3, l_i, m_i, q0, q1, q2, q3, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot,
                     seq_len, factor, P, BLOCK_R, BLOCK_N, WIDE, PRECISION, BYTES,
                 )  # fmt: skip
-            _store(out, partial, a0, norm, v_factor, at, head, live, 0, o_t, o_h, partial_at, L, 128, is_partial)
-            _store(out, partial, a1, norm, v_factor, at, head, live, 128, o_t, o_h, partial_at, L, 128, is_partial)
-            _store(out, partial, a2, norm, v_factor, at, head, live, 256, o_t, o_h, partial_at, L, 128, is_partial)
-            _store(out, partial, a3, norm, v_factor, at, head, live, 384, o_t, o_h, partial_at, L, 128, is_partial)
+            _store(out, partial, a0, l_i, v_factor, at, head, live, 0, o_t, o_h, partial_at, L, 128, is_partial)
+            _store(out, partial, a1, l_i, v_factor, at, head, live, 128, o_t, o_h, partial_at, L, 128, is_partial)
+            _store(out, partial, a2, l_i, v_factor, at, head, live, 256, o_t, o_h, partial_at, L, 128, is_partial)
+            _store(out, partial, a3, l_i, v_factor, at, head, live, 384, o_t, o_h, partial_at, L, 128, is_partial)
         else:
             q = tl.load(q_at + d[None, :], mask=live[:, None] & (d < L)[None, :], other=0.0)
             acc = tl.zeros((BLOCK_M, BLOCK_L), tl.float32)
@@ -289,13 +289,13 @@ def _rows(  # type: ignore[no-untyped-def]
             for phase in tl.static_range(0 if DENSE else 1, 2):
                 end = stop if phase else tail
                 for start in tl.range(tail if phase else begins, end, BLOCK_N, num_stages=1 if phase and DENSE else None):
-                    acc, norm, top = _step(
-                        acc, norm, top, q, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len, factor,
+                    acc, l_i, m_i = _step(
+                        acc, l_i, m_i, q, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len, factor,
                         phase == 1, phase == 1 and DENSE and SEVERAL, P, L, DR, BLOCK_L, BLOCK_R, BLOCK_N, WIDE, PRECISION,
                     )  # fmt: skip
-            _store(out, partial, acc, norm, v_factor, at, head, live, 0, o_t, o_h, partial_at, L, BLOCK_L, is_partial)
+            _store(out, partial, acc, l_i, v_factor, at, head, live, 0, o_t, o_h, partial_at, L, BLOCK_L, is_partial)
 
-        log = tl.where(norm == 0, float("-inf"), top + tl.log2(norm))
+        log = tl.where(l_i == 0, float("-inf"), m_i + tl.log2(l_i))
         if is_partial:
             tl.store(partial_lse + partial_at, log, mask=live)
         elif lse is not None:
@@ -409,7 +409,7 @@ def merge(  # type: ignore[no-untyped-def]
     # The plan and the lengths are older than the first stage, which is not launched early, so they are read before the wait.
     if PDL:
         tl.extra.cuda.gdc_wait()
-    top = -float("inf")
+    m_i = -float("inf")
     # The maximum first: a second pass over few log-sum-exps costs less than multiplying L sums for each split.
     for s in tl.range(0, num_splits, BLOCK_S, num_stages=1):
         at_state = state + s + lane
@@ -418,10 +418,10 @@ def merge(  # type: ignore[no-untyped-def]
             # follow
             at_state = state + (2 * (group + s + lane) + (s + lane == 0)).to(tl.int64) * ROWS
         logs = tl.load(partial_lse + at_state, mask=s + lane < num_splits, other=float("-inf"))
-        top = tl.maximum(top, tl.max(logs, 0))
-    guard = tl.where(top == float("-inf"), 0.0, top)
+        m_i = tl.maximum(m_i, tl.max(logs, 0))
+    guard = tl.where(m_i == float("-inf"), 0.0, m_i)
     acc = tl.zeros((BLOCK_L,), tl.float32)
-    norm = 0.0
+    l_i = 0.0
     for s in tl.range(0, num_splits, BLOCK_S, num_stages=1):
         at_state = state + s + lane
         if PLANNED:
@@ -432,9 +432,9 @@ def merge(  # type: ignore[no-untyped-def]
         rows = at_state[:, None] * L + d[None, :]
         values = tl.load(partial + rows, mask=full[:, None] & (d < L)[None, :], other=0.0)
         acc += tl.sum(values * weight[:, None], 0)
-        norm += tl.sum(weight, 0)
-    result = tl.where(norm == 0, 0.0, acc / norm)
+        l_i += tl.sum(weight, 0)
+    result = tl.where(l_i == 0, 0.0, acc / l_i)
     tl.store(out + at * o_t + head * o_h + d, result.to(out.dtype.element_ty), mask=d < L)
     if lse is not None:
-        log = tl.where(norm == 0, float("-inf"), top + tl.log2(norm))
+        log = tl.where(l_i == 0, float("-inf"), m_i + tl.log2(l_i))
         tl.store(lse + head * lse_h + at, log * 0.6931471805599453)

@@ -26,7 +26,7 @@ from attn.kernels.paged_attention import request_of
 
 @triton.jit
 def _step(  # type: ignore[no-untyped-def]
-    acc, norm, top, q, q_tail, start, upper, last, k_base, v_base, k_t, v_t, factor,
+    acc, l_i, m_i, q, q_tail, start, upper, last, k_base, v_base, k_t, v_t, factor,
     MASKED: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -47,14 +47,14 @@ def _step(  # type: ignore[no-untyped-def]
         s = tl.where(j[None, :] <= upper[:, None], s, float("-inf"))
         wide = v.to(tl.float32)
         v = tl.where((wide - wide) != 0.0, 0.0, wide).to(v.dtype)
-    above = tl.maximum(top, tl.max(s, 1) * factor)
+    m_new = tl.maximum(m_i, tl.max(s, 1) * factor)
     # while a row has seen no key, its maximum is -inf, and -inf - -inf would be NaN
-    guard = tl.where(above == float("-inf"), 0.0, above)
+    guard = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(s * factor - guard[:, None])
-    shrink = tl.exp2(top - guard)
-    norm = norm * shrink + tl.sum(p, 1)
-    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-    return acc, norm, above
+    alpha = tl.exp2(m_i - guard)
+    l_i = l_i * alpha + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    return acc, l_i, m_new
 
 
 @triton.jit(do_not_specialize=("num_reqs", "lse_h"))
@@ -92,21 +92,21 @@ def attend(  # type: ignore[no-untyped-def]
         upper = token * 0 + k_len - 1
         full, stop = k_len, k_len
     acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
-    norm = tl.zeros((BLOCK_M,), tl.float32)
-    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     # whole tiles that every row sees, without a mask; then the diagonal, or the last keys
     tail = full // BLOCK_N * BLOCK_N
     for phase in tl.static_range(2):
         for start in tl.range(tail if phase else 0, stop if phase else tail, BLOCK_N):
-            acc, norm, top = _step(
-                acc, norm, top, q, q_tail, start, upper, k_len - 1, k_base, v_base, k_t, v_t, factor,
+            acc, l_i, m_i = _step(
+                acc, l_i, m_i, q, q_tail, start, upper, k_len - 1, k_base, v_base, k_t, v_t, factor,
                 phase == 1, D, D1, D2, DV, BLOCK_V, BLOCK_N, PRECISION,
             )  # fmt: skip
-    result = tl.where(norm[:, None] == 0, 0.0, acc / norm[:, None])
+    result = tl.where(l_i[:, None] == 0, 0.0, acc / l_i[:, None])
     lanes = live[:, None] & (dv < DV)[None, :]
     tl.store(out + at[:, None] * o_t + head * o_h + dv[None, :], result.to(out.dtype.element_ty), mask=lanes)
     if lse is not None:
-        log = tl.where(norm == 0, float("-inf"), top + tl.log2(norm))
+        log = tl.where(l_i == 0, float("-inf"), m_i + tl.log2(l_i))
         tl.store(lse + head * lse_h + at, log * 0.6931471805599453, mask=live)
 
 

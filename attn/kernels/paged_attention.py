@@ -1,7 +1,8 @@
 """Attention of a ragged batch over a paged cache: one kernel for prefill, chunked prefill, decode and mixed batches.
 
 A program computes one tile: up to BLOCK_Q query tokens of one request times the G query heads of one kv head, packed as
-rows, over that request's keys, BLOCK_N at a time, with an online softmax in base 2 (Dao et al., FlashAttention-2, 2023).
+rows, over that request's keys, BLOCK_N at a time, with an online softmax in base 2 (Dao et al., FlashAttention-2, 2023): m_i is
+a row's running maximum, l_i the sum of its weights, alpha the factor that rescales earlier sums to a new maximum.
 Tokens and heads share rows, so one pass over the keys serves the whole group. It is launched in three ways:
 
     prefill  1-D grid, tiles x K, found by bisection in query_start_loc; longest rows of a request first.
@@ -79,7 +80,7 @@ def _step(  # type: ignore[no-untyped-def]
 
     In the tuples, None stands for what a layer does not have: a cap, slopes, scales of each token, parts of the mask.
     """
-    acc, norm, top = sums
+    acc, l_i, m_i = sums
     factor, cap, slope = scores
     k_base, v_base, k_block, k_slot, v_block, v_slot = keys
     # rows whose queries were scaled by a power of two have a factor each
@@ -141,25 +142,25 @@ def _step(  # type: ignore[no-untyped-def]
         allowed = _allowed(j, rows, mask, sparse, SPARSE)
         s = tl.where(allowed, s, float("-inf"))
     if cap is not None or slope is not None:
-        above = tl.maximum(top, tl.max(s, 1))
+        m_new = tl.maximum(m_i, tl.max(s, 1))
         # while a row has seen no key, its maximum is -inf, and -inf - -inf would be NaN
-        guard = tl.where(above == float("-inf"), 0.0, above)
+        guard = tl.where(m_new == float("-inf"), 0.0, m_new)
         p = tl.exp2((s - guard[:, None]) + LIFT) if LIFT else tl.exp2(s - guard[:, None])
-        shrink = tl.exp2(top - guard)
+        alpha = tl.exp2(m_i - guard)
     elif LATE:
         # subtracted before scaling, so that the largest score is exactly 0 and a single key's value is returned exactly
-        above = tl.maximum(top, tl.max(s, 1))
-        guard = tl.where(above == float("-inf"), 0.0, above)
+        m_new = tl.maximum(m_i, tl.max(s, 1))
+        guard = tl.where(m_new == float("-inf"), 0.0, m_new)
         p = tl.exp2((s - guard[:, None]) * by + LIFT) if LIFT else tl.exp2((s - guard[:, None]) * by)
-        shrink = tl.exp2((top - guard) * factor)
+        alpha = tl.exp2((m_i - guard) * factor)
     else:
-        above = tl.maximum(top, tl.max(s, 1) * factor)
-        guard = tl.where(above == float("-inf"), 0.0, above)
+        m_new = tl.maximum(m_i, tl.max(s, 1) * factor)
+        guard = tl.where(m_new == float("-inf"), 0.0, m_new)
         p = tl.exp2(s * factor - guard[:, None])
-        shrink = tl.exp2(top - guard)
+        alpha = tl.exp2(m_i - guard)
     # weights are added up before they are rounded to the product's dtype
-    norm = norm * shrink + tl.sum(p, 1)
-    acc = acc * shrink[:, None]
+    l_i = l_i * alpha + tl.sum(p, 1)
+    acc = acc * alpha[:, None]
     if scales is not None and q.dtype == tl.float16:
         v = v.to(tl.float32) * v_by[:, None]  # weights times a small scale would be subnormal in float16
     elif scales is not None:
@@ -174,7 +175,7 @@ def _step(  # type: ignore[no-untyped-def]
         acc += _infinite_where(wide, allowed, float("inf"))
         acc += _infinite_where(wide, allowed, float("-inf"))
     acc = tl.dot(p, v, acc, input_precision="ieee")
-    return acc, norm, above
+    return acc, l_i, m_new
 
 
 @triton.jit
@@ -394,8 +395,8 @@ def attention(  # type: ignore[no-untyped-def]
     LIFT: tl.constexpr = 15 if q.dtype == tl.float16 else 0
     LATE: tl.constexpr = EXACT or q.dtype == tl.float16
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    norm = tl.zeros((BLOCK_M,), tl.float32)
-    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     upper = tl.minimum(position + right, high - 1)
     # The keys from full to tail are visible to every row: their tiles need no mask. Where finding them does not pay, both
     # are `aligned`, so that every tile is masked. In float32 every tile of several tokens takes the NaN-safe path, so that
@@ -433,8 +434,8 @@ def attention(  # type: ignore[no-untyped-def]
                 if SPARSE == 0 or _sparse_tile(
                     start, first, shifted, live, sparse_local, sparse_stride, sparse_shift, BLOCK_N, SPARSE
                 ):
-                    acc, norm, top = _step(
-                        (acc, norm, top), start, phase != 1, EXACT and BLOCK_Q > 1 and SPARSE == 0, q, rows, low, high, mask,
+                    acc, l_i, m_i = _step(
+                        (acc, l_i, m_i), start, phase != 1, EXACT and BLOCK_Q > 1 and SPARSE == 0, q, rows, low, high, mask,
                         scores, sparse, table, keys, scales, PAGED, P, D, BLOCK_N, BLOCK_D, SPARSE, SAME, WIDE, EXACT,
                         PRECISION, IN_HALF, LATE, LIFT,
                     )  # fmt: skip
@@ -445,22 +446,22 @@ def attention(  # type: ignore[no-untyped-def]
         # x - x is 0 for every finite x, and NaN for the others
         if tl.max(((acc - acc) != 0.0).to(tl.int32)) > 0:
             acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-            norm = tl.zeros((BLOCK_M,), tl.float32)
-            top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+            l_i = tl.zeros((BLOCK_M,), tl.float32)
+            m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
             for start in tl.range(aligned, stop, NAN_SAFE_N, num_stages=1):
-                acc, norm, top = _step(
-                    (acc, norm, top), start, True, True, q, rows, low, high, mask, scores, sparse, table, keys, scales, PAGED,
+                acc, l_i, m_i = _step(
+                    (acc, l_i, m_i), start, True, True, q, rows, low, high, mask, scores, sparse, table, keys, scales, PAGED,
                     P, D, NAN_SAFE_N, BLOCK_D, SPARSE, SAME, WIDE, EXACT, PRECISION, IN_HALF, LATE, LIFT,
                 )  # fmt: skip
 
     # maxima of plain scores were kept before scaling
     if LATE and not (HAS_CAP or HAS_ALIBI):
-        top = top * factor
+        m_i = m_i * factor
     if LIFT:
-        top = top - LIFT
-    log = tl.where(norm == 0, float("-inf"), top + tl.log2(norm))
+        m_i = m_i - LIFT
+    log = tl.where(l_i == 0, float("-inf"), m_i + tl.log2(l_i))
     # docs/semantics.md §1: a row without keys is 0, with a log-sum-exp of -inf
-    result = tl.where(norm[:, None] == 0, 0.0, acc / norm[:, None])
+    result = tl.where(l_i[:, None] == 0, 0.0, acc / l_i[:, None])
     if BLOCK_R > 0:  # noqa: SIM102
         if num_splits > 1:
             # The splits of a row side by side, so that its merge reads one piece of memory; all kv heads of a block of rows
@@ -581,23 +582,23 @@ def merge(  # type: ignore[no-untyped-def]
     # splits of a block of rows are adjacent items (`plan.item_of`), and those of a row adjacent states
     state = ((item + tile * num_splits) * BLOCK_Q).to(tl.int64) * H + (of_tile * H + h) * num_splits
     # in one pass, so that no load waits for another; every split has a result, and one without keys has weight 0
-    top = -float("inf")
+    m_i = -float("inf")
     acc = tl.zeros((BLOCK_C,), tl.float32)
-    norm = 0.0
+    l_i = 0.0
     for s in tl.range(0, num_splits, BLOCK_S, num_stages=1):
         rows = state + s + lane
         logs = tl.load(logs_at + rows, mask=s + lane < num_splits, other=float("-inf"))
         present = (s + lane < num_splits)[:, None] & (d < D)[None, :]
         values = tl.load(scratch + rows[:, None] * D + d[None, :], mask=present, other=0.0)
-        above = tl.maximum(top, tl.max(logs, 0))
-        guard = tl.where(above == float("-inf"), 0.0, above)
+        m_new = tl.maximum(m_i, tl.max(logs, 0))
+        guard = tl.where(m_new == float("-inf"), 0.0, m_new)
         weight = tl.exp2(logs - guard)
-        shrink = tl.exp2(top - guard)
-        acc = acc * shrink + tl.sum(values * weight[:, None], 0)
-        norm = norm * shrink + tl.sum(weight, 0)
-        top = above
-    log = tl.where(norm == 0, float("-inf"), top + tl.log2(norm)) + tl.zeros((1,), tl.float32)
-    result = tl.where(norm == 0, 0.0, acc / norm)[None, :]
+        alpha = tl.exp2(m_i - guard)
+        acc = acc * alpha + tl.sum(values * weight[:, None], 0)
+        l_i = l_i * alpha + tl.sum(weight, 0)
+        m_i = m_new
+    log = tl.where(l_i == 0, float("-inf"), m_i + tl.log2(l_i)) + tl.zeros((1,), tl.float32)
+    result = tl.where(l_i == 0, 0.0, acc / l_i)[None, :]
     if HAS_V_SCALE:
         v_factor = v_factor * tl.load(v_scale + h // G * vscale_h)
     at = (begin + token).to(tl.int64) + tl.zeros((1,), tl.int64)

@@ -143,11 +143,11 @@ def attention(
 
 def _softmax_sum(scores: F64, allowed: Bool, value: F64) -> tuple[F64, F64]:
     """Return the softmax of scores [h, r, m] over keys times value [m, Dv]: ([h, r, Dv], lse [h, r])."""
-    top = scores.max(axis=-1, initial=-np.inf)
+    row_max = scores.max(axis=-1, initial=-np.inf)
     # A row without keys: -inf - -inf would be NaN, exp(-inf - 0) is 0. A maximum of +inf is left, and makes the row
     # NaN, as the formula does.
-    top = np.where(np.isneginf(top), 0.0, top)
-    weights = np.exp(scores - top[..., None])
+    row_max = np.where(np.isneginf(row_max), 0.0, row_max)
+    weights = np.exp(scores - row_max[..., None])
     total = weights.sum(axis=-1)
     is_finite = np.isfinite(value)
     summed = weights @ np.where(is_finite, value, 0.0)
@@ -160,7 +160,7 @@ def _softmax_sum(scores: F64, allowed: Bool, value: F64) -> tuple[F64, F64]:
         summed[attends] += weights[attends, j][:, None] * np.where(is_finite[j], 0.0, value[j])
     norm = total[..., None]
     # log(0) is -inf: the log-sum-exp of a row without keys.
-    return np.where(norm == 0, 0.0, summed / norm), top + np.log(total)
+    return np.where(norm == 0, 0.0, summed / norm), row_max + np.log(total)
 
 
 def default_scale(scale: float | None, head_size: int) -> float:

@@ -33,15 +33,15 @@ def merge_states(outs: Sequence[npt.ArrayLike], lses: Sequence[npt.ArrayLike], *
     empty = np.isinf(lse) | (np.isnan(lse) & nan_is_empty)
     lse = np.where(empty, -np.inf, lse)
     with np.errstate(all="ignore"):
-        top = lse.max(axis=0)
-        top = np.where(np.isneginf(top), 0.0, top)
-        weights = np.exp(lse - top)
+        max_lse = lse.max(axis=0)
+        max_lse = np.where(np.isneginf(max_lse), 0.0, max_lse)
+        weights = np.exp(lse - max_lse)
         total = weights.sum(axis=0)
         # [k, H, n] -> [k, n, H, 1]. Selected, since the output of an empty part may be NaN, and 0 * NaN is NaN.
         outputs = np.where(empty.transpose(0, 2, 1)[..., None], 0.0, np.stack(states))
         summed = (outputs * weights.transpose(0, 2, 1)[..., None]).sum(axis=0)
         norm = total.T[..., None]
-        return np.where(norm == 0, 0.0, summed / norm), top + np.log(total)
+        return np.where(norm == 0, 0.0, summed / norm), max_lse + np.log(total)
 
 
 def apply_sinks(out: npt.ArrayLike, lse: npt.ArrayLike, sinks: npt.ArrayLike) -> tuple[F64, F64]:

@@ -1274,8 +1274,8 @@ DEFECTS = (
     Defect(
         "hopper_prefill_sums_of_repeated_rows",
         "kernels/hopper_prefill.py",
-        "norm = norm * shrink + p\n",
-        "norm = norm + p\n",
+        "l_i = l_i * alpha + p\n",
+        "l_i = l_i + p\n",
         ("kernels/test_hopper_prefill.py",),
         "Rows that are computed again, after a weight beyond float32, are divided by another maximum's sum.",
     ),

@@ -328,7 +328,7 @@ def _over_keys(
     trips = jnp.where(tiles.real[:, :1], -(-stop // chunk) - first, 0).max()
 
     def step(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        top, total, acc = carry
+        row_max, total, acc = carry
         column = (first + i) * pages + jnp.arange(pages, dtype=jnp.int32)  # [X, pages]
         ids = jnp.take_along_axis(table, jnp.minimum(column, columns - 1), axis=1)
         ids = jnp.where(column < used, ids, 0)  # table entries past the used columns are never followed
@@ -340,9 +340,9 @@ def _over_keys(
         allowed = heads.alike(_seen(mask, tiles, key))
         s = jnp.where(allowed, s, -jnp.inf)
 
-        new_top = jnp.maximum(top, s.max(axis=-1))
+        new_top = jnp.maximum(row_max, s.max(axis=-1))
         finite_top = jnp.where(new_top == -jnp.inf, 0.0, new_top)
-        weights, rescale = jnp.exp(s - finite_top[..., None]), jnp.exp(top - finite_top)
+        weights, rescale = jnp.exp(s - finite_top[..., None]), jnp.exp(row_max - finite_top)
         product = _dot("xkmc,xkcd->xkmd", weights.astype(v.dtype), v)
         product = lax.cond(jnp.isnan(product).any(), lambda: _select(weights, allowed, v), lambda: product)
         return new_top, total * rescale + weights.sum(axis=-1), acc * rescale[..., None] + product
@@ -352,11 +352,11 @@ def _over_keys(
     # Under shard_map the loop's initial state must vary over the same mesh axes as the step's result: query the step for
     # them.
     nothing = map(jnp.full_like, jax.eval_shape(step, trips, (rows, rows, sums)), (-jnp.inf, 0.0, 0.0))
-    top, total, acc = lax.fori_loop(0, trips, step, tuple(nothing))
+    row_max, total, acc = lax.fori_loop(0, trips, step, tuple(nothing))
 
     empty = total == 0  # not by the maximum: on a CPU it does not always propagate NaN
     total = jnp.where(empty, 1.0, total)
-    lse, out = top + jnp.log(total), acc / total[..., None] * heads.by_kv_head(rules.v_scale)
+    lse, out = row_max + jnp.log(total), acc / total[..., None] * heads.by_kv_head(rules.v_scale)
     if rules.sinks is not None:
         gate = jax.nn.sigmoid(lse[..., None] - heads.by_head(rules.sinks))
         out = jnp.where(empty[..., None], 0.0, out * gate)

@@ -223,14 +223,14 @@ def attend(work: Work, rules: RequestParams) -> None:
         scores = _scores(tile, rules, exact)
         if seen is not None:
             scores = torch.where(seen, scores, -torch.inf)
-        top = scores.amax(-1, keepdim=True)
+        row_max = scores.amax(-1, keepdim=True)
         # a row without a key: -inf minus -inf would be NaN, where exp(-inf - 0) is 0
-        top = torch.where(top == -torch.inf, 0, top)
-        weights = torch.exp(scores - top)
+        row_max = torch.where(row_max == -torch.inf, 0, row_max)
+        weights = torch.exp(scores - row_max)
         norm = weights.sum(-1, keepdim=True)
         result = torch.where(norm == 0, 0, _weighted_sum(weights, tile.value, seen if nonfinite else None) / norm)
         n = tile.query.shape[0]
-        log = (top + torch.log(norm)).view(-1, n)
+        log = (row_max + torch.log(norm)).view(-1, n)
         tile.fill(weigh(rules, unfold(result.flatten(1, 2), n), log), log)
 
 

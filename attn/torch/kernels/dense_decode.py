@@ -76,8 +76,8 @@ def _decode(  # type: ignore[no-untyped-def]
     # Scores times `by` are in base 2: capped ones are already, because the cap is passed in base 2.
     by = 1.0 if HAS_CAP else factor
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    norm = tl.zeros((BLOCK_M,), tl.float32)
-    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     for tile in tl.range(start, stop, BLOCK_N):
         j = tile + n
         seen = j < stop
@@ -93,18 +93,18 @@ def _decode(  # type: ignore[no-untyped-def]
         if HAS_CAP:
             s = cap * tanh(s * factor)
         s = tl.where(seen[None, :], s, float("-inf"))
-        above = tl.maximum(top, tl.max(s, 1))
+        m_new = tl.maximum(m_i, tl.max(s, 1))
         # A row that has seen no key yet subtracts 0: -inf minus -inf would be NaN.
-        guard = tl.where(above == float("-inf"), 0.0, above)
+        guard = tl.where(m_new == float("-inf"), 0.0, m_new)
         # subtracted before scaling, so that the largest score is exactly 0 and a single key's value is returned exactly
         p = tl.exp2((s - guard[:, None]) * by + LIFT) if LIFT else tl.exp2((s - guard[:, None]) * by)
-        shrink = tl.exp2((top - guard) * by)
-        norm = norm * shrink + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-        top = above
+        alpha = tl.exp2((m_i - guard) * by)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        m_i = m_new
     # The lift is a factor of sums and results alike: it cancels between these, and only the logarithm has to be corrected.
-    log = tl.where(norm == 0, float("-inf"), top * by - LIFT + tl.log2(norm))
-    result = tl.where(norm[:, None] == 0, 0.0, acc / norm[:, None])
+    log = tl.where(l_i == 0, float("-inf"), m_i * by - LIFT + tl.log2(l_i))
+    result = tl.where(l_i[:, None] == 0, 0.0, acc / l_i[:, None])
     if not SPLIT:
         _store(output, sinks, result, log, at.to(tl.int64), kv_head, row, d, G, D, HAS_SINKS)
     else:

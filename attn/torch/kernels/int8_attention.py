@@ -88,7 +88,7 @@ def _quantize(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _step(  # type: ignore[no-untyped-def]
-    acc, norm, top, q, q_scale, k_at, k_scales, v_at, start, length, upper, v_s,
+    acc, l_i, m_i, q, q_scale, k_at, k_scales, v_at, start, length, upper, v_s,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -105,22 +105,22 @@ def _step(  # type: ignore[no-untyped-def]
             allowed = allowed & (j[None, :] <= upper[:, None])
         s = tl.where(allowed, s, float("-inf"))
     # scores are scaled inside the exponent, where the product is fused; masked scores times a scale of 0 would be NaN
-    above = tl.maximum(top, tl.where(tl.max(s, 1) == float("-inf"), float("-inf"), tl.max(s, 1) * scale))
-    guard = tl.where(above == float("-inf"), 0.0, above)
+    m_new = tl.maximum(m_i, tl.where(tl.max(s, 1) == float("-inf"), float("-inf"), tl.max(s, 1) * scale))
+    guard = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(s * scale[:, None] - guard[:, None])
     if MASKED:
         # a scale of NaN would make weights of masked keys NaN too
         p = tl.where(allowed, p, 0.0)
-    shrink = tl.exp2(top - guard)
-    norm = norm * shrink + tl.sum(p, 1)
-    acc = acc * shrink[:, None]
+    alpha = tl.exp2(m_i - guard)
+    l_i = l_i * alpha + tl.sum(p, 1)
+    acc = acc * alpha[:, None]
     at = tl.minimum(j, length - 1) if MASKED else j  # rows past the last key load it again
     if WIDE:
         at = at.to(tl.int64)
     # A value that is not there is loaded as the last one, with weight 0, instead of by a mask, which costs more instructions.
     v_rows = v_at + at[:, None] * v_s + d[None, :]
     v = tl.load(v_rows) if D == BLOCK_D else tl.load(v_rows, mask=(d < D)[None, :], other=0.0)
-    return tl.dot(p.to(v.dtype), v, acc), norm, above
+    return tl.dot(p.to(v.dtype), v, acc), l_i, m_new
 
 
 @triton.jit(do_not_specialize=["rows", "lse_b", "lse_h"])
@@ -158,25 +158,25 @@ def _attend(  # type: ignore[no-untyped-def]
     scales_at = k_scales + kv_unit * (k_padded // BLOCK_N)
     v_at = value + b.to(tl.int64) * v_b + (head // G).to(tl.int64) * v_h
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    norm = tl.zeros((BLOCK_M,), tl.float32)
-    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     # One loop in the source, two in the program: a mask under an `if` would become a select in every tile.
     for phase in tl.static_range(2):
         for start in tl.range(full if phase else 0, high if phase else full, BLOCK_N):
-            acc, norm, top = _step(
-                acc, norm, top, q, q_scale, k_at, scales_at, v_at, start, length, upper, v_s,
+            acc, l_i, m_i = _step(
+                acc, l_i, m_i, q, q_scale, k_at, scales_at, v_at, start, length, upper, v_s,
                 phase == 1, CAUSAL, WIDE, D, BLOCK_D, BLOCK_N,
             )  # fmt: skip
     live = row < rows
-    result = tl.where(norm[:, None] == 0, 0.0, acc / norm[:, None])
+    result = tl.where(l_i[:, None] == 0, 0.0, acc / l_i[:, None])
     o_rows = output + b.to(tl.int64) * o_b + head.to(tl.int64) * o_h + row.to(tl.int64)[:, None] * o_s
     tl.store(o_rows + d[None, :], result.to(output.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
     if lse is not None:
-        log = top + tl.log2(norm)
+        log = m_i + tl.log2(l_i)
         if shift is not None:
             # The mean's part of every score, which the softmax does not show but the log-sum-exp does.
             log = log + tl.load(shift + at)
-        log = tl.where(norm == 0, float("-inf"), log)
+        log = tl.where(l_i == 0, float("-inf"), log)
         tl.store(lse + b.to(tl.int64) * lse_b + head.to(tl.int64) * lse_h + row, log * 0.6931471805599453, mask=live)
 
 

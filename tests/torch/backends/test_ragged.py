@@ -253,7 +253,7 @@ def test_buffers_grow_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     def sizes() -> list[int]:
         for lengths in ([16], [64], [4000], [64]):
             Batch(CPUAttentionBackend, [1], lengths).check()
-        return [buffer.numel() for buffer in cpu_attn._buffers.kept]
+        return [buffer.numel() for buffer in cpu_attn._buffers.tensors]
 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(sizes).result() == [64 * K * D * 4] * 2
