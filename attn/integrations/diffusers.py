@@ -85,7 +85,8 @@ def _function(backend: str | None, error_budget: float) -> Any:
         _parallel_config: Any = None,
     ) -> Any:
         """Compute attention. query: [B, S, H, D]; key, value: [B, M, K, D]; attn_mask: bool, or 0 and 1 (attend) of an integer
-        dtype, or 0 and -inf, [B, M] or broadcastable to [B, H, S, M]; is_causal aligns the first row with the first key."""
+        dtype, or 0 and -inf or -10000, [B, M] or broadcastable to [B, H, S, M]; is_causal aligns the first row with the first
+        key."""
         if dropout_p:
             raise UnsupportedError(f"attn: dropout_p={dropout_p}: dropout of attention weights is not supported")
         if _parallel_config is not None:
@@ -124,9 +125,13 @@ def _function(backend: str | None, error_budget: float) -> Any:
     return attention
 
 
+#: What models of diffusers add to the scores of padding (LTX-Video, PixArt): beside a key that is kept, its weight is 0.
+_DISCARD = -10000.0
+
+
 def _bool(mask: torch.Tensor) -> torch.Tensor:
     """Convert diffusers' mask to True = attend. Raises `UnsupportedError` for integers other than 0 and 1 and for floats other
-    than 0 and -inf, `DTypeError` for any other dtype. In a graph, values are checked when it runs."""
+    than 0, -10000 and -inf, `DTypeError` for any other dtype. In a graph, values are checked when it runs."""
     if mask.dtype == torch.bool:
         return mask
     if mask.dtype.is_complex:
@@ -136,8 +141,11 @@ def _bool(mask: torch.Tensor) -> torch.Tensor:
         _require((mask == 0) | (mask == 1), mask, allowed)
         return mask == 1
     hidden = mask <= torch.finfo(mask.dtype).min / 2  # -inf, or the lowest number, as in diffusers
-    _require(hidden | (mask == 0), mask, "a float attn_mask has values other than 0 and -inf: biases are not supported")
-    return ~hidden
+    kept, discarded = mask == 0, mask == _DISCARD
+    readable = hidden | kept | discarded
+    _require(readable, mask, f"a float attn_mask has values other than 0, {_DISCARD:.0f} and -inf: biases are not supported")
+    # The softmax of a row whose keys are all discarded is that of its scores, which one number lowers alike.
+    return torch.where(kept.any(-1, keepdim=True), kept, discarded)
 
 
 def _require(allowed: torch.Tensor, mask: torch.Tensor, message: str) -> None:

@@ -137,6 +137,22 @@ def test_masks_in_diffusers_way() -> None:
         dispatch_attention_fn(q, k, v, dropout_p=0.1, backend="attn")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_discarded_key_has_no_weight_beside_one_that_is_kept(dtype: torch.dtype) -> None:
+    """-10000, as LTX-Video masks its prompt; the second entry keeps no key at all, and -inf hides one of them."""
+    integration.register()
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+    q, k, v = (torch.randn(3, 5, 2, 16).to(dtype) for _ in range(3))
+    added = (1 - torch.tensor([[1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]]).to(dtype)) * -10000.0
+    added[1, 4] = -torch.inf
+    given = added[:, None, None].expand(3, 1, 5, 5)
+    exact = given.double().masked_fill(given[..., :3].amax((1, 2, 3), True) < 0, 0).masked_fill(given.isinf(), -torch.inf)
+    want = dispatch_attention_fn(q.double(), k.double(), v.double(), attn_mask=exact, backend="native")
+    got = dispatch_attention_fn(q, k, v, attn_mask=given, backend="attn")
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5 if dtype == torch.float32 else 2e-2)
+
+
 @pytest.mark.parametrize("shape", [(2, 5), (2, 1, 5, 5)])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_mask_of_other_integers_is_refused(shape: tuple[int, ...], compiled: bool) -> None:
