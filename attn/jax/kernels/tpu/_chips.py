@@ -13,6 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from attn.jax.kernels.tpu._refs import LANES, PagedShape, sublanes
 
+MIB = 1 << 20
 #: Rows of a kv head in items of long requests on any chip, and their scores for eight heads with 1,024 keys.
 ROWS = 512
 STRETCH = 8 * 1024 * ROWS
@@ -23,6 +24,9 @@ SEGMENTS, SEGMENT = 8, 128
 #: The least keys of a block over all kv heads: one head's 1,024 take as long as four heads', whose products run beside others'
 #: exponentials.
 KEYS_OF_HEADS = 4096
+
+#: Bytes of an item's queries that a launch waits for where its items are few.
+QUERIES = 4 * MIB
 
 #: Lanes of heads up to which these sizes hold. Blocks and stretches of wider ones have fewer keys and scores in proportion, so
 #: that blocks have the same bytes and programs the same length.
@@ -42,7 +46,6 @@ class Chip(NamedTuple):
     keys: int = 1024
 
 
-MIB = 1 << 20
 CHIPS = {
     "v4": Chip(16 * MIB, MIB),
     "v5e": Chip(128 * MIB, MIB),
@@ -77,8 +80,8 @@ class RaggedBlocks(NamedTuple):
     stretch: int = STRETCH
     #: Keys of the last step of a large item that sees no more of its `key_tile`; 0: all steps have as many.
     last: int = 0
-    #: Whether two such steps are one where only the second has masks.
-    pairs: bool = False
+    #: The most such steps that are one where only the last of them has masks.
+    fused: int = 1
 
 
 #: (chip, head lanes, bytes of a cache element) -> RaggedBlocks, measured better than the rule.
@@ -115,14 +118,18 @@ def blocks_for(name: str, shape: PagedShape) -> RaggedBlocks:
     large = smallest if max_query_len > 1 else 0
     # a product of float32 is six of bfloat16: 512 rows keep the matrix unit busy, and twice as many take long to compile
     long = chip.rows if itemsize == 2 else ROWS
-    if heads == 1 and long > ROWS:  # no other head's products hide what a step costs
+    if long > ROWS and heads == 1:  # no other head's products hide what a step costs
         long *= 2
-    # rows of an item beyond its request's are computed for nothing: the most rows pay only for long requests, and twice the
-    # usual ones for half as long requests of one wide head, whose steps of few keys cost more than those rows
-    half = min(long, 2 * ROWS) if heads == 1 and wide > 1 else ROWS
+    # rows of an item beyond its request's are computed for nothing: the most rows pay only for long requests, and for half as
+    # long ones of wide heads, whose items cost more beside those rows, unless their first queries would arrive late
+    half = ROWS
+    if wide > 1:
+        half = max(ROWS, min(2 * long, QUERIES // (heads * lanes * itemsize))) if long > ROWS else ROWS
+        long = max(long, half)
 
     def most_rows(large: int) -> int:
-        return long if 16 * large <= max_query_len else half if 8 * large <= max_query_len else ROWS
+        number = -(-max_query_len // large)
+        return long if number >= 16 else half if number >= 8 else ROWS
 
     while large and large < max_query_len and 2 * large * group <= most_rows(large):
         large *= 2
@@ -160,8 +167,11 @@ def blocks_for(name: str, shape: PagedShape) -> RaggedBlocks:
     # an item has few steps unless its request is long, and half of them end in the first half of their keys
     last = key_tile // 2 if itemsize == 2 and 0 < large < key_tile == 256 and max_query_len < 16 * large else 0
     ordered = shape.mask.causal and left is None and chunk is None and not shape.ranges
-    pairs = large > 0 and ordered and key_tile < min(kv_block, 1024) and 2 * key_tile * heads * large * group <= STRETCH // 2
-    return RaggedBlocks(kv_block, large, min(kv_block, 1024), key_tile, row_tile, segment, slots, stretch, last, pairs)
+    fused, rows = 1, large * group * (1 if wide > 1 else heads)
+    most = min(4 if wide > 1 and itemsize == 2 else 2, min(kv_block, 1024) // key_tile)
+    while large and ordered and fused < most and (fused + 1) * key_tile * rows <= STRETCH // 2:
+        fused += 1
+    return RaggedBlocks(kv_block, large, min(kv_block, 1024), key_tile, row_tile, segment, slots, stretch, last, fused)
 
 
 def fixed_blocks(name: str, shape: PagedShape) -> RaggedBlocks:

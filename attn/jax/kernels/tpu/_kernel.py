@@ -22,12 +22,15 @@ from attn.jax.kernels.tpu._refs import RaggedConfig, RaggedRefs
 def run(cfg: RaggedConfig, refs: RaggedRefs) -> None:
     """The whole launch."""
     _pages.start(_line.rules(cfg, refs))
-    _pages.writing(cfg, refs, lambda: _attend(cfg, refs))
-
-
-def _attend(cfg: RaggedConfig, refs: RaggedRefs) -> None:
     loads = _pages.Loads(cfg, refs, refs.counts[0])
     line = Line(cfg, refs, loads)
+    if cfg.large:  # its queries depend on nothing that is written, and are the longest copy that the first item waits for
+        pl.when(loads.count > line.count)(lambda: _pages.start(_longs(cfg, refs).queries(line.count)))
+    _pages.writing(cfg, refs, lambda: _attend(line))
+
+
+def _attend(line: Line) -> None:
+    cfg, refs, loads = line.cfg, line.refs, line.loads
     if not cfg.large:
         _line.attend(line, (jnp.int32(0),) * 3)
         return
@@ -85,24 +88,28 @@ def _longs(cfg: RaggedConfig, refs: RaggedRefs) -> _pages.ItemOps:
 
             def one(done: jax.Array) -> jax.Array:
                 at = pl.multiple_of(first + done, cfg.key_tile)
-                clear, joined = is_clear(at, cfg.key_tile), None
+                clears = [is_clear(at, (n + 1) * cfg.key_tile) for n in range(cfg.fused)]
                 size: Any = cfg.key_tile
-                if cfg.pairs:
-                    joined = clear & (stop - done > size) & jnp.logical_not(is_clear(at + size, cfg.key_tile))
-                    size = jnp.where(joined, 2 * size, size)
-                item.where_seen(lambda: begin + at, cfg.key_tile, lambda: small(at, size, clear, joined))
+                fused = None
+                if cfg.fused > 1:
+                    # how many tiles every row sees, if a masked one after them is in the same step; otherwise 0
+                    count = sum(clear.astype(jnp.int32) for clear in clears)
+                    fused = jnp.where((count < cfg.fused) & (stop - done > count * size), count, 0)
+                    size *= fused + 1
+                item.where_seen(lambda: begin + at, cfg.key_tile, lambda: small(at, size, clears[0], fused))
                 return done + size
 
-            def small(at: jax.Array, size: Any, clear: jax.Array, joined: jax.Array | None) -> None:
+            def small(at: jax.Array, size: Any, clear: jax.Array, fused: jax.Array | None) -> None:
                 left, masked = item.high - begin - at, jnp.logical_not(clear)
-                if joined is not None:
-                    clear &= jnp.logical_not(joined)
-                    is_short = left <= cfg.key_tile + cfg.last
-                    # a step's size is static, so there is code for both lengths of the second half
-                    for last, here in ((cfg.last, joined & is_short), (cfg.key_tile, joined & jnp.logical_not(is_short))):
-                        if last:
-                            both = step(at, cfg.key_tile + last, clear=cfg.key_tile)
-                            pl.when(here)(functools.partial(_long.attend, cfg, refs, item, both, 1))
+                if fused is not None:
+                    clear &= fused == 0
+                    is_short = left - (size - cfg.key_tile) <= cfg.last
+                    # a step's size is static, so there is code for each number of tiles and both lengths of the last one
+                    for count in range(1, cfg.fused):
+                        for last, here in ((cfg.last, is_short), (cfg.key_tile, jnp.logical_not(is_short))):
+                            if last:
+                                all_keys = step(at, count * cfg.key_tile + last, clear=count * cfg.key_tile)
+                                pl.when(here & (fused == count))(functools.partial(_long.attend, cfg, refs, item, all_keys, 1))
                 pl.when(clear)(lambda: _long.attend(cfg, refs, item, step(at, cfg.key_tile), 0))
                 # most items have no row with more ranges than the first, and are spared the other comparisons
                 if item.more is not None and cfg.ranges > 1:

@@ -243,8 +243,12 @@ def rules(cfg: RaggedConfig, refs: RaggedRefs) -> list[Any]:
 def attend(line: Line, next_load: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """Process the line. `next_load` and what is returned: see `after` of `_pages.attend`."""
     cfg, loads, zero = line.cfg, line.loads, jnp.int32(0)
-    for at in range(cfg.segments):
-        _single.reset(cfg, line.refs, at)
+
+    @pl.when(line.blocks > 0)
+    def _() -> None:
+        for at in range(cfg.segments):
+            _single.reset(cfg, line.refs, at)
+
     line.clear()
 
     def start_next(block: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

@@ -408,7 +408,7 @@ def attend(
     ops: of all items; with `long`, of singles, and `long` is of the others.
     after: the number of items that are processed before, with the same slots, and what does it. It receives the item, the block
         and the slot that are started next, starts the first blocks of the other items behind its own, and returns the slot of
-        the first one, and what is started next then.
+        the first one, and what is started next then. Whoever passes it has started the queries of the first other item.
     """
     count, zero = loads.count, jnp.int32(0)
     first, before = (zero, None) if after is None else after
@@ -420,12 +420,9 @@ def attend(
         else:
             lax.cond(loads.field(_plan.SINGLE, i) == 1, lambda: do(ops), lambda: do(long))
 
-    # Nothing has started the first item's queries; those of every other item are started an item ahead.
-    @pl.when(count > first)
-    def _() -> None:
-        with_ops(first, lambda ops: start(ops.queries(first)))
-
+    # The first item's queries are started here or by the caller; those of every other item are started an item ahead.
     if before is None:
+        pl.when(count > first)(lambda: with_ops(first, lambda ops: start(ops.queries(first))))
         slot, load = zero, begin(cfg, refs, lambda _, load: loads.start_next(*load), (first, zero, zero))
     else:
         slot, *load = before((first, zero, zero))

@@ -143,7 +143,7 @@ class RaggedConfig(PagedConfig):
 
     chunk: int  # keys per step of a long request if every row sees them but not a whole block; others have `key_tile`
     row_tile: int  # query rows of a score matrix
-    pairs: bool  # whether keys that every row sees and the masked ones after them are one step
+    fused: int  # score matrices of a step that every row sees but for the last of them; 1: masked ones are steps of their own
     last: int  # except an item's last one if no row sees more keys of it than this; 0: that has `key_tile` too
     stretch: int  # scores per unrolled block of code
     logits_soft_cap: float | None

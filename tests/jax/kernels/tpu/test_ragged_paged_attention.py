@@ -194,14 +194,27 @@ CASES: dict[str, dict[str, Any]] = {
     # last one has a row that sees all keys of its steps
     "pairs": {
         "lens": ((1, 70, 40, 33), (70, 150, 100, 64)),
-        "blocks": BLOCKS._replace(large=32, chunk=64, key_tile=32, last=16, pairs=True),
+        "blocks": BLOCKS._replace(large=32, chunk=64, key_tile=32, last=16, fused=2),
         "sinks": SINKS,
     },
     "pairs_repeated": {
         "mode": "eager",
         "gain": 60.0,
         "lens": ((64, 3), (96, 61)),
-        "blocks": BLOCKS._replace(large=32, chunk=64, key_tile=32, pairs=True),
+        "blocks": BLOCKS._replace(large=32, chunk=64, key_tile=32, fused=2),
+    },
+    # steps of up to four tiles, the last of which has masks, alone and after whole ones; items begin in a tile and between two
+    "fused": {
+        "lens": ((200, 40, 70), (200, 150, 155)),
+        "blocks": BLOCKS._replace(kv_block=128, large=32, chunk=128, key_tile=32, last=16, fused=4),
+        "sinks": SINKS,
+    },
+    "fused_wide": {
+        "mode": "eager",
+        "heads": (4, 1, 512),
+        "gain": 20.0,
+        "lens": ((96, 1, 40), (116, 20, 64)),
+        "blocks": BLOCKS._replace(kv_block=128, large=64, chunk=128, key_tile=32, fused=3),
     },
     "window": {
         "window": (30, None),
@@ -303,6 +316,7 @@ KEPT += (
     "short_steps",
     "pairs",
     "pairs_repeated",
+    "fused",
     "whole_blocks",
     "whole_pages",
     "whole_pages_of_a_single",
@@ -590,15 +604,18 @@ def test_items_of_the_longest_requests() -> None:
         assert blocks(chip, 4).stretch == blocks("v5e", 4).stretch
     one_head = dataclasses.replace(SHAPE, max_query_len=2048, num_kv_heads=1, group=8)
     assert [blocks_for(chip, one_head).large * 8 for chip in ("v5e", "v6e", "v7x")] == [512, 2048, 2048]
-    # from sixteen smaller items on; 1,024 from eight on of one head of 512
+    # from sixteen smaller items on, and of wide heads from eight on, if their queries are at most 4 MiB
     for heads, lanes, rows in (
         (1, 256, (512, 512, 1024, 2048)),
-        (1, 512, (512, 1024, 1024, 2048)),
-        (2, 512, (512, 512, 1024, 1024)),
+        (1, 512, (512, 1024, 2048, 2048)),
+        (2, 512, (512, 1024, 2048, 2048)),
+        (4, 512, (512, 1024, 1024, 1024)),
+        (8, 512, (512, 512, 1024, 1024)),
     ):
         shape = dataclasses.replace(one_head, num_kv_heads=heads, lanes=lanes)
-        lengths = (511, 512, 1024, 2048)
+        lengths = (448, 512, 1000, 2048)
         assert tuple(blocks_for("v6e", dataclasses.replace(shape, max_query_len=n)).large * 8 for n in lengths) == rows
+        assert {blocks_for("v5e", dataclasses.replace(shape, max_query_len=n)).large * 8 for n in lengths} == {512}
 
 
 def test_short_last_steps() -> None:
@@ -612,16 +629,18 @@ def test_short_last_steps() -> None:
     assert [last(512, itemsize=4), last(512, group=1)] == [0, 0]
 
 
-def test_steps_of_two_tiles() -> None:
-    """Where each row sees all before it, and eight heads have 512 rows, or fewer heads more."""
+def test_steps_of_several_tiles() -> None:
+    """Where each row sees all before it: two where eight heads have 512 rows, or fewer heads more; of wide heads up to four."""
 
-    def pairs(max_query_len: int, **sizes: Any) -> bool:
-        return blocks_for("v6e", dataclasses.replace(SHAPE, max_query_len=max_query_len, **sizes)).pairs
+    def fused(max_query_len: int, **sizes: Any) -> int:
+        return blocks_for("v6e", dataclasses.replace(SHAPE, max_query_len=max_query_len, **sizes)).fused
 
-    assert [pairs(n) for n in (1, 512, 2048)] == [False, True, False]
-    assert pairs(2048, num_kv_heads=1, group=8)
+    assert [fused(n) for n in (1, 512, 2048)] == [1, 2, 1]
+    assert fused(2048, num_kv_heads=1, group=8) == 2
     masks = (LayerMask(False), LayerMask(True, window=(600, None)), LayerMask(True, chunk_size=600))
-    assert not any(pairs(512, mask=mask) for mask in masks) and not pairs(512, ranges=1)
+    assert {fused(512, mask=mask) for mask in masks} == {1} and fused(512, ranges=1) == 1
+    assert [fused(1000, num_kv_heads=heads, lanes=512, group=8) for heads in (1, 2, 4)] == [4, 4, 2]
+    assert fused(1000, num_kv_heads=1, lanes=512, group=8, itemsize=4, cache_itemsize=4) == 2
 
 
 def test_as_many_rows_as_the_query_has() -> None:
