@@ -240,20 +240,30 @@ ROWS: tuple[Row, ...] = (
 )
 
 
+#: Decodes whose whole v7x's simulator does not finish, or aborts on.
+DIVIDED = ("64q1s4k", "128q1s500")
+
+
 def _in_parts(row: Row) -> tuple[Row, ...]:
-    """A row, and for 64 decodes two of four and of eight: the whole is four, and fifteen times what four more take. v7x's
-    simulator took more than 9 GiB for sixteen requests."""
-    if (row.kind, row.batch) != ("paged", "64q1s4k"):
+    """A row, and for many decodes two of four and of eight: the whole is four, and what four more take for every other four.
+    v7x's simulator took more than 9 GiB for sixteen requests of 4,096 keys."""
+    if row.kind != "paged" or row.batch not in DIVIDED:
         return (row,)
+    number, keys = len(row.lens[0]), row.batch.partition("q")[2]
     four, eight = (
         row._replace(
-            name=row.name.replace("64 x", f"{n} x"), batch=f"{n}q1s4k", peers=(), pages=(128,), goals={}, chips=("v7x",)
+            name=row.name.replace(f"{number} x", f"{n} x"),
+            batch=f"{n}q{keys}",
+            peers=(),
+            pages=(128,),
+            goals={},
+            chips=("v7x",),
         )
         for n in (4, 8)
     )
     if row.window == 128:  # the simulator aborts on eight of them
-        return row._replace(parts=((four.name, 16),)), four
-    return row._replace(parts=((eight.name, 15), (four.name, -14))), four, eight
+        return row._replace(parts=((four.name, number // 4),)), four
+    return row._replace(parts=((eight.name, number // 4 - 1), (four.name, 2 - number // 4))), four, eight
 
 
 ROWS = tuple(part for row in ROWS for part in _in_parts(row))
@@ -694,8 +704,8 @@ def table(rows: dict[str, Any]) -> str:
         "time is less than that of the bytes, the floor is printed, with the simulated time after `sim`; goals are for the",
         "latter. (a) compute time without copies, which the v7x simulator does not support. (b) by an earlier script. (c) the",
         "sum of separate launches of its decodes and its chunk, or of shards of its heads (rows of this table), because the",
-        f"simulator does not finish the whole; where both are known the sum is {low:.2f} to {high:.2f} times the whole. Of 64",
-        "decodes it is four, and fifteen times what eight take beyond four, or sixteen times four.",
+        f"simulator does not finish the whole; where both are known the sum is {low:.2f} to {high:.2f} times the whole. Of",
+        "many decodes it is four, and what eight take beyond four for every other four, or as many times four.",
         "(d) of the kernel before its last change.",
     ]
     return "\n".join(lines)

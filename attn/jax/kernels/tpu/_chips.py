@@ -124,7 +124,7 @@ def blocks_for(name: str, shape: PagedShape) -> RaggedBlocks:
     # long ones of wide heads, whose items cost more beside those rows, unless their first queries would arrive late
     half = ROWS
     if wide > 1:
-        half = max(ROWS, min(2 * long, QUERIES // (heads * lanes * itemsize))) if long > ROWS else ROWS
+        half = max(ROWS, min(2 * chip.rows, QUERIES // (heads * lanes * itemsize))) if long > ROWS else ROWS
         long = max(long, half)
 
     def most_rows(large: int) -> int:
