@@ -102,8 +102,7 @@ class Pages:
         else:
             n = self.ids.size
             out[:n] = self.ids
-            if n < len(out):
-                out[n:] = -1
+            out[n:] = -1
 
     @functools.cached_property
     def largest(self) -> int:

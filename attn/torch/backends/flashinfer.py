@@ -30,8 +30,8 @@ from attn.capabilities import ATTN_TYPES, MASK_FEATURES, PAGED_FEATURES, Device,
 from attn.errors import MetadataError, UnsupportedError
 from attn.torch import records
 from attn.torch.backends import _flashinfer_trtllm as trtllm
-from attn.torch.backends._flashinfer import Group, capturing, plan, workspace, wrapper_for
-from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl, of_one_batch
+from attn.torch.backends._flashinfer import Group, plan, workspace, wrapper_for
+from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl, is_captured, of_one_batch
 from attn.torch.backends._vendor import LN2, arch_of, canonical, decodes_first, fill, int32, page_list
 from attn.torch.metadata import PagedAttentionMetadataBuilder
 
@@ -58,7 +58,7 @@ class FlashInferMetadata(trtllm.UnplannedMetadata):
         # A plan is of the fields it was made from: others may have been assigned since. A graph's plans are `build`'s.
         planned = group in self.plans and (self.captured or group in self.kept().plans)
         # Replays of any other plan would attend the lengths of the capture.
-        if capturing(self.seq_lens.device) and not (planned and (self.captured or of_one_batch.get())):
+        if is_captured(self.seq_lens) and not (planned and (self.captured or of_one_batch.get())):
             raise UnsupportedError(
                 "FLASHINFER: planning runs on the host and cannot be captured in a CUDA graph: run the layer once before "
                 "the capture, with the metadata of build_for_cudagraph_capture"

@@ -264,11 +264,11 @@ def test_a_graph_is_captured_for_decodes_alone(query_lens: list[int]) -> None:
 def test_nothing_is_planned_within_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     step, builder = _Step(), FlashInferMetadataBuilder(SPEC)
     captured = builder.build_for_cudagraph_capture(WIDE)
-    monkeypatch.setattr(flashinfer, "capturing", lambda device: True)
+    monkeypatch.setattr(flashinfer, "is_captured", lambda x: True)
     with pytest.raises(UnsupportedError, match="run the layer once before the capture"):
         step(captured)
     with monkeypatch.context() as patch:
-        patch.setattr(flashinfer, "capturing", lambda device: False)
+        patch.setattr(flashinfer, "is_captured", lambda x: False)
         step(captured)
     torch.testing.assert_close(step(captured), step.want(WIDE))
 
@@ -277,7 +277,7 @@ def test_a_graph_of_a_batch_that_was_built_for_eager_calls_is_refused(monkeypatc
     """Its plan would be overwritten, or attend the lengths of the capture at every replay."""
     step, meta = _Step(), FlashInferMetadataBuilder(SPEC).build(0, FIRST)
     step(meta)
-    monkeypatch.setattr(flashinfer, "capturing", lambda device: True)
+    monkeypatch.setattr(flashinfer, "is_captured", lambda x: True)
     with pytest.raises(UnsupportedError, match="with the metadata of build_for_cudagraph_capture"):
         step(meta)
 
