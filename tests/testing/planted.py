@@ -865,9 +865,9 @@ DEFECTS = (
         "tpu_kernel_first_queries",
         "jax/kernels/tpu/_kernel.py",
         "queries(line.count)))",
-        "queries(jnp.int32(0))))",
+        "queries(line.count + 2)))",
         PAGED_TPU,
-        "The first long item reads the queries of another one if singles come before it.",
+        "The first long item reads the queries of another one.",
     ),
     Defect(
         "tpu_fp8_gain",

@@ -122,10 +122,7 @@ def blocks_for(name: str, shape: PagedShape) -> RaggedBlocks:
         long *= 2
     # rows of an item beyond its request's are computed for nothing: the most rows pay only for long requests, and for half as
     # long ones of wide heads, whose items cost more beside those rows, unless their first queries would arrive late
-    half = ROWS
-    if wide > 1:
-        half = max(ROWS, min(2 * chip.rows, QUERIES // (heads * lanes * itemsize))) if long > ROWS else ROWS
-        long = max(long, half)
+    half = max(ROWS, min(long, QUERIES // (heads * lanes * itemsize))) if wide > 1 else ROWS
 
     def most_rows(large: int) -> int:
         number = -(-max_query_len // large)
