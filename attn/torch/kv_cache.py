@@ -62,6 +62,12 @@ def in_layout(backend: type[AttentionBackend], pages: torch.Tensor) -> torch.Ten
     return pages.permute([(2, 3, 4, 5, 7).index(size) for size in order])
 
 
+def check_not_expanded(name: str, kv_cache: torch.Tensor) -> None:
+    """Raise `ShapeError` if several elements of a cache are one in memory: a token's write would change others."""
+    if any(not step and size > 1 for step, size in zip(kv_cache.stride(), kv_cache.shape, strict=True)):
+        raise ShapeError(f"{name}: kv_cache is expanded: tokens share memory, where each needs its own (expand().clone())")
+
+
 def check_scale(name: str, value: Any, num_kv_heads: int) -> torch.Tensor:
     """Return a scale as float32 on the CPU: 0-d, or [K] with one entry per kv head.
 

@@ -56,6 +56,8 @@ class _Module(BaseLayer, nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        #: Buffers that moved to "meta", from which `.to_empty()` brings back scales, which no checkpoint holds.
+        self._before_meta: dict[str, torch.Tensor] = {}
         # A model that is created under `with torch.device("cuda")` has its layers there, though they have no parameters.
         default = torch.get_default_device()
         self._home = None if default.type in _NOWHERE else default
@@ -87,8 +89,12 @@ class _Module(BaseLayer, nn.Module):
             assert moved is not None
             if moved.device != values.device:
                 self._home = moved.device
-            # the values from before, moved: `.half()` would have rounded them
-            self._buffers[name] = values.to(moved.device)
+            if values.is_meta:
+                values = self._before_meta.get(name, values)
+            elif moved.is_meta:
+                self._before_meta[name] = values
+            # the values from before, moved: `.half()` would have rounded them, and `.to_empty()` has none
+            self._buffers[name] = moved if values.is_meta else values.to(moved.device)
         return self
 
     def _choose(self, request: Request, backend: Any, return_lse: bool, **arguments: Any) -> None:

@@ -294,3 +294,16 @@ def test_a_cache_whose_tokens_share_memory_is_refused() -> None:
     cache = layer.new_kv_cache(1).expand(-1, 2, -1, -1, -1)
     with pytest.raises(ShapeError, match="kv_cache is expanded"):
         layer(*(torch.ones(5, heads, D) for heads in (H, K, K)), cache, batch)
+    latent = MLAAttention(H, 32, 16, 8, 16, torch.nn.Linear(32, H * 32, bias=False), block_size=P, dtype=torch.float32)
+    rows = torch.ones(5, H, 24), torch.ones(5, 32), torch.ones(5, 8)
+    batch = latent.build(CommonAttentionMetadata.from_lens([5], [5], [[1]], P))
+    with torch.no_grad(), pytest.raises(ShapeError, match="kv_cache is expanded"):
+        latent(*rows, latent.new_kv_cache(1).expand(2, -1, -1), batch)
+
+
+def test_scales_and_numbers_of_sinks_come_back_from_meta() -> None:
+    """As a model's loader makes it: no checkpoint has them."""
+    layer = Attention(H, D, num_kv_heads=K, kv_cache_dtype="fp8", k_scale=0.5, sinks=[0.0, 1.0, 2.0, 3.0])
+    layer.to("meta").to("meta").to_empty(device="cpu")
+    assert layer._k_scale.item() == 0.5 and layer.sinks is not None and layer.sinks.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert layer.impl.sinks is layer.sinks

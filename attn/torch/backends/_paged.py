@@ -546,8 +546,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             raise TypeError(f"{name}: kv_cache must be a torch.Tensor, got {type(kv_cache).__name__}")
         if kv_cache is None or kv_cache.dim() != rank:
             raise ShapeError(f"{name}: kv_cache must have {rank} dimensions (get_kv_cache_shape)")
-        if any(not step and size > 1 for step, size in zip(kv_cache.stride(), kv_cache.shape, strict=True)):
-            raise ShapeError(f"{name}: kv_cache is expanded: tokens share memory, where each needs its own (expand().clone())")
+        caches.check_not_expanded(name, kv_cache)
         key_cache = self._caches(kv_cache)[0]
         check_cache_heads(self, key_cache.shape[2:])
         return key_cache.shape[1]

@@ -551,6 +551,8 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
             raise TypeError(f"{name}: kv_cache must be a torch.Tensor, got {type(kv_cache).__name__}")
         if kv_cache.dim() != 3 or kv_cache.shape[2] != width:
             raise ShapeError(f"{name}: kv_cache has shape {list(kv_cache.shape)}: must be [N, P, {width}]")
+        if not kv_cache.stride(0):
+            caches.check_not_expanded(name, kv_cache)
         check_block_size(name, kv_cache.shape[1], block_size)
         element = self._elements[query.dtype]
         check_cache_element(self, query, kv_cache, element)
