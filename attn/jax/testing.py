@@ -33,6 +33,9 @@ Array = npt.NDArray[Any]
 
 DMAMode = Literal["on_wait", "eager"]
 DMA_MODES: tuple[DMAMode, ...] = ("on_wait", "eager")
+#: Entries of the interpreter's vector clocks. Each copy takes one at random, and copies that share one seem ordered. By default
+#: all copies share one, so that a wait for any of them hides that another one is not waited for.
+_CLOCKS = 512
 _RACE = "RACE DETECTED"  #: prefix of the interpreter's report of a race
 
 #: XLA's options for interpreted programs. The older emitters compile in half of the time. The library of fused products
@@ -44,19 +47,27 @@ class KernelRace(RuntimeError):
     """Two unordered accesses to the same simulated memory, at least one of them a write."""
 
 
+def interpreter(dma_mode: DMAMode = "on_wait") -> pltpu.InterpretParams:
+    """The interpreter at its strictest: races are reported, memory is NaN before it is written."""
+    return pltpu.InterpretParams(
+        detect_races=True,
+        vector_clock_size=_CLOCKS,
+        out_of_bounds_reads="raise",
+        uninitialized_memory="nan",
+        dma_execution_mode=dma_mode,
+    )
+
+
 @contextlib.contextmanager
 def watched(dma_mode: DMAMode) -> Iterator[None]:
     """Interpret the Pallas TPU kernels that are called in the context, strictly. Raises `KernelRace` after a race.
 
     Results must be ready (`block_until_ready`) before the context ends.
     """
-    params = pltpu.InterpretParams(
-        detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan", dma_execution_mode=dma_mode
-    )
     pltpu.reset_tpu_interpret_mode_state()  # state left by a kernel that raised
     printed, cause = io.StringIO(), None
     try:
-        with compiling_fast(), pltpu.force_tpu_interpret_mode(params), contextlib.redirect_stdout(printed):
+        with compiling_fast(), pltpu.force_tpu_interpret_mode(interpreter(dma_mode)), contextlib.redirect_stdout(printed):
             yield
     except jax.errors.JaxRuntimeError as error:  # jax 0.12 raises for a race; earlier versions print
         if _RACE not in str(error):

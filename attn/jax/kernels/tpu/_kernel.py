@@ -81,10 +81,8 @@ def _longs(cfg: RaggedConfig, refs: RaggedRefs) -> _pages.ItemOps:
 
             @pl.when((stop > 0) & has_unseen)
             def _() -> None:
-                # no step reads others, but one that is compared with several ranges is never short
-                least = cfg.last if cfg.last and cfg.ranges < 2 else cfg.key_tile
-                tiles = lax.div(first, cfg.tile) + lax.div(stop + (least - 1), least) * (least // cfg.tile)
-                _pages.clean(cfg, refs, slot, item.low - begin, item.high - begin, tiles)
+                tiles = lax.div(first, cfg.tile) + lax.div(stop + (cfg.least - 1), cfg.least) * (cfg.least // cfg.tile)
+                _pages.clean(cfg, refs, slot, item.low - begin, item.loaded - begin, tiles)
 
             def one(done: jax.Array) -> jax.Array:
                 at = pl.multiple_of(first + done, cfg.key_tile)

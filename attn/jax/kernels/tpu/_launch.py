@@ -49,7 +49,7 @@ def page_buffers(cfg: PagedConfig, stored: Any) -> dict[str, Any]:
     """The scratch of `_pages.attend`, for a cache of dtype `stored`."""
     return {
         "kv": pltpu.VMEM((cfg.slots, cfg.planes, cfg.num_kv_heads, *block_shape(cfg)), stored),
-        "kv_sem": pltpu.SemaphoreType.DMA((cfg.slots,)),
+        "kv_sem": pltpu.SemaphoreType.DMA((cfg.num_signals,)),
         "q_sem": pltpu.SemaphoreType.DMA((2,)),
         "o_sem": pltpu.SemaphoreType.DMA(()),
     }

@@ -58,6 +58,10 @@ class MLAConfig(PagedConfig):
     staged: bool  # keys enter products from `wide`, since they are not multiplied as they are stored
     rebiased: bool  # the cache is float8_e4m3fn, read as another format: see `rebiased`
 
+    @property
+    def least(self) -> int:
+        return min(2 * self.key_tile, self.kv_block)  # at most: see `RowRefs.least`
+
 
 @dataclasses.dataclass(frozen=True)
 class RowRefs:
@@ -142,7 +146,7 @@ def _repeat(cfg: MLAConfig, refs: MLARefs, loads: _pages.Loads, groups: list[tup
 
         def block(b: jax.Array, _: None) -> None:
             loads.start(i, b, slot)
-            loads.wait(i, b, slot)
+            loads.arrive(i, b, slot, everything=True)
             _exact(cfg, refs, rows, MLAStep(item, slot, 0, first + b * cfg.kv_block, cfg.kv_block, True))
 
         _pages.start(ops.queries(i))
@@ -206,8 +210,7 @@ def _item_ops(cfg: MLAConfig, refs: MLARefs, loads: _pages.Loads, rows: RowRefs)
 
         def masked(start: jax.Array | int) -> None:
             tiles = lax.div(start, cfg.tile) + least // cfg.tile
-            loaded = lax.div(item.high + (cfg.page - 1), cfg.page) * cfg.page
-            _pages.clean(cfg, refs, slot, item.low - begin, jnp.minimum(item.end, loaded) - begin, tiles)
+            _pages.clean(cfg, refs, slot, item.low - begin, item.loaded - begin, tiles)
             if rows is refs.single:
                 process(start, least, True)
             else:

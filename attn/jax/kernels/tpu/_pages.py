@@ -29,6 +29,8 @@ _PAGES_AT_ONCE = 16
 class Item(NamedTuple):
     """The scalars of an item, its number, and which half of the double buffers holds its queries.
 
+    Keys before `loaded` are its request's own, also those that no row of the item sees.
+
     With the plan's ranges also the keys that all of its rows see, [clear[0], clear[1]), whether a row has more than one
     (above 0), and the keys of `gaps`, which no row sees.
     """
@@ -40,6 +42,7 @@ class Item(NamedTuple):
     high: jax.Array
     context: jax.Array
     end: jax.Array
+    loaded: jax.Array
     clear: tuple[jax.Array, ...] = ()
     more: jax.Array | None = None
     gaps: tuple[tuple[jax.Array, jax.Array], ...] = ()
@@ -270,7 +273,9 @@ class Loads:
         # while one item is computed, the next one's queries arrive in the other half
         slot = lax.rem(i, 2)
         position, low, high, context = (self.field(at, i) for at in (_plan.POSITION, _plan.LOW, _plan.HIGH, _plan.CONTEXT))
-        one = Item(i, slot, position, low, high, context, self.field(_plan.END, i))
+        end = self.field(_plan.END, i)
+        loaded = jnp.minimum(end, lax.div(self.high(i) + (self.cfg.page - 1), self.cfg.page) * self.cfg.page)
+        one = Item(i, slot, position, low, high, context, end, loaded)
         if not self.cfg.ranges:
             return one
         clear = self.field(_plan.CLEAR, i), self.field(_plan.CLEAR_STOP, i)
@@ -284,21 +289,39 @@ class Loads:
     def first_page(self, i: jax.Array) -> jax.Array:
         return lax.div(self.field(_plan.LOW, i), self.cfg.page)
 
-    def page(self, at: jax.Array, n: jax.Array | int, slot: jax.Array) -> Any:
-        """The copy of the page at entry `at` of the block table into `slot`, as its nth page."""
+    def group(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The first and the last of the items that share a block with item i.
+
+        Those are of one request, one after another, and their keys are all in one block, whose pages are loaded once: for the
+        first of them, into a slot that is kept until the last one is done.
+        """
+        return (self.field(_plan.GROUP, i), self.field(_plan.GROUP_LAST, i)) if self.cfg.shares else (i, i)
+
+    def high(self, i: jax.Array) -> jax.Array:
+        """Where the keys end that are loaded for item i and those that share its block."""
+        return self.field(_plan.HIGH, self.group(i)[1])
+
+    def page(self, at: jax.Array, n: jax.Array | int, slot: jax.Array, signal: jax.Array | None = None) -> Any:
+        """The copy of the page at entry `at` of the block table into `slot`, as its nth page; signal: its semaphore's index."""
         cfg, refs = self.cfg, self.refs
+        sem = refs.kv_sem.at[slot if signal is None else signal]
         if cfg.narrow:
-            return copy(refs.cache.at[refs.table[at]], refs.kv.at[slot, :, :, n], refs.kv_sem.at[slot])
+            return copy(refs.cache.at[refs.table[at]], refs.kv.at[slot, :, :, n], sem)
         first = n * cfg.page
         rows = pl.ds(first if isinstance(first, int) else pl.multiple_of(first, cfg.page), cfg.page)
-        return copy(refs.cache.at[refs.table[at]], refs.kv.at[slot, :, :, rows, :], refs.kv_sem.at[slot])
+        return copy(refs.cache.at[refs.table[at]], refs.kv.at[slot, :, :, rows, :], sem)
 
-    def new(self, entry: jax.Array, n: jax.Array | int, slot: jax.Array) -> Any:
+    def new(self, entry: jax.Array, n: jax.Array | int, slot: jax.Array, signal: jax.Array | None = None) -> Any:
         """The copy of the new rows that an entry of the table names, like `page`."""
         cfg, refs = self.cfg, self.refs
         first = n * cfg.page
         rows = pl.ds(first if isinstance(first, int) else pl.multiple_of(first, cfg.page), cfg.page)
-        return copy(new_page(cfg, refs, (-1 - entry) * cfg.tile), refs.kv.at[slot, :, :, rows, :], refs.kv_sem.at[slot])
+        source, sem = new_page(cfg, refs, (-1 - entry) * cfg.tile), refs.kv_sem.at[slot if signal is None else signal]
+        return copy(source, refs.kv.at[slot, :, :, rows, :], sem)
+
+    def signal(self, n: jax.Array, slot: jax.Array) -> jax.Array:
+        """The index of the semaphore of the nth page in `slot` if items share the block: that of its part."""
+        return slot + (lax.div(n, self.cfg.per_part) + 1) * self.cfg.slots
 
     def first_entry(self, i: jax.Array, b: jax.Array) -> jax.Array:
         """Where the table names the first page of block b of item i; of no item, anywhere that has entries for a block."""
@@ -307,11 +330,14 @@ class Loads:
         return jnp.minimum(entry, self.refs.table.shape[0] - per_block)
 
     def pages(self, i: jax.Array, b: jax.Array, slot: jax.Array) -> tuple[jax.Array, Callable[[jax.Array | int], Any]]:
-        """(the number of pages of block b of item i with a visible key, the copy of the nth of them into `slot`)."""
+        """(the number of pages of block b of item i, the copy of the nth of them into `slot`).
+
+        They are those with a key that it sees, or one that shares its block.
+        """
         cfg, per_block = self.cfg, self.cfg.kv_block // self.cfg.page
         # An item's blocks begin in the page of its first visible key, not at a multiple of a block.
         begin = self.first_page(i) + b * per_block
-        stop = lax.div(self.field(_plan.HIGH, i) + (cfg.page - 1), cfg.page)
+        stop = lax.div(self.high(i) + (cfg.page - 1), cfg.page)
         base = self.first_entry(i, b)
 
         def nth(n: jax.Array | int) -> Any:
@@ -324,29 +350,60 @@ class Loads:
         return number, nth
 
     def start(self, i: jax.Array, b: jax.Array, slot: jax.Array, valid: jax.Array | bool = True) -> None:
-        (number, nth), base = self.pages(i, b, slot), self.first_entry(i, b)
-        number, per_block = jnp.where(valid, number, 0), self.cfg.kv_block // self.cfg.page
+        number, base, per_block = self.pages(i, b, slot)[0], self.first_entry(i, b), self.cfg.kv_block // self.cfg.page
+        number = jnp.where(valid, number, 0)
         at_once = min(_PAGES_AT_ONCE, per_block)
 
+        def start_page(n: jax.Array | int, signal: jax.Array | None = None) -> None:
+            is_used = n < number
+            if self.cfg.num_runs:
+                entry = self.refs.table[base + n]
+                # a page that this launch fills is read from the new rows, since its copy into the cache may still run
+                pl.when(is_used & (entry < 0))(self.new(entry, n, slot, signal).start)
+                is_used &= entry >= 0
+            # its id is read unconditionally, which is faster than a branch
+            pl.when(is_used)(self.page(base + n, n, slot, signal).start)
+
         def start_pages(n: jax.Array | int, _: None = None) -> None:
-            for page in [n * at_once + k for k in range(at_once)]:
-                is_used = page < number
-                if self.cfg.num_runs:
-                    entry = self.refs.table[base + page]
-                    # a page that this launch fills is read from the new rows, since its copy into the cache may still run
-                    pl.when(is_used & (entry < 0))(self.new(entry, page, slot).start)
-                    is_used &= entry >= 0
-                pl.when(is_used)(nth(page).start)  # its id is read unconditionally, which is faster than a branch
+            for k in range(at_once):
+                start_page(n * at_once + k)
 
-        if per_block <= 2 * at_once:  # constant addresses: a loop takes half as long again
-            start_pages(0)
-            if per_block > at_once:
-                pl.when(number > at_once)(lambda: start_pages(1))
-        else:
-            lax.fori_loop(0, lax.div(number + (at_once - 1), at_once), start_pages, None)
+        def alone() -> None:
+            if per_block <= 2 * at_once:  # constant addresses: a loop takes half as long again
+                start_pages(0)
+                if per_block > at_once:
+                    pl.when(number > at_once)(lambda: start_pages(1))
+            else:
+                lax.fori_loop(0, lax.div(number + (at_once - 1), at_once), start_pages, None)
 
-    def wait(self, i: jax.Array, b: jax.Array, slot: jax.Array) -> None:
-        self.wait_for(*self.pages(i, b, slot), slot)
+        if not self.cfg.shares:
+            return alone()
+        first, last = self.group(i)
+        lax.cond(
+            first < last,
+            lambda: lax.fori_loop(0, number, lambda n, _: start_page(n, self.signal(n, slot)), None),
+            alone,
+        )
+
+    def arrive(self, i: jax.Array, b: jax.Array, slot: jax.Array, everything: bool = False) -> None:
+        """Wait for what item i reads of its block b, or for all that was started, and put new rows among its keys."""
+        cfg, (first, last) = self.cfg, self.group(i)
+        begin = self.first_page(i) * cfg.page + b * cfg.kv_block
+
+        def alone() -> None:
+            self.wait_for(*self.pages(i, b, slot), slot)
+            self.renew(i, begin, cfg.kv_block, slot)
+
+        def shared() -> None:
+            # what the items before this one read is there
+            before, stop = jnp.where(i > first, self.field(_plan.READ, jnp.maximum(i - 1, 0)), 0), self.field(_plan.READ, i)
+            if everything:
+                before, stop = jnp.int32(0), self.pages(i, b, slot)[0]
+            lax.fori_loop(before, stop, lambda n, _: self.page(jnp.int32(0), n, slot, self.signal(n, slot)).wait(), None)
+            row = before * cfg.page
+            self.renew(i, begin + row, (stop - before) * cfg.page, slot, row)
+
+        lax.cond(first < last, shared, alone) if cfg.shares else alone()
 
     def whole(self, slot: jax.Array) -> Any:
         """A copy of as many bytes as all pages of a block."""
@@ -362,7 +419,7 @@ class Loads:
         def _() -> None:
             lax.fori_loop(0, number, lambda n, _: nth(n).wait(), None)
 
-    def renew(self, i: jax.Array, first: jax.Array, size: Any, slot: jax.Array, row: int = 0) -> None:
+    def renew(self, i: jax.Array, first: jax.Array, size: Any, slot: jax.Array, row: Any = 0) -> None:
         """Put new rows that are not in the cache yet among the `size` keys from position `first` of item i on.
 
         These are in rows `row` and after of the block in `slot`.
@@ -392,7 +449,8 @@ class Loads:
         item = jnp.minimum(i, self.cfg.num_items - 1)
         self.start(item, b, slot, i < self.count)
         last = b + 1 >= self.field(_plan.BLOCKS, item)
-        return jnp.where(last, i + 1, i), jnp.where(last, 0, b + 1), self.after(slot)
+        after = self.group(item)[1] + 1 if self.cfg.shares else i + 1
+        return jnp.where(last, after, i), jnp.where(last, 0, b + 1), self.after(slot)
 
 
 def attend(
@@ -428,7 +486,7 @@ def attend(
         slot, *load = before((first, zero, zero))
 
     def item(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        blocks, scalars = loads.field(_plan.BLOCKS, i), loads.item(i)
+        blocks, scalars, shared = loads.field(_plan.BLOCKS, i), loads.item(i), loads.group(i)
 
         def origin(b: jax.Array) -> jax.Array:
             return loads.first_page(i) * cfg.page + b * cfg.kv_block
@@ -444,13 +502,15 @@ def attend(
         def block(b: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             slot, *load = state
             # into the slot of the block before, whose products are done: code is in order, and a block ends with its sums
-            next_load = loads.start_next(*load)
-            loads.wait(i, b, slot)
-            loads.renew(i, origin(b), cfg.kv_block, slot)
+            if cfg.shares:  # only for the first item that has a block
+                next_load = lax.cond(i == shared[0], lambda: loads.start_next(*load), lambda: tuple(load))
+            else:
+                next_load = loads.start_next(*load)
+            loads.arrive(i, b, slot)
             scalars.where_seen(
                 lambda: origin(b), cfg.kv_block, lambda: with_ops(i, lambda ops: ops.attend(scalars, origin(b), slot))
             )
-            return loads.after(slot), *next_load
+            return (jnp.where(i < shared[1], slot, loads.after(slot)) if cfg.shares else loads.after(slot)), *next_load
 
         def end_item(ops: ItemOps) -> None:
             ops.finish(i)

@@ -23,6 +23,9 @@ from attn.visibility import BatchMask, LayerMask, Visibility
 #: length of its request. If the plan lists ranges, every row sees the keys from CLEAR to CLEAR_STOP, none those between a pair
 #: of columns from GAPS on, and MORE is whether any row has more ranges than the first.
 TABLE, ROW, POSITION, LOW, HIGH, BLOCKS, SINGLE, CONTEXT, END, CLEAR, CLEAR_STOP, MORE, GAPS = range(13)
+#: Instead of those of ranges, if items may share a block: the first and the last item that do so with an item, and how many
+#: pages of it the item's steps read.
+GROUP, GROUP_LAST, READ = CLEAR, CLEAR_STOP, MORE
 #: The last columns if new rows are written late: the first tile of the item's request, and the position of its first row.
 NEW_TILE, NEW_AT = -2, -1
 #: The columns of a tile.
@@ -37,7 +40,8 @@ EMPTY = 2**31 - 1, -1
 
 def columns(cfg: PagedConfig) -> int:
     """The number of columns of an item."""
-    return (CLEAR if not cfg.ranges else GAPS + 2 * (cfg.ranges - 1)) + (2 if cfg.late else 0)
+    of_ranges = GAPS - CLEAR + 2 * (cfg.ranges - 1) if cfg.ranges else 0
+    return CLEAR + of_ranges + (3 if cfg.shares else 0) + (2 if cfg.late else 0)
 
 
 class Batch(NamedTuple):
@@ -200,6 +204,14 @@ def _items(
     low = jnp.minimum(low, high)
     origin = low // cfg.page * cfg.page
     blocks = jnp.maximum(-(-(high - origin) // cfg.kv_block), 1)
+    if cfg.shares:
+        may_share = real & ~is_single[r] & (blocks == 1)
+        is_same = (r[1:] == r[:-1]) & (origin[1:] == origin[:-1]) & may_share[1:] & may_share[:-1]
+        first = lax.cummax(jnp.where(jnp.pad(is_same, (1, 0)), 0, item))
+        last = lax.cummin(jnp.where(jnp.pad(is_same, (0, 1)), NO_TREE, item), reverse=True)
+        size = cfg.per_part * cfg.page  # parts of a block arrive as a whole
+        read = _round_up(_round_up(high - origin, cfg.least), size) // cfg.page
+        more = [first, last, jnp.minimum(read, -(-(high[last] - origin) // cfg.page))]
     counts = [ends[-1]]
     if cfg.segment:
         of_line = is_single[r] & real

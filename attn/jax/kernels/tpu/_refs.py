@@ -109,6 +109,26 @@ class PagedConfig(PagedShape):
         return self.num_tokens // self.page if self.write and self.tile < self.page <= self.max_query_len else 0
 
     @property
+    def shares(self) -> bool:
+        """Whether items of one request may share a block: see `_pages.Loads.group`."""
+        return 0 < self.large < self.max_query_len and not self.ranges
+
+    @property
+    def per_part(self) -> int:
+        """Pages of a shared block that are waited for together: an eighth of it."""
+        return -(-self.kv_block // (8 * self.page))
+
+    @property
+    def num_signals(self) -> int:
+        """Semaphores of blocks: one for each, and one for each part of those that are shared."""
+        return self.slots * (1 + (-(-self.kv_block // (self.page * self.per_part)) if self.shares else 0))
+
+    @property
+    def least(self) -> int:
+        """The keys of an item's shortest steps, the last of which may end in keys that it does not see."""
+        return self.key_tile
+
+    @property
     def late(self) -> bool:
         """Whether new rows are written after all keys are loaded, with which they are merged in VMEM: see `_pages.writing`."""
         return self.write and not self.num_runs and self.num_tiles <= self.ring
@@ -175,6 +195,11 @@ class RaggedConfig(PagedConfig):
     def query_slots(self) -> int:
         """Places for the queries of singles: at least a segment's of each block in memory, and a power of two."""
         return 1 << (self.segments * self.slots - 1).bit_length()
+
+    @property
+    def least(self) -> int:
+        # no step reads others, but one that is compared with several ranges is never short
+        return self.last if self.last and self.ranges < 2 else self.key_tile
 
     @property
     def from_start(self) -> bool:

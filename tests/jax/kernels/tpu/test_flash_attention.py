@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-from jax.experimental.pallas import tpu as pltpu
 
 import attn
 from attn import reference
@@ -21,6 +20,7 @@ from attn.jax.kernels.tpu import flash_attention as module
 from attn.jax.kernels.tpu._chips import CHIPS
 from attn.jax.kernels.tpu._flash_layout import BlockSizes, Extents, block_sizes_for, vmem_bytes
 from attn.jax.kernels.tpu.flash_attention import Extras, FlashParams
+from attn.jax.testing import DMAMode, interpreter
 from attn.visibility import LayerMask
 from tests.levels import sampled
 
@@ -43,10 +43,6 @@ def tensors(
         draw((batch, keys, heads[1], size), rng, dtype),
         draw((batch, keys, heads[1], value_size or size), rng, dtype),
     )
-
-
-def interpreter(mode: str = "on_wait") -> pltpu.InterpretParams:
-    return pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode=mode)
 
 
 def flash_attention(q: Any, k: Any, v: Any, *, causal: bool = False, sliding_window: Any = None, **more: Any) -> Any:
@@ -72,7 +68,7 @@ def by_sequence(q: Any, k: Any, rules: dict[str, Any]) -> list[tuple[int, int, A
     return [(b, int(lens[b]), of_rows[b][:, None] == of_keys[b][None, : int(lens[b])]) for b in range(q.shape[0])]
 
 
-def check(qkv: Any, blocks: Any = BLOCKS, mode: str = "on_wait", **rules: Any) -> None:
+def check(qkv: Any, blocks: Any = BLOCKS, mode: DMAMode = "on_wait", **rules: Any) -> None:
     """out and lse against the oracle, the gradients of a random functional of both against the formula's."""
     q, k, v = qkv
     arrays, static = split(rules)

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-from jax.experimental.pallas import tpu as pltpu
 
 from attn.jax.backends.mla import pallas_mla
 from attn.jax.kernels.tpu import _mla_kernel
@@ -20,6 +19,7 @@ from attn.jax.kernels.tpu._chips import CHIPS
 from attn.jax.kernels.tpu._plan import Batch
 from attn.jax.kernels.tpu._refs import PagedShape
 from attn.jax.kernels.tpu.mla_attention import MLABlocks, MLAParams, blocks_for
+from attn.jax.testing import DMAMode, interpreter
 from attn.testing import run_case
 from attn.testing.case import Case
 from attn.testing.conformance import candidate_of
@@ -63,11 +63,10 @@ def make(make_mla: Any, lens: Any = LENS, **more: Any) -> Any:
 def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
     """launched(blocks, mode, chip): the backend's kernel runs so."""
 
-    def run(blocks: MLABlocks = BLOCKS, mode: str = "on_wait", chip: str = "v5e") -> None:
-        interpret = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode=mode)
+    def run(blocks: MLABlocks = BLOCKS, mode: DMAMode = "on_wait", chip: str = "v5e") -> None:
 
         def step(*arrays: Any, rules: MLAParams, k_scale: Any) -> Any:
-            how = {"interpret": interpret, "chip": chip, "k_scale": k_scale}
+            how = {"interpret": interpreter(mode), "chip": chip, "k_scale": k_scale}
             return kernel.mla_attention(*arrays, rules._replace(blocks=blocks), **how)
 
         step = jax.jit(step, static_argnames="rules")

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-from jax.experimental.pallas import tpu as pltpu
 
 from attn.jax.backends.mla import pallas_mla_sparse
 from attn.jax.kernels import xla
 from attn.jax.kernels.tpu import mla_sparse_attention as kernel
+from attn.jax.testing import DMAMode, interpreter
 from tests.jax.backends.mla.test_xla_mla_sparse import choose
 from tests.levels import sampled
 
@@ -49,8 +49,8 @@ CASES: dict[str, dict[str, Any]] = {
 def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
     """launched(stage_keys, mode): the backend's kernel runs so."""
 
-    def run(stage_keys: int = 16, mode: str = "on_wait") -> None:
-        interpret = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode=mode)
+    def run(stage_keys: int = 16, mode: DMAMode = "on_wait") -> None:
+        interpret = interpreter(mode)
         monkeypatch.setattr(kernel, "STAGE_KEYS", stage_keys)
         call = functools.partial(kernel.mla_sparse_attention, interpret=interpret)
         static = ("kv_lora_rank", "scale")
