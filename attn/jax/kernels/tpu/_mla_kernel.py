@@ -20,6 +20,7 @@ One-byte codes are multiplied as they are where the matrix unit takes them: wide
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -191,9 +192,10 @@ def _item_ops(cfg: MLAConfig, refs: MLARefs, loads: _pages.Loads, rows: RowRefs)
         clear = stop <= item.high
         return clear & (stop <= item.position + 1) if cfg.mask.causal and rows is refs.long else clear
 
-    def attend(item: Item, begin: jax.Array, slot: jax.Array) -> None:
+    def attend(item: Item, begin: jax.Array, slot: jax.Array, start_next: Callable[[], None] | None = None) -> None:
         def process(start: jax.Array | int, size: int, masked: bool, first: bool | None = None) -> None:
-            _stream(cfg, refs, rows, MLAStep(item, slot, start, begin + start, size, masked), first)
+            at_end = start_next if size == cfg.kv_block and not masked else None
+            _stream(cfg, refs, rows, MLAStep(item, slot, start, begin + start, size, masked), first, at_end)
 
         def step(start: jax.Array | int, size: int) -> None:
             """Keys that every row sees at once, and others by halves."""
@@ -217,6 +219,8 @@ def _item_ops(cfg: MLAConfig, refs: MLARefs, loads: _pages.Loads, rows: RowRefs)
                 for first in (True, False):
                     pl.when((begin + start == 0) == first)(functools.partial(process, start, least, True, first))
 
+        if start_next is not None:
+            pl.when(jnp.logical_not(is_clear(item, begin + cfg.kv_block)))(start_next)
         step(0, cfg.kv_block)
 
     def reset() -> None:
@@ -232,7 +236,8 @@ def _item_ops(cfg: MLAConfig, refs: MLARefs, loads: _pages.Loads, rows: RowRefs)
             without |= is_clear(item, lax.div(item.high + (least - 1), least) * least)
         pl.when(without)(lambda: _finish(cfg, refs, rows, item))
 
-    return _pages.ItemOps(queries, outputs, reset, attend, finish)
+    # Of decodes alone: other launches process few blocks as a whole.
+    return _pages.ItemOps(queries, outputs, reset, attend, finish, not cfg.large and loads.in_straight_code)
 
 
 def _reset(rows: RowRefs) -> None:
@@ -271,10 +276,13 @@ class _Sums:
     l: jax.Array  # noqa: E741
 
 
-def _stream(cfg: MLAConfig, refs: MLARefs, rows: RowRefs, step: MLAStep, first: bool | None = None) -> None:
+def _stream(
+    cfg: MLAConfig, refs: MLARefs, rows: RowRefs, step: MLAStep, first: bool | None, at_end: Callable[[], None] | None
+) -> None:
     """Process a step in one pass, and write the results of one that may be its item's last.
 
-    first: whether it is its item's first; None: known at run time only.
+    first: whether it is its item's first; None: known at run time only. at_end: work for the scalar unit, for which there is
+    time while the results of the last products arrive.
 
     Products of keys run a score matrix ahead of the exponentials, and products of values one behind them. Exponentials are
     relative to the maximum of the rows' scores so far and of the step's first keys, so that none waits for the scores of all.
@@ -348,6 +356,8 @@ def _stream(cfg: MLAConfig, refs: MLARefs, rows: RowRefs, step: MLAStep, first: 
                 rows.acc[at, :] = one.acc
                 if step.masked or rows is refs.single:
                     _result(cfg, refs, rows, item, one, refs.factors[OUTPUTS] / one.l)  # which is at least 1
+    if at_end is not None:
+        at_end()
     _mark(refs, item, row_sums, spoilt)
 
 

@@ -61,14 +61,16 @@ class Item(NamedTuple):
 class ItemOps(NamedTuple):
     """The operations on items: those of single-row requests, or the tiles of longer ones.
 
-    `attend` processes a block: it receives the item, the position of the block's first key, and the slot that holds it.
+    `attend` processes a block: it receives the item, the position of the block's first key, and the slot that holds it; with
+    `starts_next` also what starts the copies of the block that is loaded next, which it calls once.
     """
 
     queries: Callable[[jax.Array], list[Any]]  #: the copies that load an item's rows, by its number
     outputs: Callable[[jax.Array], list[Any]]  #: and those that store its results
     reset: Callable[[], None]
-    attend: Callable[[Item, jax.Array, jax.Array], None]
+    attend: Callable[..., None]
     finish: Callable[[jax.Array], None]
+    starts_next: bool = False
 
 
 def copy(source: Ref, target: Ref, sem: Ref) -> Any:
@@ -349,7 +351,13 @@ class Loads:
             number = jnp.where((first >= low) & (first + cfg.kv_block <= high), 0, number)
         return number, nth
 
-    def start(self, i: jax.Array, b: jax.Array, slot: jax.Array, valid: jax.Array | bool = True) -> None:
+    @property
+    def in_straight_code(self) -> bool:
+        """Whether all pages of a block are asked for at constant addresses: a loop takes half as long again."""
+        return self.cfg.kv_block // self.cfg.page <= 2 * _PAGES_AT_ONCE
+
+    def start(self, i: jax.Array, b: jax.Array, slot: jax.Array, valid: jax.Array | bool = True, branches: bool = True) -> None:
+        """Start the copies of a block. branches: whether those of its second half are skipped as a whole if it has none."""
         number, base, per_block = self.pages(i, b, slot)[0], self.first_entry(i, b), self.cfg.kv_block // self.cfg.page
         number = jnp.where(valid, number, 0)
         at_once = min(_PAGES_AT_ONCE, per_block)
@@ -369,10 +377,10 @@ class Loads:
                 start_page(n * at_once + k)
 
         def alone() -> None:
-            if per_block <= 2 * at_once:  # constant addresses: a loop takes half as long again
+            if self.in_straight_code:
                 start_pages(0)
                 if per_block > at_once:
-                    pl.when(number > at_once)(lambda: start_pages(1))
+                    pl.when(number > at_once)(lambda: start_pages(1)) if branches else start_pages(1)
             else:
                 lax.fori_loop(0, lax.div(number + (at_once - 1), at_once), start_pages, None)
 
@@ -444,10 +452,18 @@ class Loads:
     def after(self, slot: jax.Array) -> jax.Array:
         return jnp.where(slot + 1 == self.cfg.slots, 0, slot + 1)
 
+    def start_if(self, i: jax.Array, b: jax.Array, slot: jax.Array, branches: bool = True) -> None:
+        """Start loading block b of item i into `slot`, if the item exists."""
+        self.start(jnp.minimum(i, self.cfg.num_items - 1), b, slot, i < self.count, branches)
+
     def start_next(self, i: jax.Array, b: jax.Array, slot: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Start loading block b of item i, if it exists, into `slot`; return (item, block, slot) of the block after it."""
+        """The same; return (item, block, slot) of the block after it."""
+        self.start_if(i, b, slot)
+        return self.next(i, b, slot)
+
+    def next(self, i: jax.Array, b: jax.Array, slot: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(item, block, slot) of the block after block b of item i in `slot`."""
         item = jnp.minimum(i, self.cfg.num_items - 1)
-        self.start(item, b, slot, i < self.count)
         last = b + 1 >= self.field(_plan.BLOCKS, item)
         after = self.group(item)[1] + 1 if self.cfg.shares else i + 1
         return jnp.where(last, after, i), jnp.where(last, 0, b + 1), self.after(slot)
@@ -501,6 +517,10 @@ def attend(
 
         def block(b: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             slot, *load = state
+            if ops.starts_next:
+                loads.arrive(i, b, slot)
+                ops.attend(scalars, origin(b), slot, lambda: loads.start_if(*load, branches=False))
+                return loads.after(slot), *loads.next(*load)
             # into the slot of the block before, whose products are done: code is in order, and a block ends with its sums
             if cfg.shares:  # only for the first item that has a block
                 next_load = lax.cond(i == shared[0], lambda: loads.start_next(*load), lambda: tuple(load))

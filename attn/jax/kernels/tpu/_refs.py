@@ -110,8 +110,11 @@ class PagedConfig(PagedShape):
 
     @property
     def shares(self) -> bool:
-        """Whether items of one request may share a block: see `_pages.Loads.group`."""
-        return 0 < self.large < self.max_query_len and not self.ranges
+        """Whether items of one request may share a block: see `_pages.Loads.group`.
+
+        Longer requests have many blocks that none shares, and would pay for the branches.
+        """
+        return 0 < self.large < self.max_query_len <= self.kv_block and not self.ranges
 
     @property
     def per_part(self) -> int:
