@@ -519,7 +519,7 @@ def attend(
             slot, *load = state
             if ops.starts_next:
                 loads.arrive(i, b, slot)
-                ops.attend(scalars, origin(b), slot, lambda: loads.start_if(*load, branches=False))
+                ops.attend(scalars, origin(b), slot, lambda: loads.start_if(load[0], load[1], load[2], branches=False))
                 return loads.after(slot), *loads.next(*load)
             # into the slot of the block before, whose products are done: code is in order, and a block ends with its sums
             if cfg.shares:  # only for the first item that has a block
