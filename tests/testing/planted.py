@@ -1661,7 +1661,7 @@ DEFECTS = (
     Defect(
         "torch_scales_are_cast",
         "torch/layer.py",
-        "self._buffers[name] = values.to(moved.device)",
+        "self._buffers[name] = moved if values.is_meta else values.to(moved.device)",
         "self._buffers[name] = moved",
         ("torch/test_layer.py",),
         "Casting a model casts the scales of its caches.",
