@@ -806,14 +806,6 @@ DEFECTS = (
         "An item zeroes values that the next one reads from the same block.",
     ),
     Defect(
-        "tpu_plan_shared_by_blocks",
-        "jax/kernels/tpu/_plan.py",
-        "may_share = real & ~is_single[r] & (blocks == 1)",
-        "may_share = real & ~is_single[r]",
-        PAGED_TPU,
-        "An item of several blocks takes those of the item before it for its own.",
-    ),
-    Defect(
         "tpu_pages_partial_tile",
         "jax/kernels/tpu/_pages.py",
         "field(_plan.FIRST, t) < self.cfg.tile",
