@@ -934,6 +934,14 @@ DEFECTS = (
         "A token between two written ones that has no slot is not refused, and written.",
     ),
     Defect(
+        "tpu_mla_starts_twice",
+        "jax/kernels/tpu/_mla_kernel.py",
+        "pl.when(jnp.logical_not(is_clear(item, begin + cfg.kv_block)))(start_next)",
+        "start_next()",
+        MLA_TPU,
+        "The copies of the next block are started before a block that starts them at its end too.",
+    ),
+    Defect(
         "tpu_mla_own_key",
         "jax/kernels/tpu/_mla_kernel.py",
         "(item.position + 1 - first)",

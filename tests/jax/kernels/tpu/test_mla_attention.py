@@ -49,6 +49,8 @@ CASES: dict[str, dict[str, Any]] = {
     "blocks of rows": {"kv_cache_dtype": "fp8", "page": 32, "chip": "v6e", "blocks": BLOCKS._replace(large=16)},
     "whole pages": {"page": 32, "lens": ((70, 1, 40), (70, 33, 100))},
     "decode": {"lens": DECODES, "blocks": BLOCKS._replace(large=0)},
+    # blocks that are seen as a whole start the copies of the next one at their end
+    "decodes of several blocks": {"lens": ((1, 1), (200, 130)), "mode": "eager", "blocks": BLOCKS._replace(large=0)},
     # items of as many tokens as the longest request has: score matrices of 256 rows and one of 64
     "rows of one request": {"lens": ((20, 3), (20, 60)), "page": 16, "blocks": BLOCKS._replace(large=20)},
     "deepseek": {"lens": ((4, 4), (40, 21)), "dims": (512, 64, 128, 128), "blocks": BLOCKS._replace(large=4)},
@@ -75,8 +77,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
-#: It notices every defect of `tests.testing.planted`.
-KEPT = ("fp8",)
+#: They notice the defects of `tests.testing.planted`.
+KEPT = ("fp8", "decodes of several blocks")
 
 
 @pytest.mark.parametrize("name", sampled(list(CASES), 1, "mla attention", lambda name: name in KEPT))
