@@ -69,6 +69,16 @@ def test_a_full_device_needs_no_parts_and_an_idle_one_does() -> None:
     assert split_kv_for(4, 8, MIN_SPLIT_TILES, 0, 132) is None
 
 
+def test_splits_of_many_rows_are_only_made_where_they_pay() -> None:
+    """On an H100 the first four took 0.81, 0.83, 0.93 and 0.8 of the time unsplit, the others 1.19, 1.2 and 1."""
+    rng = np.random.default_rng(0)
+    short, long, uneven = (rng.integers(top // 20, top, n) for top, n in ((1500, 80), (6000, 92), (11000, 44)))
+    for keys, kv_heads in (([1536] * 22, 8), ([3657] * 45, 4), ([9216] * 26, 8), (short, 4)):
+        assert are_whole(np.array(keys), kv_heads, 132, True) and not are_whole(np.array(keys), kv_heads, 132)
+    for keys, kv_heads in (([7628] * 20, 8), (long, 4), (uneven, 4), ([500] * 3, 8)):
+        assert not are_whole(np.array(keys), kv_heads, 132, True)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_decodes_are_whole_where_the_search_leaves_the_longest_whole(seed: int) -> None:
     """Most batches are decided by bounds of the search alone."""

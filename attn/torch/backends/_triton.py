@@ -261,7 +261,7 @@ class TritonPagedImpl(PagedAttentionImpl):
         self, q_lens: "IntArray", seq_lens: "IntArray", most: int, itemsize: int, arch: str, processors: int
     ) -> "_BatchPlan":
         """Return `_plan` of requests of these lengths. most: the bound of `q_lens`; itemsize: of the cache."""
-        from attn.kernels.launch import are_whole, blocks_of, packs_rows, prefill_programs, run_together
+        from attn.kernels.launch import are_whole, blocks_of, crowded_launch, packs_rows, prefill_programs, run_together
 
         group, left = self.num_heads // self.num_kv_heads, self.window[0]
         # what a request's rows see together: a window of each, so `left` keys before the first row's own
@@ -276,7 +276,9 @@ class TritonPagedImpl(PagedAttentionImpl):
         singles = int(np.count_nonzero(single))
         # up to 16 tokens a request, a decode's tile holds them all; in a batch with longer ones it serves single tokens only
         decodes = keys if singles == len(keys) else keys[single if most > 16 else q_lens > 0]
-        programs, below, whole = 0, None, are_whole(decodes, self.num_kv_heads, processors)
+        rows = most * group if most <= 16 else group
+        many_rows = crowded_launch(arch, rows, self.head_size, itemsize, itemsize) is not None
+        programs, below, whole = 0, None, are_whole(decodes, self.num_kv_heads, processors, many_rows)
         if has_prompts:
             # float64: rows times keys of a prompt exceed 32 bits
             several = q_lens > 1

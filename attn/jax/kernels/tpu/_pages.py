@@ -482,7 +482,7 @@ def attend(
     ops: of all items; with `long`, of singles, and `long` is of the others.
     after: the number of items that are processed before, with the same slots, and what does it. It receives the item, the block
         and the slot that are started next, starts the first blocks of the other items behind its own, and returns the slot of
-        the first one, and what is started next then. Whoever passes it has started the queries of the first other item.
+        the first one, and what is started next then. The queries of the first other item are already on their way.
     """
     count, zero = loads.count, jnp.int32(0)
     first, before = (zero, None) if after is None else after
