@@ -276,8 +276,8 @@ class TritonPagedImpl(PagedAttentionImpl):
         singles = int(np.count_nonzero(single))
         # up to 16 tokens a request, a decode's tile holds them all; in a batch with longer ones it serves single tokens only
         decodes = keys if singles == len(keys) else keys[single if most > 16 else q_lens > 0]
-        rows = most * group if most <= 16 else group
-        many_rows = crowded_launch(arch, rows, self.head_size, itemsize, itemsize) is not None
+        of_tile = most * group if most <= 16 else group
+        many_rows = crowded_launch(arch, of_tile, self.head_size, itemsize, itemsize) is not None
         programs, below, whole = 0, None, are_whole(decodes, self.num_kv_heads, processors, many_rows)
         if has_prompts:
             # float64: rows times keys of a prompt exceed 32 bits
