@@ -22,11 +22,13 @@ from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum as De
 from attn.errors import UnsupportedError
 from attn.functional import DenseParams, OptionalArrays
 from attn.integrations.transformers.call import (
+    EVERYTHING,
     NAME,
     ModuleCall,
     dropout_name,
     in_graph,
     known_request,
+    replaced,
     rows_first,
     visible,
     widened,
@@ -62,6 +64,8 @@ class DenseLaunch(NamedTuple):
         # `of_any` itself, where it prepares nothing: its arguments are not those of a `Run`
         return None if prepared is self.of_any else prepared
 
+
+_MASK_AT_ONCE = 1 << 26  #: rows x keys of a masked prompt: torch makes a bias of the mask in each layer
 
 _launches: "weakref.WeakKeyDictionary[Any, dict[Any, DenseLaunch | None]]" = weakref.WeakKeyDictionary()
 #: Of calls that see all keys: launches by what decides them, for which later steps need no `ModuleCall`, and what computes
@@ -205,6 +209,9 @@ def _decided(call: ModuleCall) -> DenseLaunch | None:
     # decided in each call: the formula has no launch, and dense backends take padding as a mask
     if route is Route.FORMULA or (route is Route.DENSE and padded and rows > 1):
         return None
+    masked = _masked(call) if padded else None
+    if masked is not None:
+        return DenseLaunch(masked)
     plain = None if padded else _dense(call, route)
     if plain is not None:
         if pads:
@@ -252,6 +259,48 @@ def _dense(call: ModuleCall, route: Route) -> Callable[[torch.Tensor, torch.Tens
         return chosen_for(call, None, call.backend).launcher(*rows_first(call))  # type: ignore[no-any-return]
     except UnsupportedError:
         return None
+
+
+def _waits(device: torch.device) -> bool:
+    """Whether the host waits for a device when it reads its elements."""
+    return device.type != "cpu"
+
+
+def _masked(call: ModuleCall) -> Run | None:
+    """Return the launch of a plain call with padding by the dense backend of the requested name, if it takes masks.
+
+    The paged backend of such a name attends requests one by one, and waits for the device for each. On a CPU nothing waits,
+    and that takes less time than hiding the padding, for which keys and values are copied.
+    """
+    if not call.plain or call.backend not in Dense.names() or not _waits(call.query.device):
+        return None
+    causal, width = call.seen.layer.causal, call.value.shape[3]
+    assert call.valid is not None
+    try:  # a backend of masks, even where one of keys would do; the mask says causality too
+        impl = chosen_for(replaced(call, seen=EVERYTHING), call.valid.present[:, None, None], call.backend)
+    except UnsupportedError:
+        return None
+
+    def launch(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, runs: Runs | None
+    ) -> torch.Tensor:
+        assert runs is not None
+        batch, keys = len(query), key.shape[2]
+        step = max(1, _MASK_AT_ONCE // keys**2) if causal else batch
+        if step < batch:
+            parts = zip(*(x.split(step) for x in (query, key, value, runs.first, runs.number)), strict=True)
+            return torch.cat([launch(q, k, v, sinks, Runs(*run)) for q, k, v, *run in parts])
+        if pads:
+            value = F.pad(value, (0, key.shape[3] - width))
+        if causal:  # the backend itself hides what is behind a mask of keys: padding may hold anything
+            gone = ~runs.mask(keys, False)[:, None, :, None]
+            key, value = key.masked_fill(gone, 0), value.masked_fill(gone, 0)
+        arrays = (x.transpose(1, 2) for x in (query, key, value))
+        out: torch.Tensor = impl.forward(*arrays, DiffusionAttentionMetadata(attn_mask=runs.mask(keys, causal)))
+        return out[..., :width]
+
+    pads = call.query.shape[3] != width
+    return launch
 
 
 #: Sinks by identity: the tensor, its version, and its values in float32.

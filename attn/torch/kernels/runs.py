@@ -34,6 +34,7 @@ class Runs:
     def __init__(self, first: torch.Tensor, number: torch.Tensor) -> None:
         self.first, self.number = first, number
         self._sequences: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._masks: dict[tuple[int, bool], torch.Tensor] = {}
 
     def sequences(self, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cut `keys` rows per request into three sequences: before its run, the run, and after; made once.
@@ -50,3 +51,14 @@ class Runs:
             at = torch.arange(keys, dtype=torch.int32, device=device)
             self._sequences[keys] = starts, (at < self.first[:, None]) | (at >= end[:, None])
         return self._sequences[keys]
+
+    def mask(self, keys: int, causal: bool) -> torch.Tensor:
+        """Return which of `keys` keys are in each run, bool [B, keys]; causal: which of them each row of a run sees, the rows
+        being the keys' tokens, [B, 1, keys, keys]. Made once."""
+        if (keys, causal) not in self._masks:
+            at = torch.arange(keys, dtype=torch.int32, device=self.first.device)
+            mask = (at >= self.first[:, None]) & (at < (self.first + self.number)[:, None])
+            if causal:
+                mask = (mask[:, None, :, None] & mask[:, None, None]) & (at <= at[:, None])
+            self._masks[keys, causal] = mask
+        return self._masks[keys, causal]

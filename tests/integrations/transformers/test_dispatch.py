@@ -10,6 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+import torch.nn.functional as F  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
 import attn  # noqa: E402
 from attn.errors import UnsupportedError  # noqa: E402
 from attn.integrations import transformers as attn_transformers  # noqa: E402
@@ -497,6 +500,45 @@ def test_calls_with_padding_are_launched_where_a_backend_attends_runs(options, p
     there[0] = torch.tensor([1, 0, 0, 1, 1, 1, 1, 1, 1])  # a gap
     attended(module, given, mask_of(), **options)
     assert len(made[0].runs) == (3 if cut else 2)  # the last keys have no gap
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the elements that are read on the host, for which a GPU is waited for."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("at_once", [1 << 26, 1])
+@pytest.mark.parametrize("padding", [([0, 3], [9, 9]), ([0, 9], [7, 9]), ([2, 0], [8, 5])])
+@pytest.mark.parametrize(("rows", "width"), [(1, 16), (9, 16), (1, 8), (9, 8)])
+def test_layers_with_padding_by_name_wait_for_nothing(rows, width, padding, at_once, monkeypatch):
+    monkeypatch.setattr(dispatch, "_MASK_AT_ONCE", at_once)
+    monkeypatch.setattr(dispatch, "_waits", lambda device: True)
+    given, module = arrays(rows, width=width), Layer()
+    there = torch.zeros(2, 9, dtype=torch.bool)
+    for entry, first, end in zip(there, *padding, strict=True):
+        entry[first:end] = True
+    made = attn_transformers.mask(2, rows, 9, 9 - rows, attention_mask=there)
+    want = torch.zeros(2, rows, 4, width)
+    for b, (first, end) in enumerate(zip(*padding, strict=True)):
+        query, key, value = (x[b : b + 1, :, first:end] for x in given)
+        real = slice(first, end) if rows > 1 else slice(0, int(end > first))
+        options = {"scale": 0.25, "causal": rows > 1, "layout": "BHSD"}
+        if end > first:
+            query = query if rows > 1 else given[0][b : b + 1]
+            want[b, real] = attn.attention(query, key, F.pad(value, (0, 16 - width)), **options)[0].transpose(0, 1)[..., :width]
+    for x in given[1:]:
+        x.transpose(1, 2)[~there] = torch.nan  # may hold anything
+    for layer in range(2):
+        with HostReads() as reads:
+            out = attended(module, given, made, "attn:TORCH_SDPA")
+        torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+        assert layer == 0 or not reads.number
 
 
 @pytest.mark.parametrize("slots", [0, 5])

@@ -31,15 +31,7 @@ class SDPABase(DenseImpl):
         if self.causal and not square:
             triangle = bottom_right(rows, length, query.device)
             mask = triangle[None, None] if mask is None else mask & triangle
-        out = F.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=square,
-            scale=self.scale,
-            enable_gqa=self.num_heads != self.num_kv_heads,
-        ).transpose(1, 2)
+        out = self._by_torch(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask, square)
         # kernels of torch differ in a row without a key: NaN, 0 or a mean of values
         return out if mask is None else torch.where(mask.any(-1).transpose(1, 2)[..., None], out, 0)
 
@@ -48,11 +40,23 @@ class SDPABase(DenseImpl):
         # such rows need a triangle as their mask
         if self.causal and rows != length:
             return super()._attend_heads_first(query, key, value)
-        return F.scaled_dot_product_attention(
-            fold_sign(aligned(query), self.signed_scale),
-            aligned(key),
-            aligned(value),
-            is_causal=self.causal,
-            scale=self.scale,
-            enable_gqa=self.num_heads != self.num_kv_heads,
-        ).transpose(1, 2)
+        query = fold_sign(aligned(query), self.signed_scale)
+        return self._by_torch(query, aligned(key), aligned(value), None, self.causal)
+
+    def _by_torch(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool
+    ) -> torch.Tensor:
+        """Call torch's function. query: [B, H, S, D]; key, value: [B, K, M, D]; returns [B, S, H, D]."""
+        grouped, rows = self.num_heads != self.num_kv_heads, query.shape[2]
+        # Torch repeats the keys of grouped heads on a CPU and, under a mask, computes them by formula on GPUs without cuDNN.
+        # Heads of a group that have one row each are rows of one head.
+        folded = grouped and rows == 1 and (mask is None or mask.shape[1] == 1)
+        if folded:
+            query, grouped = query.unflatten(1, (self.num_kv_heads, -1)).flatten(2, 3), False
+        elif grouped and mask is not None and query.is_cuda:
+            key, value = (x.repeat_interleave(self.num_heads // self.num_kv_heads, 1) for x in (key, value))
+            grouped = False
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=causal and not folded, scale=self.scale, enable_gqa=grouped
+        )
+        return out.flatten(1, 2)[:, None] if folded else out.transpose(1, 2)
