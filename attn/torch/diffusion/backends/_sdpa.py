@@ -48,14 +48,11 @@ class SDPABase(DenseImpl):
     ) -> torch.Tensor:
         """Call torch's function. query: [B, H, S, D]; key, value: [B, K, M, D]; returns [B, S, H, D]."""
         grouped, rows = self.num_heads != self.num_kv_heads, query.shape[2]
-        # Torch repeats the keys of grouped heads on a CPU and, under a mask, computes them by formula on GPUs without cuDNN.
-        # Heads of a group that have one row each are rows of one head.
-        folded = grouped and rows == 1 and (mask is None or mask.shape[1] == 1)
+        # On a CPU torch repeats the keys of grouped heads. Heads of a group that have one row each are rows of one head; its
+        # kernels for GPUs know groups, and were not measured so.
+        folded = grouped and rows == 1 and (mask is None or mask.shape[1] == 1) and query.device.type == "cpu"
         if folded:
             query, grouped = query.unflatten(1, (self.num_kv_heads, -1)).flatten(2, 3), False
-        elif grouped and mask is not None and query.is_cuda:
-            key, value = (x.repeat_interleave(self.num_heads // self.num_kv_heads, 1) for x in (key, value))
-            grouped = False
         out = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=causal and not folded, scale=self.scale, enable_gqa=grouped
         )
