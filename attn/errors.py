@@ -35,8 +35,7 @@ class MetadataError(AttnError):
         self.field, self.index, self.value, self.bound = field, index, value, bound
         where = ", ".join(map(str, index)) if isinstance(index, tuple) else index
         element = field if index is None else f"{field}[{where}]"
-        shown = repr(value) if isinstance(value, str) else value  # '16' is not 16
-        super().__init__(f"{element} = {shown}: must be {bound}")
+        super().__init__(f"{element} = {value}: must be {bound}")
 
     # BaseException pickles its class with `args`, here the one message; the constructor needs all four. Errors are pickled
     # where a worker process raises them.

@@ -274,7 +274,7 @@ def test_a_flag_is_true_or_false(door: str) -> None:
 
 #: Batches that contradict themselves or the cache of 8 blocks of 16.
 BAD_BATCHES: dict[str, tuple[str, Callable[[], Any]]] = {
-    "a word for a flag": ("causal = 'no': must be True or False", lambda: GOOD().replace(causal="no")),
+    "a word for a flag": ("causal = no: must be True or False", lambda: GOOD().replace(causal="no")),
     "a list for a flag": (r"causal = \[False\]: must be True or False", lambda: GOOD().replace(causal=[False])),
     "another block size": ("block_size = 8: must be 16", lambda: Batch.from_lens([5], [5], [[1, 2]], 8)),
     "a block that is not there": (

@@ -484,7 +484,8 @@ _INT32, _INT32_OR_64, _BOOL = ("int32",), ("int32", "int64"), ("bool",)
 def _check_int(name: str, value: Any, least: int) -> None:
     integral = type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
     if not integral or not least <= value <= INT32_MAX:
-        raise MetadataError(name, None, value, f"an int between {least} and {INT32_MAX}")
+        instead = ", not a string" if isinstance(value, str) else ""  # which reads like the number
+        raise MetadataError(name, None, value, f"an int between {least} and {INT32_MAX}{instead}")
 
 
 def _flag(name: str, value: Any) -> bool:

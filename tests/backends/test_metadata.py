@@ -493,7 +493,8 @@ def test_host_numbers(name, value):
     with pytest.raises(MetadataError) as caught:
         batch(**{name: value}).validate(BLOCK)
     found = caught.value
-    assert (found.field, found.index, found.bound) == (name, None, f"an int between 0 and {INT32_MAX}")
+    bound = f"an int between 0 and {INT32_MAX}" + ", not a string" * isinstance(value, str)
+    assert (found.field, found.index, found.bound) == (name, None, bound)
     assert found.value is value
 
 
@@ -709,5 +710,5 @@ def test_a_part_that_is_not_of_the_batch_is_refused(first, last):
 def test_arguments_of_a_wrong_type_are_named():
     with pytest.raises(ShapeError, match="block_table is None: must be rows of block ids"):
         CommonAttentionMetadata.from_lens([5], [5], None, 16)
-    with pytest.raises(MetadataError, match="block_size = '16': must be an int"):
+    with pytest.raises(MetadataError, match="block_size = 16: must be an int between 1 and .*, not a string"):
         CommonAttentionMetadata.from_lens([5], [5], [[1]], "16")
