@@ -484,15 +484,19 @@ _INT32, _INT32_OR_64, _BOOL = ("int32",), ("int32", "int64"), ("bool",)
 def _check_int(name: str, value: Any, least: int) -> None:
     integral = type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
     if not integral or not least <= value <= INT32_MAX:
-        instead = ", not a string" if isinstance(value, str) else ""  # which reads like the number
-        raise MetadataError(name, None, value, f"an int between {least} and {INT32_MAX}{instead}")
+        raise MetadataError(name, None, value, f"an int between {least} and {INT32_MAX}{_no_string(value)}")
+
+
+def _no_string(value: Any) -> str:
+    """What an error adds for a string, which reads as the number or the word that it spells."""
+    return ", not a string" if isinstance(value, str) else ""
 
 
 def _flag(name: str, value: Any) -> bool:
     # Types are compared first here and above: `isinstance` with NumPy's and abstract classes takes longer, in every build.
     flag = value if type(value) is bool else as_flag(value)
     if flag is None:
-        raise MetadataError(name, None, value, "True or False")
+        raise MetadataError(name, None, value, f"True or False{_no_string(value)}")
     return flag
 
 

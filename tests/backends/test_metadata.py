@@ -323,8 +323,8 @@ def test_flags_are_true_or_false(value):
     """A list or a word is true to Python, whatever it says."""
     with pytest.raises(MetadataError) as caught:
         batch(causal=value).validate(BLOCK)
-    shown = repr(value) if isinstance(value, str) else value
-    assert str(caught.value) == f"causal = {shown}: must be True or False" and caught.value.field == "causal"
+    message = f"causal = {value}: must be True or False" + ", not a string" * isinstance(value, str)
+    assert str(caught.value) == message and caught.value.field == "causal"
     for name in ("causal", "strict", "writes"):
         if name == "causal" and value == [False]:  # one per request
             continue
