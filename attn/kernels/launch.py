@@ -390,8 +390,9 @@ def _end_soon(requests: int, total: int, longest: int, kv_heads: int, multiproce
 
     Measured (H100, heads of 128) on 28 batches of 17 to 131 requests, 24 of them split so far. Whole ones take about 12 us and
     2.25 us for each tile until the last of them ends, split ones 48 us and 3 us for each tile of a program's share. The rule
-    leaves 11 of the 24 whole, which took 0.74 to 0.93 of the time; of the others none was faster by more than 5 %. "Whole"
-    was there one item for each request or nearly, in the launch of splits; the launch of whole requests was not timed.
+    leaves 11 of the 24 whole, which took 0.74 to 0.93 of the time; of the others none was faster by more than 5 %. It was set
+    with all of them in view, and tried on no others. "Whole" was there one item for each request or nearly, in the launch of
+    splits; the launch of whole requests was not timed.
     """
     if not is_crowded(requests, kv_heads, multiprocessors, 64):
         return False

@@ -179,7 +179,7 @@ class FlashInferMetadataBuilder(PagedAttentionMetadataBuilder):
         graph = self._graphs.setdefault(meta.num_reqs, meta)
         if graph.block_table.numel() < meta.block_table.numel():
             wider = f"at most {graph.block_table.numel()}, as in the previous capture of as many requests"
-            raise MetadataError("entries of block_table", None, meta.block_table.numel(), wider)
+            raise MetadataError("block_table", None, f"{meta.block_table.numel()} entries", wider)
         meta.plans, meta.captured = graph.plans, True
         assert meta.block_size is not None
         meta.max_seq_len = meta.block_table.shape[1] * meta.block_size  # the maximum over all replays
@@ -188,7 +188,9 @@ class FlashInferMetadataBuilder(PagedAttentionMetadataBuilder):
     def _check_room(self, meta: FlashInferMetadata, room: int) -> None:
         pages = int((-(-meta.host_lens()[1] // self.kv_cache_spec.block_size)).sum())
         if pages > room:
-            raise MetadataError("pages of seq_lens", None, pages, f"at most {room} pages, the size of the captured block table")
+            raise MetadataError(
+                "seq_lens", None, f"{pages} pages", f"at most {room} pages, the size of the captured block table"
+            )
 
 
 class FlashInferBackend(PagedAttentionBackend):

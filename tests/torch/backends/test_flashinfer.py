@@ -300,9 +300,9 @@ def test_a_graph_of_decodes_holds_no_encoder_and_no_more_pages_than_it_was_captu
     captured = builder.build_for_cudagraph_capture(_decodes([5, 9], [[0], [1]]))
     with pytest.raises(UnsupportedError, match="cannot contain ragged attention"):
         captured.planned(_group("ragged"))
-    with pytest.raises(MetadataError, match="pages of seq_lens = 3: must be at most 2 pages"):
+    with pytest.raises(MetadataError, match="3 pages: must be at most 2 pages"):
         builder.build(0, _decodes([5, 20], [[0], [1, 2]]))
-    with pytest.raises(MetadataError, match="entries of block_table = 4: must be at most 2"):
+    with pytest.raises(MetadataError, match="4 entries: must be at most 2"):
         builder.build_for_cudagraph_capture(_decodes([5, 9], [[0, 2], [1, 3]]))
 
 
