@@ -94,7 +94,10 @@ def estimate(row: Any, chip: str, kernel: str, dump: str) -> dict[str, Any]:
     program = _libtpu.PallasProgram(call, arrays, [np.asarray(x, np.int32) for x in known], (3,), 0, 0, "bfloat16")
     copies = chip != "v7x" or kernel != "attn"
     parts = _libtpu.estimate_program(program, chip, dump, copies)
-    us, limit = sum(part["us"] for part in parts), importlib.import_module("pallas").floors(row, chip, PAGE)
+    us, limit = (
+        sum(part["us"] for part in parts),
+        importlib.import_module("benchmarks.estimates.programs").floors(row, chip, PAGE),
+    )
     if us < max(limit["mxu_us"], limit["hbm_us"] / 4):  # as in `benchmarks.pallas`
         least = f"{limit['mxu_us']:.0f} us of products, {limit['hbm_us']:.0f} of bytes"
         raise RuntimeError(f"{us:.1f} us for {least}: the simulator missed a loop")
@@ -192,12 +195,12 @@ def main() -> int:
     )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    sys.path.insert(0, str(ROOT / "benchmarks"))
+    sys.path.insert(0, str(ROOT))
     if args.worker:
         chip, *rest, dump = json.loads(args.worker)
         if rest:
-            pallas = importlib.import_module("pallas")
-            (row,) = [row for row in pallas.ROWS if row.name == rest[0]]
+            launches = importlib.import_module("benchmarks.estimates.launches")
+            (row,) = [row for row in launches.ROWS if row.name == rest[0]]
             made = estimate(row, chip, rest[1], dump)
         else:
             made = step(chip)

@@ -16,7 +16,8 @@ from typing import Any
 
 from attn.reports import evidence
 from attn.tools.bench import BenchCase, parse
-from benchmarks import pallas
+from benchmarks.estimates import launches, table
+from benchmarks.estimates.programs import floors
 
 NOTES = Path(__file__).parent
 RESULTS = NOTES.parent / "results"
@@ -71,21 +72,18 @@ def _estimates(kinds: Sequence[str]) -> str:
     """Return the figures of `benchmarks.pallas` for our kernel and the best peer, pages of 128."""
     rows = load("pallas")["rows"]
     lines = []
-    for row in (row for row in pallas.ROWS if row.kind in kinds and (128 in row.pages or row.pages == (0,))):
+    for row in (row for row in launches.ROWS if row.kind in kinds and (128 in row.pages or row.pages == (0,))):
         page = 128 if 128 in row.pages else 0
         cells = [_estimate(rows, row, chip, page) if chip in row.chips else "" for chip in CHIPS]
         lines.append([row.name, *cells])
     return markdown(["launch", *(f"{chip}: ours / best peer, us" for chip in CHIPS)], lines)
 
 
-def _estimate(rows: dict[str, Any], row: pallas.Row, chip: str, page: int) -> str:
-    own = rows[pallas.key_of(row, chip, page, pallas.OURS)]
-    found, marks = own.get("us"), "" if own.get("copies", True) else " (a)"
-    if found is None and (found := pallas._by_parts(rows, row, chip, page)):
-        marks = " (a, c)"
-    limit = pallas.floors(row, chip, page)
-    shown = "none" if found is None else f"**{_bounded(found, limit)}**{marks}"
-    peers = [(pallas._peer_cell(rows, row, chip, page, peer, limit)[1], peer) for peer in row.peers]
+def _estimate(rows: dict[str, Any], row: launches.Row, chip: str, page: int) -> str:
+    found, marks = table.own_of(rows, row, chip, page)
+    limit = floors(row, chip, page)
+    shown = "none" if found is None else f"**{_bounded(found, limit)}**{marks.removesuffix(' (d)')}"
+    peers = [(table.peer_of(rows, row, chip, page, peer, limit)[1], peer) for peer in row.peers]
     best, name = min(peers, default=(math.inf, ""))
     return shown if best == math.inf else f"{shown} / {_bounded(best, limit)} ({name})"
 

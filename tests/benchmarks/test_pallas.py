@@ -14,6 +14,7 @@ pytest.importorskip("jax")
 from attn.errors import BackendLoadError
 from attn.tools.aot.command import compiler_path
 from benchmarks import pallas
+from benchmarks.estimates import launches, programs, table
 
 
 @pytest.fixture(scope="module")
@@ -22,18 +23,18 @@ def rows() -> dict[str, Any]:
 
 
 def test_no_row_is_missing(rows: dict[str, Any]) -> None:
-    missing = [key for job in pallas.wanted(True) if (key := pallas.key_of(*job)) not in rows]
+    missing = [key for job in launches.wanted(True) if (key := launches.key_of(*job)) not in rows]
     assert not missing, "measure them: python -m benchmarks.pallas --peers FOLDER"
 
 
 def test_every_goal_is_met(rows: dict[str, Any]) -> None:
-    for row in pallas.ROWS:
+    for row in launches.ROWS:
         for (chip, page), goal in row.goals.items():
-            assert rows[pallas.key_of(row, chip, page, pallas.OURS)]["us"] <= goal, row.name
+            assert rows[launches.key_of(row, chip, page, launches.OURS)]["us"] <= goal, row.name
 
 
 def test_the_table(rows: dict[str, Any]) -> None:
-    assert pallas.TABLE.read_text() == pallas.table(rows) + "\n", "write it: python -m benchmarks.pallas --table"
+    assert pallas.TABLE.read_text() == table.table(rows) + "\n", "write it: python -m benchmarks.pallas --table"
 
 
 MISTAKES = {
@@ -60,9 +61,9 @@ def test_mistakes_measure_and_write_nothing(
 
 
 def test_rows_drawn_at_random_are_those_of_their_seed() -> None:
-    rows = [list(pallas.drawn(6, seed, True)) for seed in (3, 3, 4)]
+    rows = [list(launches.drawn(6, seed, True)) for seed in (3, 3, 4)]
     assert rows[0] == rows[1] != rows[2]
-    drawn = [job[0] for job in rows[0] if job[1] == "v6e" and job[3] == pallas.OURS]
+    drawn = [job[0] for job in rows[0] if job[1] == "v6e" and job[3] == launches.OURS]
     assert {(row.kind, row.stored) for row in drawn} == {
         (kind, stored) for kind in ("paged", "latent") for stored in ("bfloat16", "float8_e4m3fn")
     }
@@ -77,22 +78,22 @@ def test_a_row_drawn_at_random_is_estimated_and_not_stored(
         pytest.skip(str(error))
     monkeypatch.setattr(pallas, "RESULTS", tmp_path / "pallas.json")
     monkeypatch.setattr(pallas, "TABLE", tmp_path / "pallas.md")
-    monkeypatch.setattr(pallas, "DRAWN", replace(pallas.DRAWN, requests=2, length=256, chunk=32, new_tokens=64))
+    monkeypatch.setattr(launches, "DRAWN", replace(launches.DRAWN, requests=2, length=256, chunk=32, new_tokens=64))
     command = ["pallas", "--random", "1", "--seed", "2", "--only", "v6e", "--compilers", compilers]
     monkeypatch.setattr(sys, "argv", command)
     pallas.main()
     (line,) = capsys.readouterr().out.splitlines()
-    (row,) = (job[0] for job in pallas.drawn(1, 2, False) if job[1] == "v6e")
+    (row,) = (job[0] for job in launches.drawn(1, 2, False) if job[1] == "v6e")
     found = re.fullmatch(re.escape(row.name) + r" \| v6e \| \d+ \| attn: (\d+)( \(sim \d+\))? us \(.* s\)", line)
-    assert found and int(found[1]) >= pallas.floors(row, "v6e", row.pages[0])["hbm_us"] - 0.5, line
+    assert found and int(found[1]) >= programs.floors(row, "v6e", row.pages[0])["hbm_us"] - 0.5, line
     assert not list(tmp_path.iterdir())
 
 
 def test_peers_receive_decodes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt before the last decode took them the time of one row."""
-    monkeypatch.setattr(pallas, "_vmem", lambda chip: 1 << 27)  # libtpu answers it
-    row = pallas.Row("", "paged", "q30s40_q1s50_q20_q1s60", (8, 1, 128), (pallas.JAX,))
-    program = pallas.peer(row, "v6e", 128, pallas.JAX, "")
+    monkeypatch.setattr(programs, "_vmem", lambda chip: 1 << 27)  # libtpu answers it
+    row = launches.Row("", "q30s40_q1s50_q20_q1s60", (8, 1, 128), (launches.JAX,))
+    program = programs.peer(row, "v6e", 128, launches.JAX, "")
     seq_lens, _, starts, _ = program.batch
     assert seq_lens.tolist() == [50, 60, 40, 20]
     assert starts.tolist() == [0, 1, 2, 32, 52]
@@ -100,16 +101,17 @@ def test_peers_receive_decodes_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("us", "text"), [(99.4, "100 (sim 99)"), (100.0, "100"), (250.6, "251")])
 def test_no_figure_is_below_the_floor_of_hbm(us: float, text: str) -> None:
-    assert pallas.bounded(us, {"hbm_us": 100.0}) == text
+    assert table.bounded(us, {"hbm_us": 100.0}) == text
 
 
-def test_parts_stand_for_a_whole() -> None:
-    (row,) = (row for row in pallas.ROWS if row.name == "prefill 2k at 8k")
+def test_parts_stand_for_a_whole_and_are_as_old_as_their_kernel() -> None:
+    (row,) = (row for row in launches.ROWS if row.name == "prefill 2k at 8k")
     ((part, times),) = row.parts
-    whole, apart = pallas.key_of(row, "v7x", 128, pallas.OURS), pallas.key_of(row._replace(name=part), "v7x", 128, pallas.OURS)
-    failed = {whole: {"error": "did not end", "source": pallas.source(row.kind)}}
-    part_of_old = {"us": 100.0, "copies": False, "spills": 0, "source": "before"}
-    table = pallas.table({**failed, apart: part_of_old})
-    assert f"| {times * 100} (a, c) |" in table
-    assert "| 100 (a) (d) |" in table
-    assert "| none: did not end |" in pallas.table(failed)
+    whole, apart = (launches.key_of(r, "v7x", 128, launches.OURS) for r in (row, row._replace(name=part)))
+    failed = {whole: {"error": "did not end", "source": "before"}}
+    made = {"us": 100.0, "copies": False, "spills": 0, "source": programs.source(row.kind)}
+    assert f"| {times * 100} (a, c) |" in table.table({**failed, apart: made})
+    old = table.table({**failed, apart: made | {"source": "before"}})
+    assert f"| {times * 100} (a, c) (d) |" in old
+    assert "| 100 (a) (d) |" in old
+    assert "| none: did not end (d) |" in table.table(failed)
