@@ -59,12 +59,13 @@ KV_CACHE_DTYPES = {
     "fp8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
     "int8": "int8",
+    "int4_per_token_head": "uint8",
     "int8_per_token_head": "int8",
     "fp8_per_token_head": "float8_e4m3fn",
     "fp8_ds_mla": "uint8",
 }
 #: Caches with a float32 scale per token and kv head, stored in the same blocks (docs/semantics.md §10).
-PER_TOKEN_HEAD = frozenset({"int8_per_token_head", "fp8_per_token_head"})
+PER_TOKEN_HEAD = frozenset({"int4_per_token_head", "int8_per_token_head", "fp8_per_token_head"})
 
 
 def needs_scales(kv_cache_dtype: str | None) -> bool:
@@ -98,14 +99,15 @@ def framework_of_dtype(dtype: Any) -> str | None:
 
 
 def kv_cache_row(kv_cache_dtype: str | None, head_size: int) -> int:
-    """Return the number of elements that one head of one token takes in a cache: `head_size`, plus four bytes if it has its
-    own scale; 656 bytes for `fp8_ds_mla` of any size."""
+    """Return the number of elements that one head of one token takes in a cache: `head_size`, or half of it where two codes
+    share a byte, plus four bytes if it has its own scale; 656 bytes for `fp8_ds_mla` of any size."""
     # 512 codes, four float32 scales and 64 bfloat16 numbers (docs/semantics.md §9), whatever the sizes of the model:
     # layers of other sizes are refused.
     if kv_cache_dtype == "fp8_ds_mla":
         return 656
     # Elements are one byte wide in these formats, so a float32 scale takes four of them.
-    return head_size + 4 * (kv_cache_dtype in PER_TOKEN_HEAD)
+    codes = head_size // 2 if kv_cache_dtype == "int4_per_token_head" else head_size
+    return codes + 4 * (kv_cache_dtype in PER_TOKEN_HEAD)
 
 
 def kv_cache_element(kv_cache_dtype: str | None, dtype: str) -> str:

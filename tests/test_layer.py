@@ -165,6 +165,7 @@ def pages(kind: str, count: int, size: int = 16) -> list[Any]:
 
 
 PAGES = [*((kind, "fp8") for kind in (*KINDS, "jax PALLAS")), ("torch", "auto"), ("torch", "int8_per_token_head")]
+PAGES += [("jax", "int4_per_token_head")]
 
 
 @pytest.mark.parametrize(("kind", "kv_cache_dtype"), PAGES)
@@ -183,9 +184,9 @@ def test_pages_from_elsewhere(kind: str, kv_cache_dtype: str) -> None:
     by_calls = layer.impl.do_kv_cache_update(layer, *flat, layer.new_kv_cache(8), slots)
     as_bytes = lambda x: host(x.view(torch.uint8) if framework == "torch" else x.view(jnp.uint8))  # noqa: E731
     np.testing.assert_array_equal(as_bytes(cache), as_bytes(by_calls))
-    if kv_cache_dtype == "int8_per_token_head":
+    if kv_cache_dtype in ("int8_per_token_head", "int4_per_token_head"):
         codes = [x.astype(np.int8) for x in numbers]
-        with pytest.raises(UnsupportedError, match="keys has dtype int8: int8_per_token_head stores scales too"):
+        with pytest.raises(UnsupportedError, match=f"keys has dtype int8: {kv_cache_dtype} stores scales too"):
             layer.load_pages(cache, ids, *(array(framework, x) for x in codes))
         return
     held = layer.backend.logical_kv_cache(cache)

@@ -80,7 +80,10 @@ class PagedBackend(AttentionBackend):
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
         why = super().why_not(request, device)
-        if request.kv_cache_dtype in PER_TOKEN_HEAD and request.block_size and request.num_kv_heads:
+        if request.kv_cache_dtype == "int4_per_token_head":
+            if request.head_size % 2:  # two codes share a byte
+                why.append(f"head_size={request.head_size} (kv_cache_dtype={request.kv_cache_dtype} supports multiples of 2)")
+        elif request.kv_cache_dtype in PER_TOKEN_HEAD and request.block_size and request.num_kv_heads:
             codes = request.block_size * request.num_kv_heads * request.head_size
             # Per page and kind the layout is [codes of all tokens and heads | float32 scales], so codes' bytes have to
             # be whole words.
@@ -95,7 +98,8 @@ class PagedBackend(AttentionBackend):
     ) -> tuple[int, ...]:
         """Return [2, N, P, K, D]: keys, then values, a token's heads adjacent (the layout called NHD).
 
-        With a scale per token and head, D + 4 bytes: a block holds the codes of all its tokens, then their scales.
+        With a scale per token and head, D + 4 bytes: a block holds the codes of all its tokens, then their scales. With codes
+        of four bits, D / 2 + 4: each row holds its codes, then its scale.
         """
         # Keys and values in one array, outermost: `kv_cache[0]` is all keys, contiguous, as kernels take them.
         return (2, num_blocks, block_size, num_kv_heads, kv_cache_row(cache_dtype_str, head_size))

@@ -61,6 +61,8 @@ def encode(x: jax.Array, element: Any, scale: Any = 1.0) -> jax.Array:
     """Convert x [..., K, D] to the elements of a cache of `element`. Elements that already have that type are unchanged."""
     if not is_quantised(element) or x.dtype == element:
         return x.astype(element)
+    if element == jnp.uint8:
+        return with_own_scale(divide(x.astype(jnp.float32), jnp.asarray(scale, jnp.float32)[..., None]))
     # a NaN passes through the clip
     limit = DTYPES[dtype_name(element)].max
     # [..., None]: a scale of each kv head meets [K, D], one number both
@@ -69,6 +71,18 @@ def encode(x: jax.Array, element: Any, scale: Any = 1.0) -> jax.Array:
         # int8 has no NaN, and a cast would give any number; `jnp.round` rounds ties to even, as the cast to fp8 does
         codes = jnp.where(jnp.isnan(codes), 0.0, jnp.round(codes))
     return codes.astype(element)
+
+
+def with_own_scale(x: jax.Array) -> jax.Array:
+    """The row [..., D / 2 + 4] of x [..., D] float32 in an int4_per_token_head cache: two codes a byte, then the float32 scale.
+
+    A row whose largest number is not finite has a scale of NaN: an infinite one would make zeros of its other numbers.
+    """
+    largest = jnp.max(jnp.abs(x), axis=-1)
+    scale = jnp.where(jnp.isfinite(largest), divide(largest, jnp.float32(7)), jnp.nan)
+    codes = jnp.round(divide(x, jnp.where(scale > 0, scale, 1.0)[..., None]))
+    low, high = jnp.split((jnp.clip(jnp.nan_to_num(codes), -7, 7) + 8).astype(jnp.uint8), 2, axis=-1)
+    return jnp.concatenate([low | high << 4, jax.lax.bitcast_convert_type(scale, jnp.uint8)], axis=-1)
 
 
 def drop_pads(slot_mapping: jax.Array, num_slots: int) -> jax.Array:

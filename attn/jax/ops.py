@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attn.jax import kv_cache as caches
+from attn.jax.kernels.xla import unpacked
 from attn.jax.kernels.xla_mla import numbers
 from attn.visibility import LayerMask
 
@@ -125,8 +126,10 @@ class Ops:
         """Return the keys [n * P, K, D] of blocks [n] as the layer reads them; of an MLA layer its rows [n * P, L + Dr]."""
         impl, stored = layer.impl, _key_blocks(layer.backend, kv_cache, blocks)
         if getattr(impl, "kv_lora_rank", None) is None:
-            stored = stored[..., : impl.head_size].reshape(-1, impl.num_kv_heads, impl.head_size)
-            return stored.astype(jnp.float32) * layer._k_scale[..., None] if caches.is_quantised(stored.dtype) else stored
+            quantised = caches.is_quantised(stored.dtype)
+            stored = unpacked(stored, jnp.float32 if quantised else stored.dtype)[..., : impl.head_size]
+            stored = stored.reshape(-1, impl.num_kv_heads, impl.head_size)
+            return stored * layer._k_scale[..., None] if quantised else stored
         rows = stored.reshape(-1, stored.shape[-1])
         return numbers(rows, jnp.float32, layer._k_scale if caches.is_quantised(rows.dtype) else 1.0)
 

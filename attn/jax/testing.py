@@ -24,6 +24,7 @@ from jax._src import compiler
 from jax.experimental.pallas import tpu as pltpu
 
 from attn.capabilities import Device, Feature
+from attn.dtypes import kv_cache_element
 from attn.jax.ops import bits_of
 from attn.testing import Call, Result, bits, cache_spec
 from attn.testing.prefill import PrefillArrays, results
@@ -286,12 +287,12 @@ class JaxRunner(BaseRunner):
         for index, stored in zip(self._where(call), (call.key_cache, call.value_cache), strict=True):
             raw[index] = 0  # a logical view may be wider than the head: its padding must be zeros
             raw[index[..., : stored.shape[-1]]] = stored
-        return jnp.asarray(raw.view(jnp.dtype(case.element)).reshape(shape))
+        return jnp.asarray(raw.view(jnp.dtype(kv_cache_element(case.kv_cache_dtype, case.dtype))).reshape(shape))
 
     def _shape(self, call: Call) -> tuple[int, ...]:
         assert call.key_cache is not None
-        num_blocks, block_size, num_kv_heads, head_size = call.key_cache.shape
-        return tuple(self.backend.get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size, call.case.kv_cache_dtype))
+        case, extent = call.case, call.key_cache.shape[:3]
+        return tuple(self.backend.get_kv_cache_shape(*extent, case.head_size, case.kv_cache_dtype))
 
     def _where(self, call: Call) -> tuple[Array, Array]:
         """Return the index in the flat cache of each key and value element: `logical_kv_cache` of a cache of indices."""

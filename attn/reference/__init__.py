@@ -23,7 +23,15 @@ from attn.reference._masks import (
 )
 from attn.reference._mla import mla_absorbed, mla_unabsorbed, pack_fp8_ds_mla, sparse_mla, unpack_fp8_ds_mla
 from attn.reference._paged import paged_attention, write_kv
-from attn.reference._quant import dequantize, from_bf16_bits, per_token_head_scales, quantize, to_bf16_bits
+from attn.reference._quant import (
+    dequantize,
+    from_bf16_bits,
+    pack_int4,
+    per_token_head_scales,
+    quantize,
+    to_bf16_bits,
+    unpack_int4,
+)
 from attn.reference._states import apply_sinks, merge_states
 
 __all__ = [
@@ -41,6 +49,7 @@ __all__ = [
     "mla_absorbed",
     "mla_unabsorbed",
     "pack_fp8_ds_mla",
+    "pack_int4",
     "paged_attention",
     "per_token_head_scales",
     "quantize",
@@ -50,6 +59,7 @@ __all__ = [
     "tree_depths",
     "tree_mask_from_choices",
     "unpack_fp8_ds_mla",
+    "unpack_int4",
     "visible_mask",
     "write_kv",
 ]

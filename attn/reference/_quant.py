@@ -45,16 +45,18 @@ _FP8: Final = {
     "fp8_e5m2": _fp8(mantissa_bits=2, bias=15, nonfinite_from=0x7C, infinity=0x7C),
     "fp8_e4m3fnuz": _fp8(mantissa_bits=3, bias=8, nonfinite_from=0x80, infinity=None, fnuz=True),
 }
-_INT8_MAX: Final = 127.0
+#: The largest code of each integer format. The most negative number of its bits is left out, so that a value and its
+#: negative have codes of one size.
+_INTEGER_MAX: Final = {"int8": 127.0, "int4": 7.0}
 
 
 def quantize(x: npt.ArrayLike, dtype: str, scale: npt.ArrayLike = 1.0) -> npt.NDArray[np.uint8] | npt.NDArray[np.int8]:
-    """Return the codes of x / scale: uint8 for fp8_e4m3, fp8_e5m2, fp8_e4m3fnuz; int8 for int8 (docs/semantics.md §10).
+    """Return the codes of x / scale: uint8 for fp8_e4m3, fp8_e5m2, fp8_e4m3fnuz; int8 for int8, int4 (docs/semantics.md §10).
 
     x: [..., K, D], any float dtype. scale, finite and >= 0: a scalar; [K], one per kv head;
     x.shape[:-1], one per token and head; or broadcastable to x (not from one dimension). Rounds to
-    nearest even and saturates at the largest finite value (448, 57344, 240, +-127), inf too. NaN is kept in
-    fp8 and raises in int8.
+    nearest even and saturates at the largest finite value (448, 57344, 240, +-127, +-7), inf too. NaN is
+    kept in fp8 and raises in int8 and int4. `pack_int4` puts two codes of int4 in a byte.
     """
     values = floats("x", x)
     factor = _aligned_scale(scale, values.shape)
@@ -62,18 +64,18 @@ def quantize(x: npt.ArrayLike, dtype: str, scale: npt.ArrayLike = 1.0) -> npt.ND
     with np.errstate(all="ignore"):
         # 0 / 0 would be NaN: an all-zero token has a scale of 0, and stores zeros (with their signs).
         scaled = np.where(values == 0, values, values / factor)
-    if dtype == "int8":
-        require(not np.isnan(scaled).any(), "x contains NaN, which int8 cannot store")
-        # -128 is left out, so that a value and its negative have codes of one size. `rint` rounds ties to even.
-        return np.clip(np.rint(scaled), -_INT8_MAX, _INT8_MAX).astype(np.int8)
+    if dtype in _INTEGER_MAX:
+        require(not np.isnan(scaled).any(), f"x contains NaN, which {dtype} cannot store")
+        # `rint` rounds ties to even
+        return np.clip(np.rint(scaled), -_INTEGER_MAX[dtype], _INTEGER_MAX[dtype]).astype(np.int8)
     return _encode(scaled, _format(dtype))
 
 
 def dequantize(codes: npt.ArrayLike, dtype: str, scale: npt.ArrayLike = 1.0) -> F64:
-    """Return value(code) * scale in float64; `scale` as in `quantize`. codes: uint8 for fp8, int8 for int8."""
+    """Return value(code) * scale in float64; `scale` as in `quantize`. codes: uint8 for fp8, int8 for int8 and int4."""
     array = np.asarray(codes)
-    code_dtype = np.dtype(np.int8 if dtype == "int8" else np.uint8)
-    decoded = None if dtype == "int8" else _format(dtype).decoded
+    code_dtype = np.dtype(np.int8 if dtype in _INTEGER_MAX else np.uint8)
+    decoded = None if dtype in _INTEGER_MAX else _format(dtype).decoded
     require(array.dtype == code_dtype, f"codes have dtype={array.dtype} ({code_dtype} for {dtype})")
     values = array.astype(np.float64) if decoded is None else decoded[array]
     factor = _aligned_scale(scale, values.shape)
@@ -84,8 +86,21 @@ def dequantize(codes: npt.ArrayLike, dtype: str, scale: npt.ArrayLike = 1.0) -> 
 
 def per_token_head_scales(x: npt.ArrayLike, dtype: str = "int8") -> F64:
     """Return the absmax of each [D] / the dtype's largest value: [..., K] for x [..., K, D]; 0 for a zero token."""
-    largest = _INT8_MAX if dtype == "int8" else float(_format(dtype).positive[-1])
+    largest = _INTEGER_MAX.get(dtype) or float(_format(dtype).positive[-1])
     return np.abs(floats("x", x)).max(axis=-1, initial=0.0) / largest
+
+
+def pack_int4(codes: npt.ArrayLike) -> npt.NDArray[np.uint8]:
+    """Return the bytes [..., D / 2] of int4 codes [..., D]: byte i has code i + 8 in its low half, code i + D / 2 + 8 above."""
+    array = np.asarray(codes)
+    require(array.shape[-1] % 2 == 0, f"codes have shape={list(array.shape)} (an even number of them shares bytes)")
+    low, high = np.split((array + 8).astype(np.uint8), 2, axis=-1)
+    return low | high << np.uint8(4)
+
+
+def unpack_int4(pairs: npt.NDArray[np.uint8]) -> npt.NDArray[np.int8]:
+    """Return the codes of `pack_int4`; a half of a byte that it does not make, 0, is -8."""
+    return np.concatenate([pairs & 15, pairs >> 4], axis=-1).astype(np.int8) - np.int8(8)
 
 
 def to_bf16_bits(x: npt.ArrayLike) -> npt.NDArray[np.uint16]:
@@ -133,7 +148,7 @@ def _encode(values: F64, fmt: _Format) -> npt.NDArray[np.uint8]:
 
 
 def _format(dtype: str) -> _Format:
-    require(dtype in _FP8, f"dtype={dtype!r} ({', '.join(_FP8)}, int8)")
+    require(dtype in _FP8, f"dtype={dtype!r} ({', '.join([*_FP8, *_INTEGER_MAX])})")
     return _FP8[dtype]
 
 

@@ -11,7 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from attn.dtypes import DTYPES, KV_CACHE_DTYPES, PER_TOKEN_HEAD
-from attn.reference import dequantize, pack_fp8_ds_mla, per_token_head_scales, quantize, unpack_fp8_ds_mla
+from attn.reference import (
+    dequantize,
+    pack_fp8_ds_mla,
+    pack_int4,
+    per_token_head_scales,
+    quantize,
+    unpack_fp8_ds_mla,
+    unpack_int4,
+)
 
 Array = npt.NDArray[Any]
 
@@ -20,12 +28,15 @@ CODES = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2", "float8_e4m3fnu
 
 #: Caches whose codes are scaled by the layer's k_scale and v_scale.
 SCALED = frozenset(name for name, element in KV_CACHE_DTYPES.items() if element in CODES) - PER_TOKEN_HEAD
-#: Elements whose rows contain their own scale -> the type of their codes. A row is D codes and the four bytes of a float32.
-SELF_SCALED = {name: str(KV_CACHE_DTYPES[name]) for name in sorted(PER_TOKEN_HEAD)}
+#: Elements whose rows contain their own scale -> the name of their codes in `attn.reference.quantize`. A row is the bytes of D
+#: codes, two to a byte for int4, and the four of a float32.
+SELF_SCALED = {name: CODES.get(str(KV_CACHE_DTYPES[name]), "int4") for name in sorted(PER_TOKEN_HEAD)}
 
 #: Element type of `fp8_ds_mla`, whose rows of 576 numbers take 656 bytes, scales included.
 PACKED = "uint8"
 _PACKED_POISONS = {"mixed": (0x7F, 0xFF, 0xFF, 0x7F, 0xFF), "huge": (0x7E, 0xFE, 0x7E), "zero": (0,)}
+
+_PAIRS = (0x0F, 0x00, 0xF0, 0x8F, 0x37)
 
 FP8 = "float8_e4m3fn"  #: dtype of an output that has a scale
 
@@ -53,9 +64,10 @@ def encode(values: npt.ArrayLike, element: str, scale: npt.ArrayLike = 1.0, nudg
         return pack_fp8_ds_mla(rows[:, :512], rows[:, 512:]).reshape(*array.shape[:-1], 656)
     if element in SELF_SCALED:
         code = SELF_SCALED[element]
-        row_scales = per_token_head_scales(array, CODES[code]).astype(np.float32)
+        row_scales = per_token_head_scales(array, code).astype(np.float32)
         # The scale is that of the unchanged values: `nudge` imitates another rounding of the division, not another row.
-        return _joined(quantize(array * np.float32(nudge), CODES[code], row_scales), row_scales)
+        codes = quantize(array * np.float32(nudge), code, row_scales)
+        return _joined(pack_int4(codes) if code == "int4" else codes, row_scales)
     array = array * np.float32(nudge)
     if element in CODES:
         return quantize(array, CODES[element], scale)
@@ -84,8 +96,10 @@ def decode(stored: Array, element: str) -> Array:
     if element in SELF_SCALED:
         # A view as another element size needs contiguous bytes, which the two parts of a row are not.
         codes, row_scales = np.ascontiguousarray(stored[..., :-4]), np.ascontiguousarray(stored[..., -4:]).view(np.float32)
+        code = SELF_SCALED[element]
+        codes = unpack_int4(codes) if code == "int4" else codes.view(np.int8 if code == "int8" else np.uint8)
         with np.errstate(all="ignore"):
-            return decode(codes.view(raw(SELF_SCALED[element])), SELF_SCALED[element]) * row_scales
+            return dequantize(codes, code).astype(np.float32) * row_scales
     if element in CODES:
         return dequantize(stored, CODES[element]).astype(np.float32)
     if element == "bfloat16":
@@ -125,10 +139,12 @@ def poisoned(shape: tuple[int, ...], element: str, poison: str) -> Array:
     if element == PACKED:
         return np.resize(np.array(_PACKED_POISONS[poison], np.uint8), shape)
     if element in SELF_SCALED:
-        codes = poisoned((*shape[:-1], shape[-1] - 4), SELF_SCALED[element], poison)
+        stored, of_codes = str(KV_CACHE_DTYPES[element]), (*shape[:-1], shape[-1] - 4)
+        # pairs of int4 codes between -8, which no write stores, and 7
+        codes = np.resize(np.array(_PAIRS, np.uint8), of_codes) if stored == PACKED else poisoned(of_codes, stored, poison)
         row_scales = poisoned(shape[:-1], "float32", poison)
         # keeps the product of code and scale finite
-        return _joined(codes, row_scales / np.float32(DTYPES[SELF_SCALED[element]].max))
+        return _joined(codes, row_scales / np.float32(8 if stored == PACKED else DTYPES[stored].max))
     values = np.array(POISONS[poison])
     # e4m3 has a NaN but no infinity, and int8 has neither: their largest number stands in. e5m2 has both.
     if element in CODES and element != "float8_e5m2":

@@ -187,7 +187,7 @@ class Case(Recipe):
 
     @property
     def is_quantized(self) -> bool:
-        return kv_cache_element(self.kv_cache_dtype, self.dtype) in CODES
+        return self.kv_cache_dtype in PER_TOKEN_HEAD or kv_cache_element(self.kv_cache_dtype, self.dtype) in CODES
 
     @property
     def is_wild(self) -> bool:

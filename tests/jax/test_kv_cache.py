@@ -12,9 +12,10 @@ from jax.experimental import checkify
 
 from attn import CommonAttentionMetadata, reference
 from attn.backends.abstract import KVCacheSpec
-from attn.errors import DTypeError, MetadataError, ShapeError
+from attn.errors import DTypeError, MetadataError, ShapeError, UnsupportedError
 from attn.jax import Attention, MLAAttention, kv_cache
 from attn.jax.backends.xla_attn import XLAAttentionBackend
+from attn.testing import bits
 
 K, D, P, N = 2, 16, 8, 10
 EXACT = True
@@ -33,6 +34,44 @@ def test_codes_are_the_oracles(code: str, dtype: str) -> None:
     element = kv_cache.element_type(code, dtype)
     got = np.asarray(kv_cache.encode(jnp.asarray(x), element, jnp.asarray(scale)))
     np.testing.assert_array_equal(got.view(np.uint8), reference.quantize(x, code, scale).view(np.uint8))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_of_int4_are_the_oracles(dtype: str) -> None:
+    """Two codes a byte and a float32 scale of each token and head; a token of zeros has a scale of 0."""
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal((500, K, D)) * np.exp2(rng.integers(-20, 18, (500, 1, 1)))).astype(jnp.dtype(dtype))
+    x[7] = 0
+    element = kv_cache.element_type("int4_per_token_head", dtype)
+    got = np.asarray(kv_cache.encode(jnp.asarray(x), element))
+    # the oracle divides in float64: near a tie a code may be the next one
+    wanted = [bits.encode(x.astype(np.float32), "int4_per_token_head", nudge=1 + n * 2.0**-21) for n in (0, -1, 1)]
+    assert (got[None] == wanted).any(0).all() and (got != wanted[0]).mean() < 1e-2
+    assert not bits.decode(got, "int4_per_token_head")[7].any()
+    # the layer's scale divides first, as in other quantised caches
+    halved = np.asarray(kv_cache.encode(jnp.asarray(x), element, jnp.float32(2)))
+    np.testing.assert_array_equal(bits.decode(halved, "int4_per_token_head") * 2, bits.decode(got, "int4_per_token_head"))
+
+
+@pytest.mark.parametrize("spoiled", [np.nan, np.inf])
+def test_an_int4_row_with_a_number_that_is_not_finite_is_nan(spoiled: float) -> None:
+    x = np.ones((2, K, D), np.float32)
+    x[1, 0, 3] = spoiled
+    rows = np.asarray(kv_cache.encode(jnp.asarray(x), jnp.dtype("uint8")))
+    isnan = np.isnan(bits.decode(rows, "int4_per_token_head"))
+    assert isnan[1, 0].all() and isnan.sum() == D
+
+
+def test_int4_is_served_by_name_and_automatically_where_it_is_declared() -> None:
+    """XLA_ATTN reads it; every other backend refuses it, and so does a head whose numbers do not pair."""
+    cache = {"kv_cache_dtype": "int4_per_token_head"}
+    layer = Attention(4, D, num_kv_heads=K, block_size=P, **cache)
+    assert layer.selection.name == "XLA_ATTN"
+    assert layer.new_kv_cache(N).shape == (2, N, P, K, D // 2 + 4)
+    with pytest.raises(UnsupportedError, match=r"PALLAS +kv_cache_dtype=int4_per_token_head \(supports auto, bfloat16"):
+        Attention(4, 64, num_kv_heads=K, block_size=16, backend="PALLAS", **cache)
+    with pytest.raises(UnsupportedError, match=r"head_size=15 \(kv_cache_dtype=int4_per_token_head supports multiples of 2\)"):
+        Attention(4, 15, num_kv_heads=K, block_size=P, **cache)
 
 
 def test_nan_stays_nan_where_it_can() -> None:

@@ -116,12 +116,53 @@ def test_quantised_values_stay_within_half_a_step():
     assert (abs(restored - x) <= np.maximum(abs(x) * 2**-4, scale[..., None] * 2**-10) * 1.0000001).all()
 
 
+def test_int4_rounds_to_even_saturates_and_packs_halves_of_a_head():
+    codes = reference.quantize([0.5, 1.5, -2.5, 6.5, 7.5, -np.inf, -0.2, 3.49], "int4")
+    np.testing.assert_array_equal(codes, [0, 2, -2, 6, 7, -7, 0, 3])
+    pairs = reference.pack_int4(codes)
+    # element 0 and element 4 share byte 0: 0 + 8 below, 7 + 8 above
+    np.testing.assert_array_equal(pairs, [0xF8, 0x1A, 0x86, 0xBE])
+    np.testing.assert_array_equal(reference.unpack_int4(pairs), codes)
+    x = np.random.default_rng(2).standard_normal((50, 2, 16)).astype(np.float32)
+    scale = reference.per_token_head_scales(x, "int4")
+    restored = reference.dequantize(reference.quantize(x, "int4", scale), "int4", scale)
+    assert (abs(restored - x) <= scale[..., None] * 0.5000001).all()
+    assert abs(restored - x).max() > 0.4 * scale.min()
+
+
+def test_errors_of_caches_are_those_that_the_guide_states():
+    """The table of docs/how-to/tpu-serving.md: 4,096 random normal keys and values, heads of 128."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal(shape) for shape in ((128, 128), (4096, 1, 128), (4096, 1, 128)))
+
+    def attend(k, v):
+        p = np.exp(q @ k[:, 0].T / np.sqrt(128))
+        return p @ v[:, 0] / p.sum(1, keepdims=True)
+
+    def stored(x, dtype):
+        if dtype == "bfloat16":
+            return reference.from_bf16_bits(reference.to_bf16_bits(x))
+        scale = reference.per_token_head_scales(x, dtype)
+        return reference.dequantize(reference.quantize(x, dtype, scale), dtype, scale)
+
+    def error(got, want):
+        return np.sqrt(((got - want) ** 2).mean() / (want**2).mean())
+
+    stated = {"bfloat16": (0.0017, 0.0024), "int8": (0.0065, 0.0094), "fp8_e4m3": (0.026, 0.037), "int4": (0.117, 0.17)}
+    for dtype, figures in stated.items():
+        keys, values = (stored(x, dtype) for x in (k, v))
+        got = error(keys, k), error(attend(keys, values), attend(k, v))
+        np.testing.assert_allclose(got, figures, rtol=0.05, err_msg=dtype)
+
+
 @pytest.mark.parametrize(
     ("message", "call"),
     {
-        "dtype='fp4' (fp8_e4m3, fp8_e5m2, fp8_e4m3fnuz, int8)": lambda: reference.quantize([1.0], "fp4"),
+        "dtype='fp4' (fp8_e4m3, fp8_e5m2, fp8_e4m3fnuz, int8, int4)": lambda: reference.quantize([1.0], "fp4"),
         "codes have dtype=int8 (uint8 for fp8_e4m3)": lambda: reference.dequantize(np.int8([1]), "fp8_e4m3"),
         "x contains NaN, which int8 cannot store": lambda: reference.quantize([np.nan], "int8"),
+        "x contains NaN, which int4 cannot store": lambda: reference.quantize([np.nan], "int4"),
+        "codes have shape=[1, 3] (an even number of them": lambda: reference.pack_int4(np.zeros((1, 3), np.int8)),
         "scale contains a value": lambda: reference.quantize([1.0], "int8", -1.0),
         "bits have dtype=int64 (uint16)": lambda: reference.from_bf16_bits([1]),
         "kv_c has shape=(2, 511) (expected (2, 512))": lambda: reference.pack_fp8_ds_mla(np.zeros((2, 511)), np.zeros((2, 64))),

@@ -16,11 +16,13 @@ from attn.jax import records
 from attn.jax.backends._paged import FEATURES, PagedAttentionBackend, PagedAttentionImpl
 from attn.jax.kernels import xla
 
+KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int4_per_token_head")
+
 
 class XLAAttentionBackend(PagedAttentionBackend):
     name = "XLA_ATTN"
     capabilities = records.XLA(
-        kv_cache_dtypes=("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"),
+        kv_cache_dtypes=KV_CACHE_DTYPES,
         attn_types=ATTN_TYPES,
         features=FEATURES,
         refusals=records.NOT_INVARIANT,

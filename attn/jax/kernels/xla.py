@@ -133,6 +133,15 @@ def chunk_pages(page: int, columns: int, scored_rows: int) -> int:
     return max(1, min(columns, keys // page))
 
 
+def unpacked(rows: jax.Array, dtype: Any) -> jax.Array:
+    """The numbers [..., D] of a cache's rows in `dtype`: codes without the layer's scale, times their own in bytes of
+    int4_per_token_head."""
+    if rows.dtype != jnp.uint8:
+        return rows.astype(dtype)
+    codes = jnp.concatenate([rows[..., :-4] & 15, rows[..., :-4] >> 4], axis=-1).astype(jnp.float32) - 8
+    return (codes * lax.bitcast_convert_type(rows[..., -4:], jnp.float32)[..., None]).astype(dtype)
+
+
 class XLAParams(NamedTuple):
     """The inputs of a call besides queries, keys and values.
 
@@ -333,7 +342,7 @@ def _over_keys(
         ids = jnp.take_along_axis(table, jnp.minimum(column, columns - 1), axis=1)
         ids = jnp.where(column < used, ids, 0)  # table entries past the used columns are never followed
         lost = (ids < 0) | (ids >= num_blocks) | ((column >= columns) & (column < used))  # no such page, or no column for it
-        k, v = (x.reshape(-1, num_kv_heads, chunk, head_size).astype(query.dtype) for x in fetch(jnp.where(lost, 0, ids)))
+        k, v = (unpacked(x, query.dtype).reshape(-1, num_kv_heads, chunk, head_size) for x in fetch(jnp.where(lost, 0, ids)))
         key = (first + i) * chunk + jnp.arange(chunk, dtype=jnp.int32)  # [X, C]
         s = _scores(rules, heads, tiles, q, k, key)
         s = jnp.where(jnp.repeat(lost, page, axis=1)[:, None, None], jnp.nan, s)

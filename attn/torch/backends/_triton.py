@@ -39,7 +39,8 @@ if TYPE_CHECKING:  # loaded with Triton
     from attn.torch.kernels.kept import KeptLaunches, Stages
 
 FEATURES = PAGED_FEATURES | {Feature.PER_HEAD_SCALES, Feature.OUTPUT_SCALE, Feature.NAN_SAFE, Feature.BATCH_INVARIANT}
-KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", *sorted(PER_TOKEN_HEAD))
+_PLAIN_OR_SCALED = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8")
+KV_CACHE_DTYPES = (*_PLAIN_OR_SCALED, "fp8_per_token_head", "int8_per_token_head")
 
 
 def capabilities(platforms: tuple[str, ...], **changes: Any) -> Capabilities:
