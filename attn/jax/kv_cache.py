@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from attn.backends.abstract import AttentionBackend, KVCacheSpec
 from attn.dtypes import DTYPES, dtype_name, kv_cache_element
@@ -39,8 +40,15 @@ def constant(value: Any) -> Any:
     """Convert `value` to float32 for a layer to keep.
 
     The result is a NumPy array: an array created while JAX traces (a module built under jit or `nnx.eval_shape`) would be a
-    tracer, which must not outlive the trace. A tracer that is passed in stays one.
+    tracer, which must not outlive the trace. A tracer that is passed in stays one. Raises TypeError for an `nnx.Variable`: its
+    later values (a checkpoint that is loaded into the model) would not reach the layer.
     """
+    if isinstance(value, nnx.Variable):
+        kind = f"an nnx.{type(value).__name__} of shape {list(value.shape)}"
+        raise TypeError(
+            f"{kind}: a layer keeps sinks, slopes and scales as constants, which do not follow a variable: pass its value, "
+            "variable[...], and make the layer once it is loaded, or within the function that is jitted"
+        )
     return value.astype(jnp.float32) if isinstance(value, jax.core.Tracer) else np.asarray(value, np.float32)
 
 

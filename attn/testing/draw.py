@@ -83,7 +83,8 @@ class Call:
         -1 and positions past the end are ignored. A row's keys depend on its position only, so that a token has the same keys
         in any batch.
         """
-        chosen = np.full((self.query.shape[0], self.case.topk), -1, np.int32)
+        # A query that lacks rows (a mistake of `attn.testing.wrong`) leaves the batch's rows as they are.
+        chosen = np.full((max(self.query.shape[0], self.num_tokens), self.case.topk), -1, np.int32)
         for r in range(self.batch.num_reqs):
             rows, end = self.rows(r), int(self.batch.seq_lens[r])
             for row in range(rows.start, rows.stop):

@@ -268,6 +268,15 @@ def test_scales_are_arrays_of_the_layer() -> None:
         new_layer(kv_cache_dtype="int8", k_scale=0.0)
 
 
+@pytest.mark.parametrize("name", ["sinks", "alibi_slopes", "k_scale", "v_scale"])
+def test_a_variable_is_no_constant_of_a_layer(name: str) -> None:
+    """The layer would keep its first values when a checkpoint is loaded into the model."""
+    given = nnx.Param(jnp.ones(2))
+    with pytest.raises(TypeError, match=r"nnx.Param of shape \[2\].*pass its value"):
+        Attention(2, 16, **{name: given})
+    Attention(2, 16, **{name: given[...]})
+
+
 def test_do_kv_cache_update_alone(layer: Attention, make_batch: Any) -> None:
     batch = make_batch()
     scales: Any = SimpleNamespace(_k_scale=1.0, _v_scale=1.0)

@@ -1,16 +1,22 @@
 """Heads sharded over a mesh axis: which device has which, and both paged backends on simulated host devices (about 25 s)."""
 
+import functools
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as Spec
 
 from attn import reference
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.errors import ShapeError
+from attn.jax import Attention, MLAAttention
 from attn.jax.backends.pallas import PallasAttentionBackend
 from attn.jax.backends.xla_attn import XLAAttentionBackend
 from attn.jax.sharding import HeadShards, cache_partition
@@ -122,3 +128,29 @@ def test_more_devices_than_kv_heads(backend: str, tmp_path: Path) -> None:
     out, lse = reference.paged_attention(q, keys, values, **requests, alibi_slopes=slopes, sinks=sinks)
     np.testing.assert_allclose(got["out"][:4], out, atol=1e-5)
     np.testing.assert_allclose(got["lse"][:, :4], lse, atol=1e-5)
+
+
+@pytest.mark.parametrize(("backend", "return_lse"), [("XLA_ATTN", True), ("PALLAS", False), ("XLA_MLA", True)])
+def test_arrays_over_explicit_axes(backend: str, return_lse: bool) -> None:
+    """`jax.make_mesh` makes explicit axes: without a `shard_map` XLA partitions the call, and results keep their shardings."""
+    mesh, common = jax.make_mesh((1,), ("heads",)), CommonAttentionMetadata.from_lens([1, 3], [20, 9], [[4, 1], [2]], P)
+    assert mesh.axis_types == (jax.sharding.AxisType.Explicit,)
+    draw = functools.partial(jax.random.normal, jax.random.key(0))
+    layer: Any
+    if "MLA" in backend:
+        layer = MLAAttention(H, 128, 64, 64, 64, draw((128, H, 128)), block_size=P, backend=backend, return_lse=return_lse)
+        shapes, specs = ((4, H, 128), (4, 128), (4, 64)), (Spec(None, "heads"), Spec(), Spec())
+        pages = Spec()
+    else:
+        layer = Attention(H, D, num_kv_heads=K, block_size=P, backend=backend, return_lse=return_lse)
+        shapes, specs = ((4, H, D), (4, K, D), (4, K, D)), (Spec(None, "heads"),) * 3
+        pages = cache_partition(layer.backend, "heads")
+    rows, cache, meta = [draw(shape) for shape in shapes], layer.new_kv_cache(N), layer.build(common)
+    want = jax.jit(layer.__call__)(*rows, cache, meta)
+    put = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip((*rows, cache), (*specs, pages), strict=True)]
+    out, after = got = jax.jit(layer.__call__)(*put, meta)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    assert jax.typeof(after).sharding.spec == jax.typeof(put[3]).sharding.spec
+    heads = [tuple(jax.typeof(x).sharding.spec) for x in jax.tree.leaves(out)]
+    assert heads == [(None, "heads", None), ("heads", None)][: 1 + return_lse]

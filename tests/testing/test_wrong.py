@@ -10,13 +10,13 @@ from attn.testing.subject import base_case
 from attn.testing.wrong import is_own_error, wrongs_for
 
 
-@pytest.mark.parametrize("name", ["TORCH_SDPA", "TORCH_MLA", "XLA_ATTN", "XLA_MLA"])
+@pytest.mark.parametrize("name", ["TORCH_SDPA", "TORCH_MLA", "TORCH_MLA_SPARSE", "XLA_ATTN", "XLA_MLA", "XLA_MLA_SPARSE"])
 def test_every_mistake_is_refused(name: str) -> None:
     subject, _ = subject_here(candidate_of(name))
     assert subject is not None
     case = base_case(subject, "mistakes", (1, 4, 2), (20, 4, 2), through="layer", num_heads=4)
     if case.mla:
-        case = case.replace(mla=(32, 24, 16, 40), head_size=48)
+        case = case.replace(mla=(32, 24, 16, 40), head_size=48, topk=8 if "SPARSE" in name else 0)
     mistakes = wrongs_for(case, subject.capabilities.framework)
     assert len(mistakes) > 45
     backend = candidate_of(name).backend

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from attn.backends.block_table import PAD_SLOT_ID
 from attn.backends.checks import check_block_size, check_cache_element, check_num_blocks
@@ -25,6 +26,39 @@ def in_32_bits(function: Callable[..., Any]) -> Callable[..., Any]:
         # In that mode Python's ints are int64, which a kernel's int32 scalars cannot be divided by.
         with jax.enable_x64(False):
             return function(*args, **kwargs)
+
+    return run
+
+
+def over_explicit_axes(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an implementation's `apply`, which takes arrays sharded over a mesh's explicit axes too.
+
+    `jax.make_mesh` makes axes explicit by default. Then each operation must say how its result is sharded, which gathers,
+    scatters and kernels here do not: XLA partitions the call, as over automatic axes. The output has the sharding of the
+    query's rows and heads, the cache keeps its own.
+    """
+
+    @functools.wraps(apply)
+    def run(impl: Any, query: Any, key: Any, value: Any, kv_cache: Any, *rest: Any, **more: Any) -> Any:
+        leaves, tree = jax.tree.flatten(((query, key, value, kv_cache, *rest), more))
+        arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array)}
+        kinds: Any = [jax.typeof(x).sharding for x in arrays.values()]
+        meshes = [kind.mesh for kind in kinds if any(kind.spec)]
+        if not meshes:
+            return apply(impl, query, key, value, kv_cache, *rest, **more)
+
+        def partitioned(arrays: dict[int, jax.Array]) -> Any:
+            args, named = jax.tree.unflatten(tree, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
+            return apply(impl, *args, **named)
+
+        of_query: Any = jax.typeof(query).sharding
+        rows, heads = (*of_query.spec, None)[:2]
+        output: Any = PartitionSpec(rows, heads)
+        if impl.need_to_return_lse_for_decode:
+            output = output, PartitionSpec(heads, rows)
+        cache: Any = None if kv_cache is None else jax.typeof(kv_cache).sharding.spec  # type: ignore[attr-defined]
+        shardings = jax.tree.map(lambda spec: NamedSharding(meshes[0], spec), (output, cache))
+        return jax.sharding.auto_axes(partitioned, out_sharding=shardings)(arrays)
 
     return run
 

@@ -52,6 +52,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
     def _float32(values: Any) -> Any:
         return caches.constant(values)
 
+    @_calls.over_explicit_axes
     def apply(
         self,
         query: jax.Array,

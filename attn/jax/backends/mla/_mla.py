@@ -151,6 +151,7 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
         both = jnp.asarray(self.up_projection(kv_b_proj))
         return both[..., : self.qk_nope_head_dim], both[..., self.qk_nope_head_dim :]
 
+    @_calls.over_explicit_axes
     def apply(
         self,
         q: jax.Array,
