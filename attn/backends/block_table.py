@@ -121,7 +121,7 @@ class Pages:
         if self._source is not None:
             memory, self.reserved = _room(self.size, self.dtype)
             self.copy_to(memory)
-        ids, n = self.ids.view(f"u{self.dtype.itemsize}"), len(self.counts)
+        ids, n = self.ids.view(np.uint32 if self.dtype.itemsize == 4 else np.uint64), len(self.counts)
         if self.packed:
             return int(ids.max(initial=0))
         # [begin, end) of each row, interleaved: `reduceat` gives the maximum of each slice between two of them, of

@@ -232,6 +232,9 @@ class TorchBench(BaseBench):
         again, replayed = self._captured_or_not(call) if self.on_gpu else (call, False)
         poison()
         times = self.times(again, self._evict.zero_, count)
+        if self.on_gpu and times[-(count // 5) - 1] > 1.5 * times[count // 5]:
+            # A host that stands still for milliseconds lets the device wait within a call's time.
+            times = min(times, self.times(again, self._evict.zero_, count), key=statistics.median)
         # Of the timed replays, before another call writes the same output.
         wrong = error()
         clean = statistics.median(self.times(again, self._evict.amax, count))
