@@ -424,7 +424,7 @@ def _copies(
         if pages is None or pages.reserved is None:
             places.append(_TABLE)
             parts.append(pages or table.reshape(-1))  # type: ignore[union-attr]
-        else:  # the ids are nobody else's and never change, so the device reads them where they are
+        else:  # already in pinned memory that nothing else writes
             on_device[_TABLE] = pages.reserved.to(device, non_blocking=True)
         # Rows of which each begins where the last one's full width ends are the table itself, and need no gather.
         gathers = pages is not None and not (pages.packed and pages.size == table.shape[0] * table.shape[1])
