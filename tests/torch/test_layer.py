@@ -33,6 +33,23 @@ def test_two_steps_of_a_batch() -> None:
             np.testing.assert_allclose(part, want, atol=2e-6)
 
 
+@pytest.mark.parametrize("scale", [0.3, -0.3])
+@pytest.mark.parametrize("flat", [(), ("query",), ("output",), ("query", "output")])
+def test_a_call_that_the_batch_knows_is_made_of_its_own_tensors(flat: tuple[str, ...], scale: float) -> None:
+    """Also where they are viewed by heads first, or copied with the sign of a scale."""
+    batch = CommonAttentionMetadata.from_lens([5, 1], [5, 21], [[3], [7, 4]], P)
+    layer = Attention(H, D, scale, num_kv_heads=K, dtype=torch.float32, backend="TORCH_SDPA")
+    caches, known = [layer.new_kv_cache(8) for _ in range(2)], layer.build(batch)
+    for _ in range(3):
+        query, key, value = (torch.randn(6, heads, D) for heads in (H, K, K))
+        shapes = [(6, H * D) if name in flat else (6, H, D) for name in ("query", "output")]
+        outs = [torch.full(shapes[1], torch.nan) for _ in caches]
+        for cache, out, metadata in zip(caches, outs, (known, layer.build(batch)), strict=True):
+            assert layer.impl.forward(layer, query.reshape(shapes[0]), key, value, cache, metadata, out) is out
+        assert torch.equal(*outs) and torch.equal(*caches)
+    assert len(known.kept().calls) == 1
+
+
 @pytest.mark.parametrize("backend", ["CPU_ATTN", "TORCH_SDPA"])
 def test_rows_of_padding_are_written_nowhere(backend: str) -> None:
     """Also if their slots are not -1: an engine's buffers may hold those of an earlier step."""

@@ -9,6 +9,7 @@ unsupported layer is rejected before any weight is loaded.
 import functools
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -82,16 +83,17 @@ class Known(NamedTuple):
     """What is kept of a call that passed its checks, for calls with an equal signature over the same batch or, if it has
     launches, over another one of the same kind.
 
-    gpu: the index of its GPU, None for other devices; shape, strides: of its output [T, H, D]; has_lse: whether it returns a
-    log-sum-exp; launches: repeats its launches with other tensors (`attn.torch.kernels.kept`), or None; stages: repeats the
-    write of the cache alone where nothing repeats the attention, or None. held: of its `PagedCall`, for calls over the same
-    batch.
+    gpu: the index of its GPU, None for other devices; shape, strides: of its output [T, H, D]; lse_dtype: of its log-sum-exp,
+    None for none; as_passed: whether it took the tensors that were passed, not views or copies of them; launches: repeats its
+    launches with other tensors (`attn.torch.kernels.kept`), or None; stages: repeats the write of the cache alone where nothing
+    repeats the attention, or None. held: of its `PagedCall`, for calls over the same batch.
     """
 
     gpu: int | None
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    has_lse: bool
+    lse_dtype: torch.dtype | None
+    as_passed: bool
     launches: Callable[..., bool] | None
     stages: "Stages | None"
     held: dict[str, Any]
@@ -210,7 +212,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> Any:
-        # As they were passed: kept launches are of these, not of the views and copies that follow.
+        # As they were passed: kept launches are of these, not of the views and copies that a call makes of them.
         qkv = query, key, value
         scale, signature, known, shared = None, None, None, None
         if output_scale is not None or output_block_scale is not None:
@@ -229,19 +231,43 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
                 if shared is not None and (known := shared.get((signature, batch_key))) is not None:
                     # What was derived from the other batch (`held`) is not of this one.
                     kept.calls[signature] = known = known._replace(held={})
-            if known is not None and known.launches is not None:
-                # Its launches alone: 16 us of the host where the whole call takes 99 (64 decodes, timed without a GPU).
-                result = self._repeat(known, kept.addresses, scales, qkv, kv_cache, output)
+            if known is not None:
+                if known.launches is None:
+                    result = self._again(known, layer, qkv, kv_cache, attn_metadata, output)
+                else:  # its launches alone: 16 us of the host where the whole call takes 99 (64 decodes, timed without a GPU)
+                    result = self._repeat(known, kept.addresses, scales, qkv, kv_cache, output)
                 if result is not None:
                     return result
-        query = self._by_head("query", query, self.num_heads)
+        # Nothing is kept under ATTN_DEBUG=device, which checks ids and slots in each call.
+        keeps = known is None and signature is not None and not envs.debug("device")
+        result, made = self._call(layer, qkv, kv_cache, attn_metadata, output, scale, known, keeps)
+        # only now: a call that raised leaves no record that would spare the next one its checks
+        if made is not None:
+            kept.calls[signature] = made
+            if made.launches is not None and shared is not None:
+                keep(shared, (signature, batch_key), made._replace(held={}))
+        return result
+
+    def _call(
+        self,
+        layer: AttentionLayer,
+        qkv: QKV,
+        kv_cache: Any,
+        attn_metadata: PagedAttentionMetadata,
+        output: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        known: Known | None,
+        keeps: bool,
+    ) -> tuple[Any, Known | None]:
+        """Make a call, checked unless it is `known`. Return the result of `forward` and, if it `keeps`, what is then known."""
+        query = self._by_head("query", qkv[0], self.num_heads)
         # of a known call without asking its query
         gpu = None if known is None else known.gpu
         if (gpu is not None and gpu != torch._C._cuda_getDevice()) or (known is None and is_elsewhere(query)):
             with torch.cuda.device(query.device):
-                return self.forward(layer, *qkv, kv_cache, attn_metadata, output, output_scale, output_block_scale)
-        key = None if key is None else self._by_head("key", key, self.num_kv_heads)
-        value = None if value is None else self._by_head("value", value, self.num_kv_heads)
+                return self.forward(layer, *qkv, kv_cache, attn_metadata, output, scale), None
+        key = None if qkv[1] is None else self._by_head("key", qkv[1], self.num_kv_heads)
+        value = None if qkv[2] is None else self._by_head("value", qkv[2], self.num_kv_heads)
         out_dtype = query.dtype if scale is None else FUSED_OUTPUT
         out = output
         if output is None and not (self.makes_output and attn_metadata is not None):
@@ -253,7 +279,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         if attn_metadata is None:
             assert out is not None
             out.zero_()
-            return out if output is None else output
+            return out if output is None else output, None
         if known is None:
             self._check_call(layer, query, key, value, kv_cache, attn_metadata)
         self._move_to(query.device)
@@ -268,24 +294,20 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             mask = held["mask"] = self.visible(attn_metadata)
         # the fields in their order: by name, making a call takes twice as long
         call = PagedCall._make((query, attn_metadata, mask, kv_cache, key, value, layer, out, lse, scale, 1.0, 1.0, held))
-        # Nothing is kept under ATTN_DEBUG=device, which checks ids and slots in each call.
-        if known is not None or signature is None or envs.debug("device"):
-            made = self._run(call, None if known is None else known.stages)
+        launches, stages = None, self._stages(call) if keeps else None if known is None else known.stages
+        if keeps and stages is None and not self.makes_output:
+            launches, made = self._run_first(call, qkv), out
         else:
-            launches, made, stages = None, None, self._stages(call)
-            if stages is None and not self.makes_output:
-                launches = self._run_first(call, qkv)
-            else:
-                made = self._run(call, stages)
-            of = made if out is None else out
-            assert of is not None
-            # only now: a call that raised leaves no record that would spare the next one its checks
+            made = self._run(call, stages)
+            made = made if out is None else out
+        result = made if output is None else output
+        if keeps:
+            assert made is not None
             gpu = query.get_device() if query.is_cuda else None
-            kept.calls[signature] = known = Known(gpu, of.shape, of.stride(), lse is not None, launches, stages, held)
-            if known.launches is not None and shared is not None:
-                keep(shared, (signature, batch_key), known._replace(held={}))
-        result = output if output is not None else out if out is not None else made
-        return result if lse is None else (result, lse)
+            as_passed = all(map(is_, (query, key, value), qkv)) and (output is None or out is output)
+            of_output = made.shape, made.stride(), None if lse is None else lse.dtype
+            known = Known(gpu, *of_output, as_passed, launches, stages, held)
+        return result if lse is None else (result, lse), known if keeps else None
 
     def _kind_of_batch(self, attn_metadata: PagedAttentionMetadata, kv_cache: Any) -> Any:
         """Return what the launches that `_run_first` keeps depend on of a batch beside its `Kept.shared_calls`; None if they
@@ -342,11 +364,37 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         query, out, lse = qkv[0], output, None
         if out is None:
             out = query.new_empty_strided(known.shape, known.strides)
-        if known.has_lse:
-            lse = query.new_empty(self.num_heads, known.shape[0], dtype=torch.float32)
+        if known.lse_dtype is not None:
+            lse = query.new_empty(self.num_heads, known.shape[0], dtype=known.lse_dtype)
         # in the order in which the first call gave them to its `Keeper`
         if not known.launches(self._launched(scales, out, lse, *qkv, kv_cache), batch):
             return None
+        return out if lse is None else (out, lse)
+
+    def _again(
+        self,
+        known: Known,
+        layer: AttentionLayer,
+        qkv: QKV,
+        kv_cache: Any,
+        attn_metadata: PagedAttentionMetadata,
+        output: torch.Tensor | None,
+    ) -> Any:
+        """Make a known call whose launches are not kept. Returns the result of `forward`; None if its tensors must be viewed,
+        copied or computed on another device than the current one first, which `_call` does."""
+        (query, key, value), out, lse, gpu = qkv, output, None, known.gpu
+        # On a GPU queries are read in vectors: their strides are known, their address is not.
+        elsewhere = gpu is not None and (gpu != torch._C._cuda_getDevice() or aligned(query, strides=False) is not query)
+        if elsewhere or not known.as_passed:
+            return None
+        if out is None and not self.makes_output:
+            out = query.new_empty_strided(known.shape, known.strides)
+        if known.lse_dtype is not None:
+            lse = query.new_empty(self.num_heads, known.shape[0], dtype=known.lse_dtype)
+        held = known.held
+        tensors = query, attn_metadata, held["mask"], kv_cache, key, value, layer, out, lse
+        made = self._run(PagedCall._make((*tensors, None, 1.0, 1.0, held)), known.stages)
+        out = made if out is None else out
         return out if lse is None else (out, lse)
 
     def _launched(self, scales: tuple[Any, ...], *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

@@ -90,7 +90,7 @@ class FlashAttentionImpl(PagedAttentionImpl, backend=FlashAttentionBackend):
         return [min(sizes, key=lambda size: size.base)]  # the others are multiples of it
 
     def _attend(self, call: PagedCall) -> torch.Tensor:
-        key, value = map(canonical, self.backend.logical_kv_cache(call.kv_cache))
+        key, value = self.backend.logical_kv_cache(canonical(call.kv_cache))
         return self._compute(call, key, value, is_paged=True)
 
     def _attend_ragged(self, call: PagedCall) -> torch.Tensor:

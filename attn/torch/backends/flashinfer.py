@@ -223,8 +223,7 @@ class FlashInferImpl(PagedAttentionImpl, backend=FlashInferBackend):
     def _attend(self, call: PagedCall) -> None:
         meta = call.meta
         assert isinstance(meta, FlashInferMetadata)
-        key, value = map(canonical, self.backend.logical_kv_cache(call.kv_cache))
-        keys = (key, value)
+        keys = self.backend.logical_kv_cache(canonical(call.kv_cache))
         scales = {}
         if self._quantised:
             scales = {"k_scale": call.layer._k_scale_float, "v_scale": call.layer._v_scale_float}
