@@ -16,6 +16,8 @@ from typing import Any
 from attn.dtypes import DTYPES, KV_CACHE_DTYPES
 
 FRAMEWORKS = ("torch", "jax")
+#: Platforms of devices, of torch and of jax (`Device`).
+PLATFORMS = ("cuda", "rocm", "xpu", "npu", "cpu", "tpu", "gpu")
 
 
 class AttentionType:
@@ -287,11 +289,24 @@ class Capabilities:
     refusals: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("features", "platforms", "dtypes", "head_sizes", "kv_cache_dtypes", "attn_types", "packages"):
+            values = getattr(self, name)
+            # A string is a collection too, and contains every part of itself.
+            if isinstance(values, str) or not isinstance(values, Collection):
+                raise ValueError(f"{name}={values!r} must be a tuple: ({values!r},)")
+            object.__setattr__(self, name, tuple(values))
+        if not all(isinstance(size, MultipleOf) or (isinstance(size, int) and size > 0) for size in self.head_sizes):
+            raise ValueError(f"head_sizes={self.head_sizes!r} must be sizes, each a positive int or a MultipleOf")
+        if not isinstance(self.priority, int):
+            raise ValueError(f"priority={self.priority!r} must be an int")
+        if isinstance(self.refusals, dict) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in self.refusals):
+            raise ValueError(f"refusals={self.refusals!r} must be pairs: ((feature, why), ...)")
         object.__setattr__(self, "features", frozenset(feature_name(f) for f in self.features))
         if both := sorted(self.features.intersection(feature_name(f) for f, _ in self.refusals)):
             raise ValueError(f"features and refusals both name {', '.join(both)}")
         check_known("framework", self.framework, FRAMEWORKS)
         for name, words, known in (  # a misspelled name would never match
+            ("platform", self.platforms, PLATFORMS),
             ("dtype", self.dtypes, DTYPES),
             ("kv_cache_dtype", self.kv_cache_dtypes, KV_CACHE_DTYPES),
             ("attn_type", self.attn_types, ATTN_TYPES),

@@ -4,7 +4,7 @@ Nothing in this module probes, imports or logs, so passing another `Device` answ
 backend requested by name goes through the same function, as a list of one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any
@@ -150,7 +150,10 @@ def judge(candidate: Candidate, request: Request, device: Device) -> Verdict:
     why_not = getattr(candidate.backend, "why_not", None)
     if why_not is not None:
         try:
-            reasons += why_not(request, device)
+            why = why_not(request, device)
+            if isinstance(why, str) or not isinstance(why, Iterable):
+                raise TypeError(f"why_not() returned {why!r}: must be a list of sentences")
+            reasons += why
         except Exception as broken:  # a broken vendor package may fail only here; the other candidates must still be judged
             reasons.append(f"{type(broken).__name__}: {broken}")
             # Without its package a backend is expected to fail, and that is no error of its own.

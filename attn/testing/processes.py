@@ -209,13 +209,14 @@ def _serve(function: Callable[[Any], Any], pipe: Connection, log: str | None) ->
     while True:
         try:
             task = pipe.recv()
-        # The parent has closed the pipe or ended, or a Ctrl-C has reached the whole group: no traceback of each worker.
-        except (EOFError, KeyboardInterrupt):
+        # The parent has ended or closed the pipe (with an unread outcome, ConnectionError), or a Ctrl-C has reached the whole
+        # group: no traceback of each worker.
+        except (EOFError, ConnectionError, KeyboardInterrupt):
             return
         outcome = function(task)
         try:
             pipe.send(outcome)
-        except BrokenPipeError:  # the time limit has passed
+        except ConnectionError:  # the time limit has passed
             return
 
 

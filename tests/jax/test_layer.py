@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import attn
 from attn import reference
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import Request
 from attn.errors import DTypeError, MetadataError, ShapeError, UnsupportedError
 from attn.jax import Attention, DiffusionAttention
+from attn.jax.backends._paged import PagedAttentionBackend, PagedAttentionImpl
 from attn.visibility import BatchMask
 
 H, K, D, P, N = 4, 2, 16, 8, 40
@@ -275,6 +277,24 @@ def test_a_variable_is_no_constant_of_a_layer(name: str) -> None:
     with pytest.raises(TypeError, match=r"nnx.Param of shape \[2\].*pass its value"):
         Attention(2, 16, **{name: given})
     Attention(2, 16, **{name: given[...]})
+
+
+@pytest.mark.parametrize(
+    ("hooks", "error", "said"),
+    [
+        ({}, NotImplementedError, r"has no _attend\(call\)"),
+        ({"_attend": lambda self, call: call.query}, TypeError, r"_attend\(\) returned .*: must return \(out, lse or None\)"),
+    ],
+)
+def test_a_hook_that_is_missing_or_returns_its_output_alone_is_named(
+    make_batch: Any, hooks: dict[str, Any], error: type, said: str
+) -> None:
+    record = attn.Capabilities(framework="jax", platforms=("cpu",), dtypes=("float32",))
+    backend = type("Mine", (PagedAttentionBackend,), {"name": "MINE", "capabilities": record})
+    type("MineImpl", (PagedAttentionImpl,), hooks, backend=backend)  # type: ignore[call-overload]
+    with attn.registered_backend("MINE", backend), pytest.raises(error, match=f"MineImpl.*{said}"):
+        layer = new_layer(backend="MINE")
+        layer(*call_arguments(layer, make_batch()))
 
 
 def test_do_kv_cache_update_alone(layer: Attention, make_batch: Any) -> None:

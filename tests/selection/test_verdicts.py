@@ -199,12 +199,39 @@ def test_devices(changes, device, reasons):
         ("kv_cache_dtypes", ("auto", "fp9")),
         ("attn_types", ("decode",)),
         ("framework", "tinygrad"),
+        ("platforms", ("cpuu",)),
     ],
 )
 def test_a_record_with_an_unknown_word_is_rejected(field, value):
     """A misspelt dtype would silently never match."""
     with pytest.raises(ValueError, match="unknown; known: "):
         capable(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("platforms", "cpu", r"must be a tuple: \('cpu',\)"),
+        ("dtypes", "float32", r"must be a tuple: \('float32',\)"),
+        ("features", "sinks", r"must be a tuple: \('sinks',\)"),
+        ("packages", "flash_attn", "must be a tuple"),
+        ("head_sizes", 64, r"must be a tuple: \(64,\)"),
+        ("head_sizes", MultipleOf(8), r"must be a tuple: \(multiples of 8,\)"),
+        ("head_sizes", ("64",), "each a positive int or a MultipleOf"),
+        ("head_sizes", (-64,), "each a positive int or a MultipleOf"),
+        ("priority", "high", "must be an int"),
+        ("refusals", {"sinks": "why"}, "must be pairs"),
+    ],
+)
+def test_a_record_of_another_form_is_rejected(field, value, allowed):
+    """Where it is written: a priority that is no number would break every automatic choice, "cpu" would match "cp" too."""
+    with pytest.raises(ValueError, match=f"{field}=.*{allowed}"):
+        capable(**{field: value})
+
+
+def test_a_record_of_lists_is_a_record_of_tuples():
+    assert capable(dtypes=["float32"], head_sizes=[64]) == capable(dtypes=("float32",), head_sizes=(64,))
+    assert hash(capable(platforms=["cpu"])) == hash(capable(platforms=("cpu",)))
 
 
 def test_a_record_is_a_value():
@@ -322,6 +349,14 @@ def test_a_backend_that_breaks_when_judged_loses_in_automatic_choice_and_raises_
     with pytest.raises(BackendLoadError, match="undefined symbol") as caught:
         choose([candidate(bad)], request(block_size=16), CPU, "context").require()
     assert isinstance(caught.value.__cause__, OSError)
+
+
+@pytest.mark.parametrize("returned", [None, "too large"])
+def test_a_backend_that_returns_no_list_of_reasons_is_told_so(returned, make_backend):
+    backend = make_backend("BAD")
+    backend.why_not = staticmethod(lambda *args: returned)
+    selection = choose([candidate(backend)], request(block_size=16), CPU)
+    assert f"why_not() returned {returned!r}: must be a list of sentences" in str(selection)
 
 
 def test_a_missing_package_is_reported_as_missing(make_backend):

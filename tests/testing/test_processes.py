@@ -87,3 +87,15 @@ def test_parts_are_the_whole(capsys: pytest.CaptureFixture[str]) -> None:
         run_conformance(["CPU_ATTN"], part=(3, 2))
     with pytest.raises(ValueError, match="whole suite, not part 1 of 2"):
         run_conformance(["CPU_ATTN"], part=(1, 2), record=True)
+
+
+def test_a_worker_whose_outcome_is_not_awaited_ends_without_a_traceback() -> None:
+    """After Ctrl-C: what is unread in a pipe that is closed resets the connection of its other end."""
+    worker = Worker(abs)
+    worker._start()
+    process = worker._process
+    worker._pipe.send(-1)
+    assert worker._pipe.poll(60)
+    worker._pipe.close()
+    process.join(60)
+    assert process.exitcode == 0

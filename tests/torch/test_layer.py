@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+import attn
 from attn import reference
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.errors import DeviceError, ShapeError, UnsupportedError
 from attn.torch import Attention, MLAAttention
+from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
 from attn.torch.diffusion.layer import DiffusionAttention
 
 H, K, D, P = 4, 2, 32, 16
@@ -60,6 +62,25 @@ def test_rows_of_padding_are_written_nowhere(backend: str) -> None:
     layer(*(torch.ones(4, heads, D) for heads in (H, K, K)), cache, layer.build(batch))
     keys, values = layer.backend.logical_kv_cache(cache)
     assert keys[5, :3].all() and not keys[2].any() and not values[2].any()
+
+
+@pytest.mark.parametrize(
+    ("hooks", "error", "said"),
+    [
+        ({}, NotImplementedError, r"has no _attend\(call\)"),
+        # What a template of jax does: torch's would return its buffer, which nobody has filled.
+        ({"_attend": lambda self, call: call.query}, TypeError, r"_attend\(\) returned a Tensor: it must fill call.output"),
+    ],
+)
+def test_a_hook_that_is_missing_or_returns_its_output_is_named(hooks: dict[str, Any], error: type, said: str) -> None:
+    record = attn.Capabilities(framework="torch", platforms=("cpu",), dtypes=("float32",))
+    backend = type("Mine", (PagedAttentionBackend,), {"name": "MINE", "capabilities": record})
+    type("MineImpl", (PagedAttentionImpl,), hooks, backend=backend)  # type: ignore[call-overload]
+    with attn.registered_backend("MINE", backend):
+        layer = Attention(H, D, num_kv_heads=K, dtype=torch.float32, backend="MINE")
+        batch = CommonAttentionMetadata.from_lens([3], [3], [[5]], P)
+        with pytest.raises(error, match=f"MineImpl.*{said}"):
+            layer(*(torch.ones(3, heads, D) for heads in (H, K, K)), layer.new_kv_cache(8), layer.build(batch))
 
 
 def test_the_selection_is_logged() -> None:

@@ -160,18 +160,21 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         kv_cache = call.kv_cache
         if call.key is not None and call.value is not None:
             kv_cache = self._write(call.key, call.value, kv_cache, self._slots(call.meta), call.k_scale, call.v_scale)
-        return *self._attend(call._replace(key=None, value=None, kv_cache=kv_cache)), kv_cache
+        made = self._attend(call._replace(key=None, value=None, kv_cache=kv_cache))
+        if not isinstance(made, tuple) or len(made) != 2:
+            raise TypeError(f"{type(self).__name__}._attend() returned a {type(made).__name__}: must return (out, lse or None)")
+        return *made, kv_cache
 
     def _attend(self, call: PagedCall) -> tuple[jax.Array, jax.Array | None]:
         """Return (out [T, H, D], lse [H, T] float32, natural log, or None if not needed); padding rows are 0 and -inf.
 
         The cache already holds the new tokens.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no _attend(call), which computes a call over the cache")
 
     def _attend_ragged(self, call: PagedCall) -> tuple[jax.Array, jax.Array | None]:
         """Return the same for encoder types, from the keys and values of the call."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no _attend_ragged(call), which computes a call of an encoder")
 
     def _check_call(self, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: PagedAttentionMetadata) -> None:
         """Check static properties (ranks, shapes and dtypes), once per compilation."""

@@ -340,7 +340,11 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             else:
                 scales = _tensors((call.layer._k_scale, call.layer._v_scale)) if self._quantised else ()
                 stages("write", write, key, call.value, call.kv_cache, *scales)
-        return self._attend(call)
+        made = self._attend(call)
+        if made is not None and not self.makes_output:  # it would be dropped, and the output buffer's memory returned
+            name = f"{type(self).__name__}._attend()"
+            raise TypeError(f"{name} returned a {type(made).__name__}: it must fill call.output and return None")
+        return made
 
     def _run_first(self, call: PagedCall, qkv: QKV) -> Callable[..., bool] | None:
         """Run a call of which the batch knows no equal. qkv: its query, key and value as they were passed; the call may have
@@ -495,11 +499,11 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
 
         Return the output if the call has none: see `makes_output`.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no _attend(call), which computes a call over the cache")
 
     def _attend_ragged(self, call: PagedCall) -> torch.Tensor | None:
         """Do the same for encoder types, from the keys and values of the call."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no _attend_ragged(call), which computes a call of an encoder")
 
     def _check_call(
         self,
