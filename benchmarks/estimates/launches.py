@@ -100,7 +100,11 @@ _ROWS = (
     # short requests, and a shard of tensor parallelism
     Row("decode 128 x 60", "128q1s60", peers=(RPA,), covered=1024),
     Row("decode 128 x 500", "128q1s500", peers=(RPA,), covered=1024),
-    Row("decode 63 x 500 and one of 30,000", "63q1s500_q1s30000", peers=(RPA,)),
+    Row(
+        "decode 63 x 500 and one of 30,000", "63q1s500_q1s30000", peers=(RPA,),
+        parts=(("decode 3 x 500 and one of 30,000", 1), ("decode 8 x 500", 15), ("decode 4 x 500", -15)),
+    ),
+    Row("decode 3 x 500 and one of 30,000", "3q1s500_q1s30000", chips=("v7x",)),
     Row("16 prompts of 500", "16q500", peers=(RPA,), covered=2048),
     Row(
         "decode 48 of 100 to 7,996, 8/1 heads", "_".join(f"q1s{100 + 168 * n}" for n in range(48)), _SINGLE, (RPA,),
@@ -120,24 +124,31 @@ _ROWS = (
     Row("decode 64 x 16k, chunks of 4,096", "64q1s16k", chunk_size=4096, chips=("v6e",)),
 )  # fmt: skip
 
-#: Decodes whose whole v7x's simulator does not finish, or aborts on.
-DIVIDED = (_DECODES, "128q1s500")
+#: Launches that v7x's simulator aborts on or takes more than 9 GiB for, and how many of their requests it follows.
+FOLLOWED = {_DECODES: 8, "63q1s4k": 8, "16q1s32k": 1, "128q1s500": 8, "16q500": 2, "256q1s1523": 8}
 
 
 def _in_parts(row: Row) -> tuple[Row, ...]:
-    """A row, and for many decodes two of four and of eight: the whole is four, and what four more take for every other four.
-    v7x's simulator took more than 9 GiB for sixteen requests of 4,096 keys."""
-    if row.kind != "paged" or row.batch not in DIVIDED:
+    """A row, and rows of as many of its requests as v7x's simulator follows. The whole is such rows one after another; of eight
+    it is four, and what four more take for every other four."""
+    most = FOLLOWED.get(row.batch, 0) if row.kind == "paged" and "v7x" in row.chips else 0
+    if not most:
         return (row,)
-    number, keys = len(row.lens[0]), row.batch.partition("q")[2]
-    less = {"peers": (), "pages": (128,), "goals": {}, "chips": ("v7x",)}
-    four, eight = (row._replace(name=row.name.replace(f"{number} x", f"{n} x"), batch=f"{n}q{keys}", **less) for n in (4, 8))
     if row.window == 128:  # the simulator aborts on eight of them
-        return row._replace(parts=((four.name, number // 4),)), four
-    return row._replace(parts=((eight.name, number // 4 - 1), (four.name, 2 - number // 4))), four, eight
+        most = 4
+    number, each = len(row.lens[0]), row.batch[row.batch.index("q") :]
+    less = {"peers": (), "pages": row.pages[:1], "goals": {}, "chips": ("v7x",)}
+    parts = [
+        row._replace(name=row.name.replace(f"{number} ", f"{n} ", 1), batch=f"{n}{each}", **less)
+        for n in ((4, 8) if most == 8 else (most,))
+    ]
+    fours = -(-number // 4)
+    times = (2 - fours, fours - 1) if most == 8 else (-(-number // most),)
+    return row._replace(parts=tuple(zip((part.name for part in parts), times, strict=True))), *parts
 
 
-ROWS = tuple(part for row in _ROWS for part in _in_parts(row))
+#: By name: two rows may have the same parts.
+ROWS = tuple({part.name: part for row in _ROWS for part in _in_parts(row)}.values())
 #: The bounds of rows drawn at random: what the simulator follows within minutes.
 DRAWN = Sizes(64, 8192, 512, 2048, 4096, ("32/8", "16/2", "8/1"), (64, 128, 256), "bfloat16", block_sizes=(16, 64, 128))
 DRAWN_LATENT = replace(DRAWN, heads=("128", "64", "32", "16"), head_sizes=(576,))

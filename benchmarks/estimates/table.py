@@ -16,9 +16,9 @@ LEGEND = """
 us by libtpu's static estimate, without a TPU; HBM to XLU are floors. The simulator does not saturate HBM: where its
 time is less than that of the bytes, the floor is printed, with the simulated time after `sim`; goals are for the
 latter. (a) compute time without copies, which the v7x simulator does not support. (b) by an earlier script. (c) the
-sum of separate launches of its decodes and its chunk, or of shards of its heads (rows of this table), because the
+sum of separate launches of some of its requests or of shards of its heads (rows of this table), because the
 simulator does not finish the whole; where both are known the sum is {low:.2f} to {high:.2f} times the whole. Of
-many decodes it is four, and what eight take beyond four for every other four, or as many times four.
+most decodes it is four, and what eight take beyond four for every other four.
 (d) of the kernel before its last change."""
 
 
@@ -55,9 +55,10 @@ def own_of(rows: dict[str, Any], row: Row, chip: str, page: int) -> tuple[float 
     us, of = own.get("us"), [own]
     if us is not None:
         marks = "" if own["copies"] else " (a)"
-    elif (us := by_parts(rows, row, chip, page)) is not None:
-        marks, of = " (a, c)", [rows[key_of(row._replace(name=name), chip, page, OURS)] for name, _ in row.parts]
-    return us, marks + ("" if all(part["source"] == source(row.kind) for part in of) else " (d)")
+    else:
+        us, parts = by_parts(rows, row, chip, page)
+        marks, of = (" (a, c)", parts) if parts else ("", of)
+    return us, marks + ("" if all(made["source"] == source(row.kind) for made in of) else " (d)")
 
 
 def bounded(us: float, limit: dict[str, float]) -> str:
@@ -65,22 +66,25 @@ def bounded(us: float, limit: dict[str, float]) -> str:
     return f"{us:.0f}" if us >= limit["hbm_us"] else f"{limit['hbm_us']:.0f} (sim {us:.0f})"
 
 
-def by_parts(rows: dict[str, Any], row: Row, chip: str, page: int) -> float | None:
-    """Return the total microseconds of a row's parts, or None if one is missing."""
+def by_parts(rows: dict[str, Any], row: Row, chip: str, page: int) -> tuple[float | None, list[dict[str, Any]]]:
+    """Return the total microseconds of a row's parts, None if one is missing, and the estimates that it is made of."""
     total = 0.0
+    of: list[dict[str, Any]] = []
     for name, times in row.parts:
-        us = rows.get(key_of(row._replace(name=name), chip, page, OURS), {}).get("us")
+        (part,) = (row for row in ROWS if row.name == name)
+        made = rows.get(key_of(part, chip, page, OURS), {})
+        us, made_of = (made["us"], [made]) if "us" in made else by_parts(rows, part, chip, page)
         if us is None:
-            return None
-        total += times * us
-    return total or None
+            return None, []
+        total, of = total + times * us, of + made_of
+    return total or None, of
 
 
 def _parts_per_whole(rows: dict[str, Any]) -> tuple[float, float]:
     """Return the smallest and largest ratio of the sum of parts to the whole, where both are known; NaN if there is none."""
     found = []
     for row, chip, page, kernel in wanted(False):
-        whole, parts = rows.get(key_of(row, chip, page, kernel), {}).get("us"), by_parts(rows, row, chip, page)
+        whole, parts = rows.get(key_of(row, chip, page, kernel), {}).get("us"), by_parts(rows, row, chip, page)[0]
         if whole and parts:
             found.append(parts / whole)
     return min(found, default=math.nan), max(found, default=math.nan)
