@@ -8,6 +8,7 @@ sinks.
 import functools
 import inspect
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,6 +48,27 @@ def canonical(tensor: torch.Tensor) -> torch.Tensor:
         strides[i] = step if tensor.shape[i] == 1 else strides[i]
         step = strides[i] * tensor.shape[i]
     return tensor if tuple(strides) == tensor.stride() else tensor.as_strided(tensor.shape, strides)
+
+
+#: By the id of a cache: it, its address, shape and strides when its halves were made, and these.
+_halves: dict[int, tuple[Any, int, Any, Any, tuple[torch.Tensor, torch.Tensor]]] = {}
+
+
+def halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys and values [N, P, K, D] of a cache [2, N, P, K, D], `canonical`; to be read only.
+
+    Two views take as long as a vendor's function, so they are kept for the next call as long as the cache is.
+    """
+    at, here = id(kv_cache), (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride())
+    kept = _halves.get(at)
+    # Its owner may exchange a cache's memory in place.
+    if kept is not None and kept[0]() is kv_cache and kept[1:4] == here:
+        return kept[4]
+    # detached: a view refers to the tensor that it is of, and the cache would never be freed
+    key, value = canonical(kv_cache.detach())
+    if type(kv_cache) is torch.Tensor:
+        _halves[at] = weakref.ref(kv_cache, functools.partial(_halves.pop, at)), *here, (key, value)
+    return key, value
 
 
 def int32(values: Any) -> torch.Tensor:

@@ -21,7 +21,7 @@ from attn.dtypes import dtype_name
 from attn.torch.backends import _flash_providers as providers
 from attn.torch.backends._flash_providers import VarlenCall
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
-from attn.torch.backends._vendor import arch_of, canonical, fill
+from attn.torch.backends._vendor import arch_of, fill, halves
 from attn.torch.metadata import LAUNCHED_BY, PagedAttentionMetadata, PagedAttentionMetadataBuilder
 
 
@@ -90,8 +90,7 @@ class FlashAttentionImpl(PagedAttentionImpl, backend=FlashAttentionBackend):
         return [min(sizes, key=lambda size: size.base)]  # the others are multiples of it
 
     def _attend(self, call: PagedCall) -> torch.Tensor:
-        key, value = self.backend.logical_kv_cache(canonical(call.kv_cache))
-        return self._compute(call, key, value, is_paged=True)
+        return self._compute(call, *halves(call.kv_cache), is_paged=True)
 
     def _attend_ragged(self, call: PagedCall) -> torch.Tensor:
         rows = call.meta.num_actual_tokens

@@ -32,7 +32,7 @@ from attn.torch import records
 from attn.torch.backends import _flashinfer_trtllm as trtllm
 from attn.torch.backends._flashinfer import Group, plan, workspace, wrapper_for
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl, is_captured, of_one_batch
-from attn.torch.backends._vendor import LN2, arch_of, canonical, decodes_first, fill, int32, page_list
+from attn.torch.backends._vendor import LN2, arch_of, decodes_first, fill, halves, int32, page_list
 from attn.torch.metadata import PagedAttentionMetadataBuilder
 
 #: Prefill with fewer rows per request selects FA2's kernels; on Hopper "auto" selects FA3's. Measured on an H200, ms of FA2
@@ -223,7 +223,7 @@ class FlashInferImpl(PagedAttentionImpl, backend=FlashInferBackend):
     def _attend(self, call: PagedCall) -> None:
         meta = call.meta
         assert isinstance(meta, FlashInferMetadata)
-        keys = self.backend.logical_kv_cache(canonical(call.kv_cache))
+        keys = halves(call.kv_cache)
         scales = {}
         if self._quantised:
             scales = {"k_scale": call.layer._k_scale_float, "v_scale": call.layer._v_scale_float}

@@ -24,7 +24,9 @@ from attn.testing import check_conformance
 from attn.testing.subject import subject_of
 from attn.testing.suite import cases_of
 from attn.torch.backends import _flash_providers as providers
+from attn.torch.backends import _vendor
 from attn.torch.backends._flash_providers import VarlenCall
+from attn.torch.backends._vendor import halves
 from attn.torch.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl, FlashAttentionMetadata
 from attn.visibility import BatchMask, LayerMask, Visibility
 from tests.levels import some
@@ -572,3 +574,19 @@ def test_the_output_is_the_kernels_own_unless_the_caller_has_one(padding: int, o
         assert (got is made[-1]) == (not padding) and got.shape == query.shape
         assert impl.forward(layer, query, None, None, cache, meta, output) is output
         assert torch.equal(got[:4], output[:4]) and bool((output[4:] == 7).all())
+
+
+def test_halves_of_a_cache_are_kept_as_long_as_it_is() -> None:
+    cache = torch.arange(2 * 4 * 16 * 8.0).reshape(2, 4, 1, 16, 8).transpose(2, 3)
+    key, value = halves(cache)
+    assert key.stride() == value.stride() == (128, 8, 8, 1)  # of a dense tensor where there is one head
+    assert torch.equal(key, cache[0]) and torch.equal(value, cache[1])
+    assert halves(cache)[0] is key and not halves(torch.zeros_like(cache))[0].any()
+    # its memory may be exchanged in place, and written to
+    cache.fill_(2)
+    assert (halves(cache)[1] == 2).all()
+    cache.data = torch.full((2, 3, 16, 2, 8), 5.0)
+    assert halves(cache)[1].shape == (3, 16, 2, 8) and (halves(cache)[1] == 5).all()
+    known = len(_vendor._halves)
+    del cache
+    assert len(_vendor._halves) == known - 1
