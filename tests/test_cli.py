@@ -332,6 +332,7 @@ def test_demo(capsys):
         ("generate hello --model /no/such/model", "'/no/such/model' does not exist"),
         ("explain --model /no/such/model", "/no/such/model does not exist: pass a config.json, or a folder with one"),
         ("explain --head-size 64 --device H1000", "Unknown device: 'H1000'. Did you mean H100? Valid options are: V100"),
+        ("explain --head-size 64 --platform xpu --arch pvc", "arch='pvc': the devices of xpu have no architectures here"),
         ("explain --head-size 64 --platform cuda --arch sm_999", "Unknown arch of cuda: 'sm_999'. Did you mean sm_90?"),
         ("explain --head-size 64 --assume flashinfre", "Unknown package: 'flashinfre'. Did you mean flashinfer-python?"),
         ("bench q1s16 --plot /no/such/folder/x.svg", "/no/such/folder/x.svg: No such file or directory"),

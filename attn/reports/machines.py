@@ -190,6 +190,8 @@ def product_of(name: str) -> str:
 def check_arch(platform: str, arch: str) -> str:
     """Return `arch` if the platform has it. Raises ValueError with the known ones otherwise."""
     known = [a for places, archs in _PRODUCTS.items() if platform in places[:2] for a in archs if a]
+    if not known:  # a list of none would not say what to pass
+        raise ValueError(f"arch={arch!r}: the devices of {platform} have no architectures here: pass no arch")
     if arch not in known:
         raise ValueError(unknown_name(f"arch of {platform}", arch, known))
     return arch

@@ -64,6 +64,20 @@ def test_a_layer_is_where_it_was_made_or_moved(move: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("name", ["CPU_ATTN", "TORCH_SDPA", "FLEX_ATTENTION", "TORCH_MLA"])
+def test_another_default_device_changes_no_call(name: str) -> None:
+    """A prompt, a decode and several rows on the CPU, as beside a model on a GPU: no helper tensor is on the default device."""
+    layer = layer_of(name)
+    cache = layer.new_kv_cache(8)
+    batch = CommonAttentionMetadata.from_lens([5, 1, 2], [5, 21, 20], [[3], [7, 4], [1, 2]], 16)
+    shapes = ((8, 2, 32), (8, 32), (8, 16)) if "MLA" in name else ((8, 4, 32), (8, 2, 32), (8, 2, 32))
+    arrays = [torch.randn(shape) for shape in shapes]
+    want = layer(*arrays, cache, layer.build(batch))
+    with META:
+        got = layer(*arrays, cache, layer.build(batch.replace(), device="cpu"))
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("name", ["CPU_ATTN", "TORCH_SDPA", "FLEX_ATTENTION", "TORCH_MLA"])
 def test_a_call_on_two_devices_is_refused_with_both(name: str) -> None:
     if name == "CPU_ATTN" and torch.cuda.is_available():
         pytest.skip("CPU_ATTN does not serve a machine with a GPU")

@@ -150,7 +150,7 @@ def _decode_batch(
     query, kv_cache = call.query, call.kv_cache
     _, num_kv_heads, block_size, head_size = kv_cache[0].shape
     element = _compute_dtype(query, kv_cache)
-    rows = torch.tensor([starts[r] for r in decodes])
+    rows = torch.tensor([starts[r] for r in decodes], device=query.device)
     # the heads of a group become rows of one product: their keys are read once
     queries = query.index_select(0, rows).to(element).view(len(decodes), num_kv_heads, -1, head_size)
     keys, values = _Store(kv_cache[0], 0), _Store(kv_cache[1], 1)

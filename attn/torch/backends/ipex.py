@@ -95,7 +95,8 @@ class IpexAttentionImpl(PagedAttentionImpl, backend=IpexAttentionBackend):
         first = decodes_first(starts) if cap is None else 0
         # 0: no decodes, or none with a key
         if longest := int(lens[:first].max(initial=0)):
-            heads = torch.arange(self.num_kv_heads, dtype=torch.int32).repeat_interleave(self.num_heads // self.num_kv_heads)
+            heads = torch.arange(self.num_kv_heads, dtype=torch.int32, device=query.device)
+            heads = heads.repeat_interleave(self.num_heads // self.num_kv_heads)
             _llm().modules.PagedAttention.single_query_cached_kv_attention(
                 output=output[:first],
                 query=query[:first],
@@ -184,11 +185,11 @@ def _copied(
     row = np.cumsum(pages) - pages  # the first page of each request
     index = np.arange(count.sum()) + np.repeat(row * page - (np.cumsum(count) - count), count)
     # the padding of a last page copies token 0 of the cache, behind the request's length
-    slots = torch.zeros(int(pages.sum()) * page, dtype=torch.int64)
+    slots = torch.zeros(int(pages.sum()) * page, dtype=torch.int64, device=keys.device)
     slots[torch.from_numpy(index)] = token_slots(table, page, np.arange(len(count)), begin, end).long()
     slots = slots.view(-1, 1, page)
     # rows of D elements in the order of the new pages: [pages, K, P]
-    runs = ((slots // page * heads + torch.arange(heads)[:, None]) * page + slots % page).flatten()
+    runs = ((slots // page * heads + torch.arange(heads, device=keys.device)[:, None]) * page + slots % page).flatten()
     copies = [part.reshape(-1, size).index_select(0, runs).view(-1, heads, page, size) for part in (keys, values)]
     columns = np.arange(max(1, int(pages.max(initial=0))))
     return copies[0], copies[1], int32(np.minimum(row[:, None] + columns, max(0, len(slots) - 1)))
