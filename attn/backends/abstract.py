@@ -10,7 +10,7 @@ P block_size. `Array` is an array of the implementation's framework.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -108,6 +108,8 @@ class AttentionBackend(LayerBackend):
         """`block_sizes`, unless the implementation says otherwise: vLLM's interface has this method on both classes."""
         # The marked method of the base class returns the backend's data, which this would ask again; only an override
         # has another answer.
+        if not isinstance(cls.block_sizes, Collection):
+            raise TypeError(f"block_sizes={cls.block_sizes!r} must be a tuple: ({cls.block_sizes!r},)")
         sizes = cls.get_impl_cls().get_supported_kernel_block_size
         return list(cls.block_sizes) if getattr(sizes, "datum", None) == "block_sizes" else sizes()
 

@@ -359,6 +359,12 @@ def test_a_backend_that_returns_no_list_of_reasons_is_told_so(returned, make_bac
     assert f"why_not() returned {returned!r}: must be a list of sentences" in str(selection)
 
 
+def test_block_sizes_that_are_no_tuple_are_named(make_backend):
+    backend = make_backend("BAD")
+    backend.block_sizes = 16
+    assert "block_sizes=16 must be a tuple: (16,)" in str(choose([candidate(backend)], request(block_size=16), CPU))
+
+
 def test_a_missing_package_is_reported_as_missing(make_backend):
     vendor = make_backend("VENDOR", install="flash-attn")
     vendor.get_impl_cls = staticmethod(lambda: __import__("no_such_module_anywhere"))
