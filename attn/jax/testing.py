@@ -27,6 +27,7 @@ from attn.capabilities import Device, Feature
 from attn.dtypes import kv_cache_element
 from attn.jax.ops import bits_of
 from attn.testing import Call, Result, bits, cache_spec
+from attn.testing.case import Case
 from attn.testing.prefill import PrefillArrays, results
 from attn.testing.runner import BaseRunner
 
@@ -186,7 +187,7 @@ class JaxRunner(BaseRunner):
             if call.key_cache is not None:
                 new_cache = layer.new_kv_cache(call.key_cache.shape[0])
                 # the suite fills a cache of its own, which must be what the layer would have allocated
-                assert (new_cache.shape, str(new_cache.dtype)) == (self._shape(call), call.case.element)
+                assert (new_cache.shape, str(new_cache.dtype)) == (self._shape(call), _stored(call.case))
 
             def attend(*arrays: Any, k_scale: Any, v_scale: Any, indices: Any) -> Any:
                 return layer(*arrays, indices) if call.case.mla else layer(*arrays)
@@ -256,8 +257,11 @@ class JaxRunner(BaseRunner):
         # a NaN counts as spilled too, since it differs from 0
         spilled = bool(np.any(values[count:] != 0))
         if kv_cache is not None and call.key_cache is not None:
-            flat = bits_of(np.asarray(kv_cache)).reshape(-1)
-            stored = [flat[index] for index in self._where(call)]
+            if case.element in bits.SELF_SCALED:
+                stored = [bits_of(np.asarray(rows)) for rows in self.backend.logical_kv_cache(kv_cache)]
+            else:
+                flat = bits_of(np.asarray(kv_cache)).reshape(-1)
+                stored = [flat[index] for index in self._where(call)]
             size = call.key_cache.shape[3]
             keys, vals = (view[..., :size] for view in stored)
             spilled |= any(bool(view[..., size:].any()) for view in stored)  # what pads a head must stay zero
@@ -282,12 +286,15 @@ class JaxRunner(BaseRunner):
         if call.key_cache is None or call.value_cache is None:
             return None
         case = call.case
+        if hasattr(self.backend, "kv_cache_of_rows") and case.element in bits.SELF_SCALED:  # a layout that shares bytes
+            cache: jax.Array = self.backend.kv_cache_of_rows(jnp.asarray(call.key_cache), jnp.asarray(call.value_cache))
+            return cache
         shape = self._shape(call)
         raw = bits.poisoned((int(np.prod(shape)),), case.element, case.poison)
         for index, stored in zip(self._where(call), (call.key_cache, call.value_cache), strict=True):
             raw[index] = 0  # a logical view may be wider than the head: its padding must be zeros
             raw[index[..., : stored.shape[-1]]] = stored
-        return jnp.asarray(raw.view(jnp.dtype(kv_cache_element(case.kv_cache_dtype, case.dtype))).reshape(shape))
+        return jnp.asarray(raw.view(jnp.dtype(_stored(case))).reshape(shape))
 
     def _shape(self, call: Call) -> tuple[int, ...]:
         assert call.key_cache is not None
@@ -302,6 +309,11 @@ class JaxRunner(BaseRunner):
             keys, values = self.backend.logical_kv_cache(index)
             self._places[shape] = np.asarray(keys), np.asarray(values)
         return self._places[shape]
+
+
+def _stored(case: Case) -> str:
+    """The dtype of a cache's array."""
+    return kv_cache_element(case.kv_cache_dtype, case.dtype)
 
 
 def prefill(backend: Any, call: PrefillArrays) -> tuple[Array, list[tuple[Array, Array]]]:

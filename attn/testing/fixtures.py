@@ -32,7 +32,7 @@ def fixtures(subject: Subject) -> list[Case]:
         *(_views(make, subject, page, edges) if subject.capabilities.framework == "torch" else ()),
         *_attn_types(make, subject),
         *(reach(make, subject.compiles) if subject.has(Feature.SPANS) else ()),
-        *(case for stored in subject.capabilities.kv_cache_dtypes for case in _caches(make, stored)),
+        *(_sized(subject, case) for stored in subject.capabilities.kv_cache_dtypes for case in _caches(make, stored)),
     ]
 
 
@@ -153,6 +153,12 @@ def _attn_types(make: Make, subject: Subject) -> list[Case]:
             ("alibi and a cap", {"alibi": True, "logits_soft_cap": 2.0}),
         )
     ]
+
+
+def _sized(subject: Subject, case: Case) -> Case:
+    """Return the case, with pages and heads of 128 if the subject serves its cache in these only."""
+    large = case.replace(head_size=128, block_size=128, num_blocks=None)
+    return large if not subject.serves(case) and subject.serves(large) else case
 
 
 def _caches(make: Make, stored: str) -> list[Case]:

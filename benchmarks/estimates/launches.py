@@ -88,6 +88,7 @@ _ROWS = (
     Row("prefill 2k at 8k, D 64, sinks, 8/1 heads", _PROMPT, (8, 1, 64), sinks=True),
     Row("decode 64 x 4k, e4m3", _DECODES, peers=(RPA,), pages=PAGES, stored=_E4M3, goals={("v6e", 128): 330}),
     Row("decode 64 x 4k, int8", _DECODES, stored="int8"),
+    Row("decode 64 x 4k, int4_per_token_head", _DECODES, stored="uint8", chips=("v6e", "v5e")),
     Row("decode 64 x 4k, window 1,024", _DECODES, peers=(RPA,), window=1024, goals={("v6e", 128): 175}),
     Row("decode 16 x 32k", "16q1s32k", peers=(RPA,), pages=PAGES),
     Row("prefill 2k at 8k, 64/8 heads", _PROMPT, (64, 8, 128), (RPA,), parts=(("prefill 2k at 8k, 8/1 heads", 8),)),

@@ -63,12 +63,14 @@ def test_an_int4_row_with_a_number_that_is_not_finite_is_nan(spoiled: float) -> 
 
 
 def test_int4_is_served_by_name_and_automatically_where_it_is_declared() -> None:
-    """XLA_ATTN reads it; every other backend refuses it, and so does a head whose numbers do not pair."""
+    """XLA_ATTN serves it at any size, except a head whose numbers do not pair; PALLAS says which sizes it serves."""
     cache = {"kv_cache_dtype": "int4_per_token_head"}
     layer = Attention(4, D, num_kv_heads=K, block_size=P, **cache)
     assert layer.selection.name == "XLA_ATTN"
     assert layer.new_kv_cache(N).shape == (2, N, P, K, D // 2 + 4)
-    with pytest.raises(UnsupportedError, match=r"PALLAS +kv_cache_dtype=int4_per_token_head \(supports auto, bfloat16"):
+    with pytest.raises(
+        UnsupportedError, match=r"PALLAS +head_size=64 \(kv_cache_dtype=int4_per_token_head supports 128, 256\)"
+    ):
         Attention(4, 64, num_kv_heads=K, block_size=16, backend="PALLAS", **cache)
     with pytest.raises(UnsupportedError, match=r"head_size=15 \(kv_cache_dtype=int4_per_token_head supports multiples of 2\)"):
         Attention(4, 15, num_kv_heads=K, block_size=P, **cache)

@@ -64,7 +64,7 @@ class PallasAttentionBackend(PagedAttentionBackend):
     interpreted_on = ("cpu",)
     capabilities = records.PALLAS(
         head_sizes=(MultipleOf(16, 64, 256), 512),
-        kv_cache_dtypes=("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"),
+        kv_cache_dtypes=("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int4_per_token_head"),
         attn_types=ATTN_TYPES,
         features=FEATURES | {Feature.BATCH_INVARIANT},
     )
@@ -72,6 +72,12 @@ class PallasAttentionBackend(PagedAttentionBackend):
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
         why = super().why_not(request, device)
+        if request.kv_cache_dtype == "int4_per_token_head":
+            sizes = (("head_size", request.head_size, (128, 256)), ("block_size", request.block_size or 128, (128,)))
+            for name, size, allowed in sizes:
+                if size not in allowed:
+                    supported = ", ".join(map(str, allowed))
+                    why.append(f"{name}={size} (kv_cache_dtype={request.kv_cache_dtype} supports {supported})")
         if device is not None and device.platform == "gpu":
             why.append("its kernels are for TPUs (a CPU interprets them, for tests); use XLA_ATTN on GPUs")
         if request.attn_type in ENCODER_TYPES and Feature.BATCH_INVARIANT in request.features:
@@ -86,13 +92,20 @@ class PallasAttentionBackend(PagedAttentionBackend):
     ) -> tuple[int, ...]:
         """[N, 2, K, P, D], so that a page is one DMA; heads of 64 are [N, 1, K, P, 128], keys and values side by side.
 
-        D is padded with zeros to a multiple of 128; `logical_kv_cache` includes the padding.
+        D is padded with zeros to a multiple of 128; `logical_kv_cache` includes the padding. int4_per_token_head: see
+        `pages_of`, of which `logical_kv_cache` makes rows.
         """
-        return kernel.cache_shape(num_blocks, block_size, num_kv_heads, head_size)
+        packed = cache_dtype_str == "int4_per_token_head"
+        return kernel.cache_shape(num_blocks, block_size, num_kv_heads, head_size, packed)
 
     @staticmethod
     def logical_kv_cache(kv_cache: jax.Array) -> tuple[jax.Array, jax.Array]:
         return kernel.keys_and_values(kv_cache)
+
+    @staticmethod
+    def kv_cache_of_rows(key: jax.Array, value: jax.Array) -> jax.Array:
+        """The int4_per_token_head cache whose `logical_kv_cache` are these rows."""
+        return kernel.pages_of(*kernel.packed(key, value))
 
 
 class PallasAttentionImpl(PagedAttentionImpl, backend=PallasAttentionBackend):

@@ -98,7 +98,7 @@ RAGGED: dict[str, Sequence[Any]] = {
     "head_size": (64, 80, 96, 128, 192, 256, 512),
     "block_size": (16, 64, 128, 256),
     "dtype": ("bfloat16", "float32"),
-    "kv": ("auto", "bfloat16", "fp8_e4m3", "fp8_e5m2", "int8"),
+    "kv": ("auto", "bfloat16", "fp8_e4m3", "fp8_e5m2", "int8", "int4_per_token_head"),
     "mask": tuple(MASKS),
     **switches("soft_cap", "alibi", "sinks", "lse", "kv_sharing", "per_head_scales"),
 }
@@ -133,6 +133,8 @@ def _normalise_ragged(choice: Choice) -> Choice:
         choice["kv"] = "auto"
     if choice["kv"] in ("auto", "bfloat16"):
         choice["per_head_scales"] = False
+    if choice["kv"] == "int4_per_token_head":  # the sizes that there are of it
+        choice |= {"block_size": 128, "head_size": 256 if choice["head_size"] > 128 else 128}
     return choice
 
 
@@ -215,8 +217,10 @@ def ragged(chip: str, shape: Ragged) -> PallasProgram:
     head_size, dtype, stored = shape.head_size, shape.dtype, shape.stored or shape.dtype
     batch, num_blocks = _batch(shape.query_lens, shape.seq_lens, shape.block_size, shape.columns)
 
-    query, new = _shape((num_tokens, num_heads, head_size), dtype), _shape((num_tokens, kv_heads, head_size), stored)
-    cache = _shape(kernel.cache_shape(num_blocks, shape.block_size, kv_heads, head_size), stored)
+    packed = stored == "uint8"  # int4_per_token_head
+    query, row = _shape((num_tokens, num_heads, head_size), dtype), head_size // 2 + 4 if packed else head_size
+    new = _shape((num_tokens, kv_heads, row), stored)
+    cache = _shape(kernel.cache_shape(num_blocks, shape.block_size, kv_heads, head_size, packed), stored)
     # (shape, dtype) of each array that the call may take, in the order in which `call` receives them.
     optional = {
         "alibi_slopes": ((num_heads,), "float32") if shape.alibi else None,
@@ -255,7 +259,7 @@ def ragged(chip: str, shape: Ragged) -> PallasProgram:
         )
 
     flops, traffic = cost(shape.query_lens, shape.seq_lens, num_heads, head_size, mask=shape.mask, seen=shape.seen)
-    traffic = traffic * kv_heads * 2 * head_size * jnp.dtype(stored).itemsize
+    traffic = traffic * kv_heads * 2 * row * jnp.dtype(stored).itemsize
     traffic += num_tokens * num_heads * 2 * head_size * jnp.dtype(dtype).itemsize
     # Argument 1, the cache, is donated: a program that copies it would need twice its memory.
     return PallasProgram(call, arrays, [*batch, *known.values()], (1,), flops, traffic, dtype)

@@ -14,12 +14,17 @@ from attn.capabilities import Device, Request
 from attn.errors import MetadataError, ShapeError
 from attn.jax import Attention
 from attn.jax.backends.pallas import PallasAttentionBackend
+from attn.jax.kernels.tpu import ragged_paged_attention as kernel
 from attn.jax.kernels.tpu._chips import blocks_for, fixed_blocks
 from attn.jax.kernels.tpu._refs import PagedShape
 from attn.jax.platforms import TpuPlatform, compiling_for
+from attn.testing.case import Case
+from attn.testing.conformance import run_case
 from attn.visibility import LayerMask
+from tests.levels import sampled
 
 H, K, D, P, N = 4, 2, 80, 16, 12
+INT4 = "int4_per_token_head"
 TPU = Device("jax", "tpu", "TPU v6 lite", "v6e")
 
 
@@ -56,11 +61,73 @@ def test_it_serves_a_tpu_and_comes_first(head_size: int) -> None:
             Device("jax", "gpu", "H200", "sm_90"),
             "its kernels are for TPUs (a CPU interprets them, for tests); use XLA_ATTN on GPUs",
         ),
+        (Request(64, "bfloat16", INT4, 128), TPU, "head_size=64 (kv_cache_dtype=int4_per_token_head supports 128, 256)"),
+        (Request(128, "bfloat16", INT4, 64), TPU, "block_size=64 (kv_cache_dtype=int4_per_token_head supports 128)"),
         (Request(128, "bfloat16"), Device("jax", "tpu", "TPU v4", "v4"), "arch=v4 (supports v5e, v5p, v6e, v7x)"),
     ],
 )
 def test_what_it_refuses(request_: Request, device: Device, reason: str) -> None:
     assert reason in PallasAttentionBackend.why_not(request_, device)
+
+
+def test_int4_on_a_tpu() -> None:
+    assert PallasAttentionBackend.why_not(Request(128, "bfloat16", INT4, 128), TPU) == []
+
+
+@pytest.mark.parametrize(("heads", "size"), [(1, 128), (8, 128), (17, 128), (3, 256)])
+def test_pages_of_int4_hold_their_rows(heads: int, size: int) -> None:
+    """Bit for bit, codes that no write makes and any scale among them; a token is written where its slot is, alone."""
+    rng = np.random.default_rng(0)
+    row = (heads, size // 2 + 4)
+    rows = [jnp.asarray(rng.integers(0, 256, (3, 128, *row)), jnp.uint8) for _ in range(2)]
+    cache = PallasAttentionBackend.kv_cache_of_rows(*rows)
+    assert cache.shape == PallasAttentionBackend.get_kv_cache_shape(3, 128, heads, size, INT4)
+    for got, want in zip(PallasAttentionBackend.logical_kv_cache(cache), rows, strict=True):
+        np.testing.assert_array_equal(got, want)
+    slots = np.array([130, 5, -1, 383, 127])
+    new = [jnp.asarray(rng.integers(0, 256, (5, *row)), jnp.uint8) for _ in range(2)]
+    written = kernel.write(*new, cache, jnp.asarray(slots))
+    for got, before, fresh in zip(PallasAttentionBackend.logical_kv_cache(written), rows, new, strict=True):
+        want = np.array(before).reshape(-1, *row)
+        want[slots[slots >= 0]] = np.array(fresh)[slots >= 0]
+        np.testing.assert_array_equal(np.array(got).reshape(-1, *row), want)
+
+
+_SOME = Case(
+    "",
+    (1, 18, 6, 1, 9),
+    (300, 18, 150, 9, 40),
+    4,
+    2,
+    head_size=128,
+    block_size=128,
+    dtype="bfloat16",
+    kv_cache_dtype=INT4,
+    lse=True,
+)
+_INT4_CASES = [
+    _SOME.replace(name="mixed"),
+    _SOME.replace(name="float32, heads of 256", dtype="float32", head_size=256, num_heads=3, num_kv_heads=3),
+    _SOME.replace(name="joined heads", num_heads=16, num_kv_heads=8, query_lens=(1, 2), seq_lens=(140, 129)),
+    _SOME.replace(name="two scale heads", num_heads=17, num_kv_heads=17, query_lens=(1, 2), seq_lens=(140, 129)),
+    _SOME.replace(name="decodes", query_lens=(1,) * 20, seq_lens=tuple(1 + 37 * i for i in range(20))),
+    _SOME.replace(name="prompts", query_lens=(300, 1, 140), seq_lens=(300, 270, 500)),
+    _SOME.replace(name="window, sinks, cap", sliding_window=130, sinks="randn", logits_soft_cap=30.0),
+    _SOME.replace(name="ALiBi, not causal", alibi=True, causal=False, dtype="float32"),
+    _SOME.replace(name="spans, prefix", spans=4, prefix=7, sliding_window=40),
+    _SOME.replace(name="tree", tree=6, query_lens=(6, 4, 18, 1, 6), seq_lens=(200, 4, 18, 9, 40)),
+    _SOME.replace(name="chunks", chunk_size=100),
+    _SOME.replace(name="shared pages", new="shared"),
+    _SOME.replace(name="poison", check="poison"),
+    _SOME.replace(name="layer", through="layer"),
+    _SOME.replace(name="cross attention", attn_type="encoder_decoder", causal=False),
+]
+
+
+@pytest.mark.parametrize("case", sampled(_INT4_CASES, 3, "PALLAS int4"), ids=str)
+def test_int4_is_the_oracles(case: Case) -> None:
+    """Interpreted, races watched: the output, the log-sum-exp, and every byte of the cache."""
+    assert run_case(PallasAttentionBackend, case) == []
 
 
 def test_a_layer_under_jit() -> None:

@@ -48,7 +48,7 @@ class Buffers(NamedTuple):
 def page_buffers(cfg: PagedConfig, stored: Any) -> dict[str, Any]:
     """The scratch of `_pages.attend`, for a cache of dtype `stored`."""
     return {
-        "kv": pltpu.VMEM((cfg.slots, cfg.planes, cfg.num_kv_heads, *block_shape(cfg)), stored),
+        "kv": pltpu.VMEM((cfg.slots, cfg.planes, cfg.stored_heads, *block_shape(cfg)), stored),
         "kv_sem": pltpu.SemaphoreType.DMA((cfg.num_signals,)),
         "q_sem": pltpu.SemaphoreType.DMA((2,)),
         "o_sem": pltpu.SemaphoreType.DMA(()),
@@ -59,7 +59,7 @@ def write_buffers(cfg: PagedConfig, stored: Any) -> dict[str, Any]:
     """The scratch of `_pages.writing`, if the launch writes."""
     if not cfg.write:
         return {}
-    stage = pltpu.VMEM((cfg.ring, cfg.planes, cfg.num_kv_heads, cfg.tile, cfg.lanes), stored)
+    stage = pltpu.VMEM((cfg.ring, cfg.planes, cfg.stored_heads, cfg.tile, cfg.lanes), stored)
     ring = pltpu.SemaphoreType.DMA((cfg.ring,))
     scratch = {"old": stage, "new": stage, "read_sem": ring, "write_sem": ring}
     return scratch | ({"run_sem": pltpu.SemaphoreType.DMA(())} if cfg.num_runs else {})

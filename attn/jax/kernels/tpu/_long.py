@@ -31,8 +31,11 @@ from attn.jax.kernels.tpu._refs import (
     RaggedConfig,
     RaggedRefs,
     dot,
+    halves,
     own_lanes,
+    own_scales,
     rows_at,
+    widen,
     widened,
     widened_exactly,
 )
@@ -166,8 +169,15 @@ def _streamed(
     may_be_nonfinite = jnp.issubdtype(refs.kv.dtype, jnp.floating) and not cfg.rebiased
     pending: list[Any] = []
 
+    def rows_of(kind: int, k: jax.Array, keys_at: Any) -> jax.Array:
+        if cfg.packed:
+            codes = halves(rows_at(cfg, refs, step.slot, 0, k, keys_at), kind, cfg.float8, exact=True)
+            return codes.astype(refs.q.dtype)
+        plane = kind * (cfg.planes - 1)
+        return widened(cfg, rows_at(cfg, refs, step.slot, plane, k, keys_at), refs.q.dtype, refs.recompute)
+
     def add_values(k: jax.Array, at: slice, keys_at: Any, p: jax.Array, source: jax.Array, last: bool) -> None:
-        values = widened(cfg, rows_at(cfg, refs, step.slot, cfg.planes - 1, k, keys_at), p.dtype, refs.recompute)
+        values = rows_of(1, k, keys_at)
         total = refs.acc[source, :, at] + dot(values, p, 0, 0)
         refs.acc[after * cfg.num_kv_heads + k, :, at] = total
         if last and _writes(cfg, masked):  # beside the products of the next heads
@@ -177,13 +187,21 @@ def _streamed(
         for first_row, offset in tiles:
             at, key_tile = slice(first_row, first_row + cfg.row_tile), min(cfg.key_tile, step.size - offset)
             keys_at, is_masked = pl.ds(step.start + offset, key_tile), bool(masked) and offset >= step.clear
-            keys = widened(cfg, rows_at(cfg, refs, step.slot, 0, k, keys_at), refs.q.dtype, refs.recompute)
+            keys = rows_of(0, k, keys_at)
             if is_masked and may_be_nonfinite and first_row == 0:
-                values = rows_at(cfg, refs, step.slot, cfg.planes - 1, k, keys_at).astype(refs.q.dtype)
+                values = rows_of(1, k, keys_at)
                 zero_products = dot(jnp.zeros((_SUBLANES, key_tile), values.dtype), values, 1, 0)
                 for lane in range(0, cfg.lanes, LANES):
                     refs.recompute[:, :LANES] |= jnp.where(zero_products[:, lane : lane + LANES] == 0, 0, 1)
-            s = _scores(cfg, refs, item, step.first + offset, keys, k, first_row, masked * is_masked)
+            k_scales = v_scales = None
+            if cfg.packed:
+                k_scales, v_scales = (
+                    _scales(cfg, refs, item, step.slot, kind, k, keys_at, step.first + offset) for kind in (0, 1)
+                )
+                if is_masked and first_row == 0:  # a weight of 0 does not hide NaN
+                    lost = jnp.where(v_scales * 0.0 == 0.0, 0, 1).reshape(-1, _SUBLANES, LANES)
+                    refs.recompute[:, :LANES] |= jnp.max(lost, axis=0)
+            s = _scores(cfg, refs, item, step.first + offset, keys, k, first_row, masked * is_masked, k_scales)
             if len(pending) * cfg.key_tile >= _PENDING_KEYS:
                 pending.pop(0)()
             # m is of steps before this one: no exponential waits for a maximum
@@ -200,6 +218,7 @@ def _streamed(
             if last:
                 refs.recompute[:, at] |= jnp.where(in_range, 0, 1)
             # source order is what the scheduler keeps, so this product is placed where the next tiles' exponentials are
+            p = p if v_scales is None else p * widen(v_scales, cfg.row_tile)
             pending.append(functools.partial(add_values, k, at, keys_at, p.astype(refs.q.dtype), source, last))
     if cfg.rebiased:  # values set `recompute` as well
         pending.append(lambda: _reduce_recompute(refs))
@@ -225,14 +244,24 @@ def _exact(
         target = after * cfg.num_kv_heads + k
         source = jnp.where(n == 0, _sums(cfg, before, k), target)
         keys_at = pl.ds(pl.multiple_of(step.start + offset, cfg.key_tile), cfg.key_tile)
-        keys = widened_exactly(cfg, rows_at(cfg, refs, step.slot, 0, k, keys_at))
+        k_scales = v_scales = None
+        if cfg.packed:
+            pairs = rows_at(cfg, refs, step.slot, 0, k, keys_at)
+            keys, values = (halves(pairs, kind, cfg.float8, exact=True).astype(jnp.float32) for kind in (0, 1))
+            k_scales, v_scales = (_scales(cfg, refs, item, step.slot, kind, k, keys_at, step.first + offset) for kind in (0, 1))
+            usable = jnp.abs(v_scales) < jnp.inf
+            values = jnp.where(widen(usable, cfg.lanes), values, jnp.nan)
+            v_scales = jnp.where(usable, v_scales, 0.0)
+        else:
+            keys, values = (
+                widened_exactly(cfg, rows_at(cfg, refs, step.slot, plane, k, keys_at)) for plane in (0, cfg.planes - 1)
+            )
         keys = jnp.where(own_lanes(cfg, keys.shape, 0), keys, 0.0).astype(dtype)
-        values = widened_exactly(cfg, rows_at(cfg, refs, step.slot, cfg.planes - 1, k, keys_at))
         finite = jnp.abs(values) < jnp.inf
         has_nonfinite = jnp.max(jnp.where(finite, 0, 1)) > 0
         for first_row in range(0, cfg.rows, cfg.row_tile):
             at = slice(first_row, first_row + cfg.row_tile)
-            s = _scores(cfg, refs, item, step.first + offset, keys, k, first_row, max(cfg.ranges, 1))
+            s = _scores(cfg, refs, item, step.first + offset, keys, k, first_row, max(cfg.ranges, 1), k_scales)
             m, total = refs.m[k, :, at], refs.l[source, :, at]
             # As the new reference this makes the rescaled sum 1 at most, also where m was far from the maximum.
             running_lse = jnp.where(total == 0, -jnp.inf, m + jnp.log2(total))
@@ -241,6 +270,7 @@ def _exact(
             p, rescale = jnp.exp2(s - new_m[:1]), jnp.where(total == 0, 0.0, jnp.exp2(m - new_m))
             refs.m[k, :, at] = new_m
             refs.l[target, :, at] = total * rescale + jnp.sum(p, axis=0, keepdims=True)
+            p = p if v_scales is None else p * widen(v_scales, cfg.row_tile)
             pv = dot(jnp.where(finite, values, 0.0).astype(dtype), p.astype(dtype), 0, 0)
             refs.acc[target, :, at] = refs.acc[source, :, at] * rescale[:1] + pv
 
@@ -259,12 +289,35 @@ def _exact(
     lax.fori_loop(0, lax.div(step.size, cfg.key_tile), tile, None)
 
 
-def _scores(
-    cfg: RaggedConfig, refs: RaggedRefs, item: Item, first: jax.Array, keys: jax.Array, k: jax.Array, row: int, masked: int
+def _scales(
+    cfg: RaggedConfig, refs: RaggedRefs, item: Item, slot: jax.Array, kind: int, k: jax.Array, at: Any, first: jax.Array
 ) -> jax.Array:
-    """[keys, rows] of one tile, in units of log2; `first` is the position of its first key, `row` its first row."""
+    """[n, 128], lanes alike: the scales of keys (kind 0) or values (1) in rows `at`, which begin at position `first`."""
+    lane, columns = lax.broadcasted_iota(jnp.int32, (1, LANES), 1), []
+    for n in range(0, at.size, LANES):
+        key = first + n + lane
+        (scale,) = own_scales(cfg, refs, slot, kind, k, 1, at.start + n)
+        scale = jnp.where((key >= item.low) & (key < item.high), scale, 0.0)  # the others may be any
+        columns.append(jnp.transpose(jnp.broadcast_to(scale, (LANES, LANES))))
+    return jnp.concatenate(columns, axis=0)
+
+
+def _scores(
+    cfg: RaggedConfig,
+    refs: RaggedRefs,
+    item: Item,
+    first: jax.Array,
+    keys: jax.Array,
+    k: jax.Array,
+    row: int,
+    masked: int,
+    scales: jax.Array | None = None,
+) -> jax.Array:
+    """[keys, rows] of one tile, in units of log2; `first` is the position of its first key, `row` its first row; scales: of
+    keys that have their own."""
     at = slice(row, row + cfg.row_tile)
     s = dot(keys, refs.q[item.q_slot, k, at, :], 1, 1) * refs.rules[K_FACTOR, k, :, at]
+    s = s if scales is None else s * widen(scales, cfg.row_tile)
     if cfg.logits_soft_cap:
         s = jnp.tanh(s) * (cfg.logits_soft_cap * LOG2_E)
     if not (masked or cfg.alibi):

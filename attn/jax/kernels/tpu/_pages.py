@@ -214,10 +214,15 @@ class Tiles:
         @pl.when(self.is_partial(t))
         def _() -> None:
             old.wait()
-            flat = (cfg.planes * cfg.num_kv_heads, cfg.tile, cfg.lanes)
-            fresh, kept = refs.new[slot].reshape(flat), refs.old[slot].reshape(flat)
-            merged = rows_between(fresh, kept, self.field(_plan.FIRST, t), self.field(_plan.STOP, t))
-            refs.new[slot] = merged.reshape(refs.new.shape[1:])
+            first, stop = self.field(_plan.FIRST, t), self.field(_plan.STOP, t)
+            heads = (slot, slice(None), slice(cfg.num_kv_heads))
+            fresh, kept = (x[heads].reshape(-1, cfg.tile, cfg.lanes) for x in (refs.new, refs.old))
+            refs.new[heads] = rows_between(fresh, kept, first, stop).reshape(cfg.planes, -1, cfg.tile, cfg.lanes)
+            for head in range(cfg.num_kv_heads, cfg.stored_heads):  # a token's scales are in a lane
+                fresh, kept = (pltpu.bitcast(x[slot, 0, head], jnp.int32) for x in (refs.new, refs.old))
+                token = lax.rem(lax.broadcasted_iota(jnp.int32, fresh.shape, 1), cfg.page)
+                merged = jnp.where((token >= first) & (token < stop), fresh, kept)
+                refs.new[slot, 0, head] = pltpu.bitcast(merged, refs.new.dtype)
 
     def start_write(self, t: jax.Array) -> None:
         self.write(t).start()
@@ -558,6 +563,8 @@ def clean(
     cfg: PagedConfig, refs: PagedRefs, slot: jax.Array, first: jax.Array, stop: jax.Array, tiles: jax.Array | int
 ) -> None:
     """Zero the values in rows of the block outside [first, stop), in its first `tiles` tiles."""
+    if cfg.packed:  # a code is finite, and scales of such keys are replaced (`_long._numbers`)
+        return
     # Only values: scores of unseen keys are replaced by -inf, but a weight of 0 times a value that is NaN would be NaN.
     plane = cfg.planes - 1
 

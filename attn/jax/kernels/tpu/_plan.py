@@ -106,13 +106,17 @@ def shape_of(
 ) -> PagedShape:
     """The shape of a call: query [T, H, ...] over a cache [N, planes, K, P, lanes]."""
     (num_requests, columns), (_, planes, num_kv_heads, page, lanes) = batch.block_table.shape, cache.shape
+    # as many as have eight bytes for each of the others' tokens
+    scale_heads = -(-8 * num_kv_heads // (lanes + 8)) if cache.dtype == jnp.uint8 else 0
+    num_kv_heads -= scale_heads
     of_heads = planes, num_kv_heads, page, lanes, query.shape[1] // num_kv_heads
     of_elements = query.dtype.itemsize, cache.dtype.itemsize
     described = batch.mask._replace(tree=None)
     # without a window a row's first range begins where its prefix does, so that one is both
     separate_prefix = described.prefix is not None and (mask.window[0] is not None or batch.mask.tree is not None)
     ranges = 0 if described.is_plain else 1 + (described.spans is not None) + separate_prefix
-    return PagedShape(query.shape[0], num_requests, columns, max_query_len, *of_heads, *of_elements, mask, lse, write, ranges)
+    of_batch = query.shape[0], num_requests, columns, max_query_len
+    return PagedShape(*of_batch, *of_heads, *of_elements, mask, lse, write, ranges, scale_heads)
 
 
 def fresh_tiles(cfg: PagedConfig, plan: Plan, rows: jax.Array) -> jax.Array:

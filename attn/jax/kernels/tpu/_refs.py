@@ -43,6 +43,16 @@ class PagedShape:
     lse: bool = False
     write: bool = True
     ranges: int = 0  # of keys that a row sees, listed by the plan; 0: one, which follows from its position
+    scale_heads: int = 0  # that follow the others in a page and hold their scales: the cache is int4_per_token_head
+
+    @property
+    def packed(self) -> bool:
+        """Whether a byte holds a key's code and a value's: see `halves`."""
+        return self.scale_heads > 0
+
+    @property
+    def stored_heads(self) -> int:
+        return self.num_kv_heads + self.scale_heads
 
     @property
     def native(self) -> int:
@@ -57,7 +67,8 @@ class PagedShape:
     @property
     def tile(self) -> int:
         """Rows of the cache that are written together."""
-        return min(sublanes(self.cache_itemsize), self.page)
+        # scales are of all tokens of a page
+        return self.page if self.packed else min(sublanes(self.cache_itemsize), self.page)
 
     @property
     def num_tiles(self) -> int:
@@ -173,6 +184,7 @@ class RaggedConfig(PagedConfig):
     alibi: bool
     sinks: bool
     tree: bool
+    float8: Any  # what the matrix unit multiplies, which codes of int4 are in: see `halves`
     rebiased: bool  # the cache is float8_e4m3fn, read as another format: see `widened`
     invariant: bool  # a request's bits do not depend on the others
 
@@ -322,6 +334,43 @@ def rows_between(x: jax.Array, y: jax.Array | None, first: jax.Array, stop: jax.
     return pltpu.bitcast(words.reshape(-1, lanes), x.dtype).reshape(x.shape)
 
 
+def halves(pairs: jax.Array, high: int, float8: Any, exact: bool = False) -> jax.Array:
+    """The codes in one half of bytes [n, lanes], keys' in the low one, as `float8` in units of its smallest subnormal.
+
+    A code is a sign and three bits, which are the lowest bits of a float8's subnormals. No write makes a negative 0, which is a
+    NaN of float8_e4m3b11fnuz; exact: what memory holds that is not in use may have them, and they become 0.
+    """
+    words = pltpu.bitcast(pairs, jnp.int32)
+    sign = words if high else words << 4
+    size = (words >> 4 if high else words) & 0x07070707
+    sign &= (size + 0x7F7F7F7F) & jnp.int32(-0x7F7F7F80) if exact else jnp.int32(-0x7F7F7F80)
+    return pltpu.bitcast(sign | size, float8)  # type: ignore[no-any-return]
+
+
+def own_scales(cfg: RaggedConfig, refs: PagedRefs, slot: Any, kind: int, n: Any, count: int, first: Any) -> list[jax.Array]:
+    """[1, 128] each: the scales of 128 keys (kind 0) or values (1) of `count` heads, a power of two, from n * count on.
+
+    The keys are those of a page of the block in `slot`, from row `first` on.
+    """
+    tile, per_page = 8 * cfg.lanes // (2 * LANES), LANES // 32  # heads of a hardware tile, and tiles of a page
+    page = first // LANES if isinstance(first, int) else lax.div(first, LANES)
+    scales = []
+    for i in range(count):
+        if i % tile == 0:
+            at = lax.div(n * count + i, tile)
+            rows = pl.ds(pl.multiple_of(page * LANES + lax.rem(at, per_page) * 32, 32), 32)
+            floats = pltpu.bitcast(refs.kv[slot, 0, cfg.num_kv_heads + lax.div(at, per_page), rows, :], jnp.float32)
+        # where a tile has heads of other numbers n, which of them is known when the kernel runs
+        numbers, found = max(tile // count, 1), []
+        for m in range(numbers):
+            row, lane = divmod((2 * ((m * count + i) % tile) + kind) * LANES, cfg.lanes)
+            found.append(floats[row : row + 1, lane : lane + LANES])
+        scales.append(
+            functools.reduce(lambda x, m: jnp.where(lax.rem(n, numbers) == m, found[m], x), range(1, numbers), found[0])
+        )
+    return scales
+
+
 def rebiased(codes: jax.Array, lost: Ref) -> jax.Array:
     """float8_e4m3fn codes [n, lanes] as float8_e4m3b11fnuz of 2 ** -4 times their values.
 
@@ -353,4 +402,4 @@ def widened_exactly(cfg: Any, rows: jax.Array) -> jax.Array:
 def own_lanes(cfg: RaggedConfig, shape: tuple[int, ...], head: int) -> jax.Array:
     """Where rows of joined heads hold the keys of `head`: the other heads' numbers, times 0, may be NaN."""
     lane = lax.broadcasted_iota(jnp.int32, shape, 1) - head * cfg.lanes
-    return (lane >= 0) & (lane < (cfg.lanes // 2 if cfg.planes == 1 else cfg.lanes))
+    return (lane >= 0) & (lane < (cfg.lanes // 2 if cfg.planes == 1 and not cfg.packed else cfg.lanes))

@@ -27,7 +27,9 @@ from attn.jax.kernels.tpu._refs import (
     RaggedConfig,
     RaggedRefs,
     dot,
+    halves,
     own_lanes,
+    own_scales,
     rows_at,
     widen,
     widened,
@@ -89,10 +91,28 @@ def attend(cfg: RaggedConfig, refs: RaggedRefs, slot: jax.Array, tiles: Tiles, m
     shape = (cfg.single_rows, size)
 
     def joined(plane: int, n: jax.Array, first: int, keys: Keys) -> jax.Array:
-        heads = [rows_at(cfg, refs, slot, plane, n * cfg.join + i, pl.ds(first, size)) for i in range(cfg.join)]
+        of_heads = [n * cfg.join + i for i in range(cfg.join)]
+        heads = [rows_at(cfg, refs, slot, 0 if cfg.packed else plane, i, pl.ds(first, size)) for i in of_heads]
         lost = refs.recompute1.at[keys.state]
-        heads = [widened_exactly(cfg, x) if exact else widened(cfg, x, dtype, lost) for x in heads]
+        if cfg.packed:
+            heads = [halves(x, plane, cfg.float8, exact) for x in heads]
+            heads = [x.astype(jnp.float32) for x in heads] if exact or dtype == jnp.float32 else heads
+        else:
+            heads = [widened_exactly(cfg, x) if exact else widened(cfg, x, dtype, lost) for x in heads]
         return heads[0] if cfg.join == 1 else jnp.concatenate(heads, axis=1)
+
+    def scaled(x: jax.Array, kind: int, n: jax.Array, first: int, keys: Keys) -> jax.Array:
+        """x [rows, size] times the scales of each row's own head; those of keys that are not seen may be any."""
+        row, lane = (lax.broadcasted_iota(jnp.int32, (cfg.single_rows, LANES), axis) for axis in (0, 1))
+        parts = []
+        for at in range(first, first + size, LANES):
+            heads = own_scales(cfg, refs, slot, kind, n, cfg.join, at)
+            part = jnp.broadcast_to(heads[0], row.shape)
+            for i in range(1, cfg.join):
+                part = jnp.where(row >= i * cfg.group, heads[i], part)
+            j = (keys.begin - first if masked else keys.begin) + at + lane
+            parts.append(jnp.where(visible(keys, j), part, 0.0) if masked else part)
+        return x * jnp.concatenate(parts, axis=1)
 
     def visible(keys: Keys, j: jax.Array) -> jax.Array:
         seen = j < keys.high if cfg.from_start else (j >= keys.low) & (j < keys.high)
@@ -114,6 +134,7 @@ def attend(cfg: RaggedConfig, refs: RaggedRefs, slot: jax.Array, tiles: Tiles, m
 
     def scores(n: jax.Array, first: int, keys: Keys) -> jax.Array:
         s = product(n, first, keys) * widen(refs.rules1[K_FACTOR, n], size)
+        s = scaled(s, 0, n, first, keys) if cfg.packed else s
         if cfg.logits_soft_cap:
             s = jnp.tanh(s) * (cfg.logits_soft_cap * LOG2_E)
         j = (keys.begin if masked else keys.begin + first) + lax.broadcasted_iota(jnp.int32, shape, 1)
@@ -132,11 +153,12 @@ def attend(cfg: RaggedConfig, refs: RaggedRefs, slot: jax.Array, tiles: Tiles, m
         rescale = jnp.exp2(m - safe)
         refs.m1[at] = new_m
         refs.l1[at] = refs.l1[at] * rescale + jnp.sum(p, axis=1, keepdims=True)
-        values = joined(cfg.planes - 1, n, first, keys)
+        p = scaled(p, 1, n, first, keys) if cfg.packed else p
+        values = joined(1 if cfg.packed else cfg.planes - 1, n, first, keys)
         if exact:  # a weight of 0 does not hide NaN
             row = keys.begin + lax.broadcasted_iota(jnp.int32, values.shape, 0)
             values = jnp.where(visible(keys, row), values, 0.0)
-        values = values.astype(dtype)
+        values = values.astype(dtype) if exact or not cfg.packed else values
         refs.acc1[at] = refs.acc1[at] * widen(rescale, cfg.join * cfg.lanes) + dot(p.astype(dtype), values, 1, 0)
 
     def stage(first_group: jax.Array, count: int) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from attn.jax.kernels.tpu import _kernel, _launch, _plan
@@ -27,8 +28,12 @@ from attn.jax.kernels.tpu._refs import E4M3_GAIN, LANES, LOG2_E, RaggedConfig, R
 from attn.visibility import CAUSAL, PLAIN, BatchMask, LayerMask
 
 
-def cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, int, int, int, int]:
-    """The shape [N, planes, K, P, lanes] of a cache."""
+def cache_shape(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, int4: bool = False
+) -> tuple[int, int, int, int, int]:
+    """The shape [N, planes, K, P, lanes] of a cache; int4: that of `pages_of`."""
+    if int4:
+        return (num_blocks, 1, num_kv_heads + -(-8 * num_kv_heads // head_size), block_size, head_size)
     if 2 * head_size == LANES:
         return (num_blocks, 1, num_kv_heads, block_size, LANES)
     return (num_blocks, 2, num_kv_heads, block_size, -(-head_size // LANES) * LANES)
@@ -37,6 +42,8 @@ def cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: 
 def keys_and_values(kv_cache: jax.Array) -> tuple[jax.Array, jax.Array]:
     """View the cache as keys [N, P, K, D] and values [N, P, K, D], or wider if `cache_shape` pads heads, with zeros past D."""
     pages = kv_cache.transpose(0, 1, 3, 2, 4)
+    if kv_cache.dtype == jnp.uint8:
+        return _rows_of(kv_cache)
     if kv_cache.shape[1] == 1:
         return pages[:, 0, ..., : LANES // 2], pages[:, 0, ..., LANES // 2 :]
     return pages[:, 0], pages[:, 1]
@@ -50,10 +57,61 @@ def stored(key: jax.Array, value: jax.Array, kv_cache: jax.Array) -> jax.Array:
     return jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, kv_cache.shape[4] - key.shape[2])))
 
 
+def packed(key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The bytes [..., K, D] and the float32 scales [..., K, 2] of rows [..., K, D / 2 + 4] (docs/semantics.md §10).
+
+    A byte holds a key's code in its low half and a value's above, each as a sign and a size, so that neither moves a lane.
+    """
+
+    def signed(rows: jax.Array) -> jax.Array:
+        code = jnp.concatenate([rows[..., :-4] & 15, rows[..., :-4] >> 4], axis=-1)
+        return jnp.where(code < 8, 8 | (8 - code) & 7, code - 8)  # type: ignore[no-any-return]
+
+    scales = lax.bitcast_convert_type(jnp.stack([key[..., -4:], value[..., -4:]], axis=-2), jnp.float32)
+    return signed(key) | signed(value) << 4, scales
+
+
+def pages_of(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    """Pages [N, 1, K + scale heads, P, D] of an int4_per_token_head cache from `packed` tokens [N, P, ...].
+
+    The scale heads hold, for each head, its keys' scales of all tokens, then its values'. Four rows of bytes are a row of them.
+    """
+    count, page, _, lanes = codes.shape
+    floats = scales.transpose(0, 2, 3, 1).reshape(count, -1, lanes)
+    floats = jnp.pad(floats, ((0, 0), (0, -floats.shape[1] % (page // 4)), (0, 0)))
+    of_scales = lax.bitcast_convert_type(floats, jnp.uint8).swapaxes(2, 3).reshape(count, -1, page, lanes)
+    return jnp.concatenate([codes.transpose(0, 2, 1, 3), of_scales], axis=1)[:, None]
+
+
+def _rows_of(kv_cache: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The keys' and the values' rows of an int4_per_token_head cache: see `packed`."""
+    count, _, stored_heads, page, lanes = kv_cache.shape
+    heads = stored_heads - -(-8 * stored_heads // (lanes + 8))
+    scales = kv_cache[:, 0, heads:].reshape(count, -1, lanes)[:, : 8 * heads * page // lanes]
+    scales = scales.reshape(count, -1, 4, lanes).swapaxes(2, 3).reshape(count, heads, 2, page, 4)
+
+    def rows(kind: int) -> jax.Array:
+        half = kv_cache[:, 0, :heads] >> 4 * kind & 15
+        code = jnp.where(half < 8, half + 8, (16 - half) & 7)
+        low, high = jnp.split(code, 2, axis=-1)
+        return jnp.concatenate([low | high << 4, scales[:, :, kind]], axis=-1).swapaxes(1, 2)
+
+    return rows(0), rows(1)
+
+
 def write(key: jax.Array, value: jax.Array, kv_cache: jax.Array, slot_mapping: jax.Array) -> jax.Array:
     """Scatter key, value [T, K, D], of the cache's dtype, into the cache at `slot_mapping` [T] (-1: nowhere), any slots."""
     num_blocks, page = kv_cache.shape[0], kv_cache.shape[3]
     block = jnp.where(slot_mapping < 0, num_blocks, slot_mapping // page)  # out of range, so dropped
+    if kv_cache.dtype == jnp.uint8:
+        # a page of each token, in which its own row and lane of scales are where its slot is
+        slot, (heads, lanes) = slot_mapping % page, (key.shape[1], kv_cache.shape[4])
+        one = pages_of(*(jnp.repeat(x[:, None], page, axis=1) for x in packed(key, value)))
+        kv_cache = kv_cache.at[block, :, :heads, slot].set(one[:, :, :heads, 0], mode="drop")
+        at = (slot[:, None] + jnp.arange(0, lanes, page)).reshape(-1, lanes // page)[:, None]
+        token = jnp.arange(len(slot))[:, None, None]
+        scales = one[token, :, heads:, :, at]
+        return kv_cache.at[block[:, None, None], :, heads:, :, at].set(scales, mode="drop")
     return kv_cache.at[block, :, :, slot_mapping % page].set(stored(key, value, kv_cache), mode="drop")
 
 
@@ -110,12 +168,18 @@ def ragged_paged_attention(
         sinks=sinks is not None,
         tree=batch_mask.tree is not None,
         invariant=invariant,
+        float8=jnp.float8_e4m3b11fnuz if device.chip in REBIASES_E4M3 else jnp.float8_e4m3fn,
         rebiased=device.chip in REBIASES_E4M3 and kv_cache.dtype == jnp.float8_e4m3fn,
     )
     plan = _plan.make(cfg, batch)
     arrays = _arrays(cfg, plan, batch, query, _rules(cfg, scale, k_scale, v_scale, sinks, alibi_slopes))
     if key is not None and value is not None:
-        arrays["fresh"] = _plan.fresh_tiles(cfg, plan, stored(key, value, kv_cache))
+        if cfg.packed:
+            tokens = packed(key, value)
+            tiles = pages_of(*(x[plan.token_of_slot].reshape(-1, cfg.page, *x.shape[1:]) for x in tokens))
+            arrays["fresh"] = tiles.transpose(1, 2, 0, 3, 4).reshape(1, cfg.stored_heads, -1, cfg.lanes)
+        else:
+            arrays["fresh"] = _plan.fresh_tiles(cfg, plan, stored(key, value, kv_cache))
     buffers, name = _buffers(cfg, arrays, kv_cache.dtype), "ragged_paged_attention"
     made = _launch.paged(lambda refs: _kernel.run(cfg, RaggedRefs(**refs)), cfg, device, plan, arrays, kv_cache, buffers, name)
 
@@ -129,7 +193,7 @@ def ragged_paged_attention(
         return plan.rows.by_token(single, long, fill)
 
     # a head of 64 shares its row with the values, which are in the right half of the weighted sum
-    first = LANES // 2 if cfg.planes == 1 else 0
+    first = LANES // 2 if cfg.planes == 1 and not cfg.packed else 0
     out = by_token("out", cfg.lanes, 0)[..., first : first + query.shape[2]]
     return out, by_token("lse", 1, -jnp.inf)[..., 0].T if return_lse else None, made["cache"]
 
@@ -165,6 +229,8 @@ def _rules(cfg: RaggedConfig, scale: float, k_scale: Any, v_scale: Any, sinks: A
     # Before a cap scores are in its units; without one they are in units of log2 at once (docs/semantics.md §2).
     factor = scale / cfg.logits_soft_cap if cfg.logits_soft_cap else scale * LOG2_E
     gain = E4M3_GAIN if cfg.rebiased else 1.0
+    if cfg.packed:
+        gain = 1 / float(jnp.finfo(cfg.float8).smallest_subnormal)
     by_kv_head = [gain * factor * jnp.asarray(k_scale, jnp.float32), gain * jnp.asarray(v_scale, jnp.float32)]
     by_head = [jnp.zeros(shape) if x is None else x.reshape(shape) * LOG2_E for x in (sinks, alibi_slopes)]
     spread = [jnp.broadcast_to(x[..., None] if x.ndim else x, shape) for x in by_kv_head]
