@@ -273,6 +273,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:  # closed by the caller (`>&-`)
             setattr(sys, stream, io.StringIO())
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        # A path or a text of a model that the terminal's encoding lacks is written as \u65e5, and the rest is not lost.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             if not argv:

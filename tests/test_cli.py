@@ -1,5 +1,6 @@
 """The command line: what it prints and returns, and the errors for common mistakes."""
 
+import io
 import itertools
 import json
 import os
@@ -48,6 +49,15 @@ def command(monkeypatch):
         monkeypatch.setitem(cli.COMMANDS, "try", cli.Command("x", "attn try", lambda parser: run))
 
     return install
+
+
+def test_text_that_the_encoding_lacks_is_escaped(command, monkeypatch):
+    """As in a path, or a model's text; the command's other output is not lost for it."""
+    command(lambda args: print("before \u65e5 after") or 0)
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert cli.main(["try"]) == 0
+    assert written.getvalue().split() == [b"before", rb"\u65e5", b"after"]
 
 
 # what each command says
