@@ -19,8 +19,8 @@ def as_int(value: Any) -> int | None:
     """Return `value` as an int, including NumPy's integers; None for anything else, including bools and floats."""
     try:
         # True is an int in Python: num_heads=True would be a layer of one head. `operator.index` takes NumPy's integers
-        # and 0-d integer arrays, and rejects 8.0, which `int()` would accept.
-        return None if isinstance(value, bool) else operator.index(value)
+        # and 0-d integer arrays, and rejects 8.0, which `int()` would accept. In a graph of torch 2.11 it fails on a pair.
+        return None if isinstance(value, bool | tuple | list) else operator.index(value)
     except TypeError:
         return None
 

@@ -142,8 +142,7 @@ def crowded_launch(arch: str, rows: int, head_size: int, itemsize: int, stored: 
     1.05 of the time, 64 rows 0.94 to 1.00 (one of them 1.07 in a second run). On seven batches whose items fit at once they
     took up to 1.2 of it.
     """
-    measured = arch == "sm_90" and 16 < rows <= 64 and power_of_two(head_size) == 128 and itemsize == stored == 2
-    return Launch(64, 64, 4, 5) if measured else None
+    return Launch(64, 64, 4, 5) if 16 < rows <= 64 and times_are_known(arch, head_size, itemsize, stored) else None
 
 
 def rows_of_speculation(arch: str, group: int, max_query_len: int, itemsize: int) -> int:
@@ -366,12 +365,12 @@ def _split_tiles_between(low: int, high: int, tiles: Any, split_kv: SplitKV, lea
     return high
 
 
-def are_whole(keys: Any, kv_heads: int, multiprocessors: int, many_rows: bool = False) -> bool:
+def are_whole(keys: Any, kv_heads: int, multiprocessors: int, rows: int = 0) -> bool:
     """Whether decodes of `keys` visible keys (NumPy, [R]) are better left whole: no split would be shorter than the longest, or
     splits cost more than the idle end of whole requests.
 
     The search and the merge cost about 6 us (H200), 2 % of 64 decodes of 4,096 keys, which fill the device without them.
-    many_rows: whether `crowded_launch` serves them, whose partial results are many bytes.
+    rows: of a tile, where the times of both were measured (`times_are_known`), else 0.
     """
     tiles = -(-keys // 64)
     longest = int(tiles[tiles.argmax()]) if len(tiles) else 0
@@ -382,20 +381,32 @@ def are_whole(keys: Any, kv_heads: int, multiprocessors: int, many_rows: bool = 
     # most batches are decided without the search
     if low >= longest or (high >= longest and _split_tiles_between(low, high, tiles, split_kv, longest) >= longest):
         return True
-    return many_rows and _end_soon(len(tiles), int(tiles.sum()), longest, kv_heads, multiprocessors)
+    return 0 < rows <= 64 and _end_soon(len(tiles), int(tiles.sum()), longest, kv_heads, multiprocessors, rows)
 
 
-def _end_soon(requests: int, total: int, longest: int, kv_heads: int, multiprocessors: int) -> bool:
-    """Whether whole requests of 17 to 64 rows, `total` tiles of keys in all, end before split ones would.
+def times_are_known(arch: str, head_size: int, itemsize: int, stored: int) -> bool:
+    """Whether whole and split requests were timed, by `_end_soon` and `crowded_launch`: Hopper, heads of 65 to 128, 16 bits."""
+    return arch == "sm_90" and power_of_two(head_size) == 128 and itemsize == stored == 2
 
-    Measured (H100, heads of 128): whole ones take about 12 us and 2.25 us for each tile until the last of them ends, split ones
+
+def _end_soon(requests: int, total: int, longest: int, kv_heads: int, multiprocessors: int, rows: int) -> bool:
+    """Whether whole requests of up to 64 rows, `total` tiles of keys in all, end before split ones would.
+
+    Up to 16 rows: whole requests take 9 us and 1.7 us for each tile of the longest (H200), or the time of their bytes if that
+    is longer; split ones take the time of their bytes, and more for each request. The line was set by 90 batches of 6 to 150
+    requests on an H100 and an H200: it leaves 37 whole, which take 0.75 to 1.03 of the time; the others would take 0.93 to 6.3
+    of it.
+
+    More rows, measured (H100): whole ones take about 12 us and 2.25 us for each tile until the last of them ends, split ones
     48 us and 3 us for each tile of a program's share, on the 28 batches that set the rule. Of 13 such batches drawn
     afterwards it leaves eight whole, which take 0.69 to 0.95 of the time; the other five would take 0.96 to 1.49 of it.
     """
-    if not is_crowded(requests, kv_heads, multiprocessors, 64):
-        return False
     wave = _wave(kv_heads, multiprocessors)
     share = total / wave
+    if rows <= 16:
+        return longest < 0.4 * share + 10 * requests / wave + 1
+    if not is_crowded(requests, kv_heads, multiprocessors, 64):
+        return False
     # Programs take two tiles' time each to start; if some run after others, the last one begins before the first of them ends.
     end = longest + 2 if requests <= wave else share + 2 * requests / wave + 0.6 * longest
     return end < 16 + 4 / 3 * share

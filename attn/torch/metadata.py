@@ -307,6 +307,8 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
 
         Block ids and slots are also checked if the cache's extent is known and they are on the host, unless `fast_build`.
         """
+        if torch.compiler.is_dynamo_compiling():  # which cannot trace all of NumPy
+            return torch.compiler.disable(type(self).build)(self, common_prefix_len, common_attn_metadata, fast_build)
         batch, spec = common_attn_metadata, self.kv_cache_spec
         known = batch.known() if batch.block_size == spec.block_size else None
         if known is None:

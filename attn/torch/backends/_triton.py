@@ -262,7 +262,7 @@ class TritonPagedImpl(PagedAttentionImpl):
         self, q_lens: "IntArray", seq_lens: "IntArray", most: int, itemsize: int, arch: str, processors: int
     ) -> "_BatchPlan":
         """Return `_plan` of requests of these lengths. most: the bound of `q_lens`; itemsize: of the cache."""
-        from attn.kernels.launch import are_whole, blocks_of, crowded_launch, packs_rows, prefill_programs, run_together
+        from attn.kernels.launch import are_whole, blocks_of, packs_rows, prefill_programs, run_together, times_are_known
 
         group, left = self.num_heads // self.num_kv_heads, self.window[0]
         # what a request's rows see together: a window of each, so `left` keys before the first row's own
@@ -278,8 +278,9 @@ class TritonPagedImpl(PagedAttentionImpl):
         # up to 16 tokens a request, a decode's tile holds them all; in a batch with longer ones it serves single tokens only
         decodes = keys if singles == len(keys) else keys[single if most > 16 else q_lens > 0]
         of_tile = most * group if most <= 16 else group
-        many_rows = crowded_launch(arch, of_tile, self.head_size, itemsize, itemsize) is not None
-        programs, below, whole = 0, None, are_whole(decodes, self.num_kv_heads, processors, many_rows)
+        # decodes that run beside prompts were not timed
+        timed = not has_prompts and times_are_known(arch, self.head_size, itemsize, itemsize)
+        programs, below, whole = 0, None, are_whole(decodes, self.num_kv_heads, processors, of_tile if timed else 0)
         if has_prompts:
             # float64: rows times keys of a prompt exceed 32 bits
             several = q_lens > 1
