@@ -274,4 +274,5 @@ def test_the_grid_covers_every_head_size_block_size_and_dtype(target):
     choices = [case.choice for case in aot.cases(target) if case.kernel == "ragged_paged_attention"]
     for axis in ("block_size", "dtype", "kv", "mask", "soft_cap", "alibi", "sinks", "lse", "kv_sharing"):
         met = {(choice["head_size"], choice[axis]) for choice in choices}
-        assert met == {(size, value) for size in axes["head_size"] for value in axes[axis]}
+        pairs = {(size, value) for size in axes["head_size"] for value in axes[axis]}
+        assert met == {(size, value) for size, value in pairs if value != "int4_per_token_head" or size in (128, 256)}
