@@ -379,6 +379,8 @@ def module(name: str, program: tuple[int, int] = (0, 1), bfloat16: Any = np.floa
         made._odd = lambda values, *_: tensor(~np.isfinite(values), np.int32)  # type: ignore[attr-defined]
     if hasattr(made, "_scaled"):  # a warp jumps over multiplications by 1
         made._scaled = lambda acc, factor: acc * factor.reshape(64, -1)[:, :1]  # type: ignore[attr-defined]
+    if hasattr(made, "_uniform"):  # all lanes have the first one's number
+        made._uniform = lambda x: x  # type: ignore[attr-defined]
     if hasattr(made, "_renewed"):
         made._renewed = _renewed  # type: ignore[attr-defined]
     return made

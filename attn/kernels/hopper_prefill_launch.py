@@ -10,12 +10,9 @@ ONE_PAGE = 1 << 30  #: keys of a page that holds all of a request
 #: Registers of a thread of a consumer, and of a producer, by the number of consumers. One consumer is the launch's own group of
 #: warps, which has what the producers leave.
 _REGISTERS = {1: (232, 24), 2: (240, 24), 3: (160, 24)}
-#: Of a thread, so that two programs of one consumer and two producers (eight warps as they are launched) share the 65,536
+#: Of a thread as programs of one consumer and two producers are launched (eight warps), by how many of them share the 65,536
 #: registers of a multiprocessor.
-_REGISTERS_OF_TWO = 128
-#: Bytes of tiles of a program of which two fit in the 228 KiB of a multiprocessor, which keeps 1 KiB for each; barriers and the
-#: description of units take less than 4 KiB.
-_HALF = 114 * 1024 - 1024 - 4096
+_REGISTERS_OF_ONE = {2: 128, 3: 80}
 #: Numbers of keys at which tiles or consumers change (`_keys`, `_consumers`).
 _BOUNDS = (400, 600, 1000, 2000, UNBOUNDED)
 
@@ -59,7 +56,8 @@ class Variant(NamedTuple):
     """The arguments that a launch passes, for which the kernel is compiled.
 
     paged: a block table; ragged: keys without pages, of starts of their own; copied: whether the engine copies queries; sinks;
-    lse; mixed: causality of each request; far: offsets of heads, or within a page, of 64 bits.
+    lse; mixed: causality of each request; far: offsets of heads, or within a page, of 64 bits; ends: whether each request's one
+    page ends with its last key, so that the engine fills in zeros after it.
     """
 
     paged: bool
@@ -69,6 +67,7 @@ class Variant(NamedTuple):
     lse: bool
     mixed: bool = False
     far: bool = False
+    ends: bool = False
 
 
 #: Shape, strides and box of an array that the tensor engine copies from.
@@ -152,7 +151,7 @@ def plan_of(arrays: Arrays, num_reqs: int, page: int, paged: bool, params: Prefi
     maps, sizes = (q_map, (k_shape, k_strides, box), (v_shape, v_strides, box)), (heads, group, size, width, page)
     of_heads = heads * max(o_h, q_h), kv_heads * max(k_strides[2], v_strides[2])
     far = max(*of_heads, k_shape[1] * k_strides[1], v_shape[1] * v_strides[1]) >= 1 << 31
-    return PrefillPlan(maps, strides, sizes, tiles, 2 if consumers == 1 else 1, far)
+    return PrefillPlan(maps, strides, sizes, tiles, _resident(size) if consumers == 1 else 1, far)
 
 
 def constants(sizes: tuple[int, ...], params: PrefillParams, variant: Variant, values_at: int = 0) -> dict[str, Any]:
@@ -164,12 +163,13 @@ def constants(sizes: tuple[int, ...], params: PrefillParams, variant: Variant, v
         "cap": params.cap, "left": params.left, "right": params.right, "min_query": params.min_query, "H": heads, "G": group,
         "D": size, "DV": width, "BLOCK_D": _padded(size), "BLOCK_V": min(_padded(width), 256), "P": page,
         "BOX": _box(page, keys), "BLOCK_Q": 64 * consumers // group, "BLOCK_N": keys,
-        "CONSUMERS": consumers, "STAGES": _stages(size), "Q_STAGES": _q_stages(size, variant.copied),
+        "CONSUMERS": consumers, "STAGES": _stages(size, consumers), "Q_STAGES": _q_stages(size, variant.copied),
         "COPIED": variant.copied, "PAGED": variant.paged, "RAGGED": variant.ragged, "NEGATE": params.negate,
         "CHUNK": params.chunk, "SPAN_RIGHT": params.span_right, "HAS_LEFT": params.left < UNBOUNDED or params.chunk > 0,
         "HAS_RIGHT": params.right < UNBOUNDED or variant.mixed, "HAS_CAP": params.cap != 0, "HAS_SINKS": variant.sinks,
         "HAS_LSE": variant.lse, "CONSUMER_REGS": registers[0], "PRODUCER_REGS": registers[1], "VALUES_AT": values_at,
-        "FAR": variant.far, "num_warps": 4, **({"maxnreg": _REGISTERS_OF_TWO} if consumers == 1 else {}), **FUSED,
+        "FAR": variant.far, "ENDS": variant.ends,
+        "num_warps": 4, **({"maxnreg": _REGISTERS_OF_ONE[_resident(size)]} if consumers == 1 else {}), **FUSED,
     }  # fmt: skip
 
 
@@ -199,16 +199,14 @@ def _consumers(size: int, width: int, params: PrefillParams, copied: bool, group
     other begins or ends a unit, and short batches have more units. Arguments: as of `_keys`.
 
     Measured on H200s, 49 batches of requests of any lengths drawn after the limits were first set, causal or not: the rule's
-    choice takes 1.01 of the fastest variant's time at 96 and 128 (geometric mean; at most 1.16), 1.03 at 64 (1.19, before its
-    limit without causality rose to 600). One consumer took 0.76 to 0.94 of the time of two or three where rows see fewer than
-    200 keys.
+    choice takes 1.01 of the fastest variant's time at 96 and 128 (geometric mean; at most 1.16). One consumer took 0.76 to 0.94
+    of the time of two or three where rows see fewer than 200 keys. Three programs at 64, on an H100: one consumer took 0.85 to
+    0.96 of the time of two such programs, or of three consumers, where rows see 150 to 1,024 keys.
     """
     causal = params.right < UNBOUNDED
-    few = params.keys_below is not None and params.keys_below <= (
-        (600 if causal else 400) if size <= 64 else (1000 if causal else 600)
-    )
+    few = params.keys_below is not None and params.keys_below <= (1000 if causal or size <= 64 else 600)
     # A unit is whole tokens, and one consumer's 64 rows hold none of more query heads.
-    if few and group <= 64 and _bytes_of_one(size, width, copied) <= _HALF:
+    if few and group <= 64 and _bytes_of_one(size, width, copied) <= _room(_resident(size)):
         return 1
     return 3 if size <= 64 else 2
 
@@ -218,7 +216,18 @@ def _bytes_of_one(size: int, width: int, copied: bool) -> int:
     # 129 to 192 columns are three tiles of 64, but not of queries that consumers store (`hopper_prefill`)
     columns = 192 if 128 < size <= 192 else _padded(size)
     queries = 64 * (columns if copied else _padded(size)) * _q_stages(size, copied)
-    return 2 * (queries + 64 * (columns + min(_padded(width), 256)) * _stages(size))
+    return 2 * (queries + 64 * (columns + min(_padded(width), 256)) * _stages(size, 1))
+
+
+def _resident(size: int) -> int:
+    """Programs of one consumer that share a multiprocessor: as many as its registers hold without spills."""
+    return 3 if size <= 64 else 2
+
+
+def _room(programs: int) -> int:
+    """Bytes for the tiles of each of so many programs that share the 228 KiB of a multiprocessor, which keeps 1 KiB for each;
+    barriers and the description of units take less than 4 KiB."""
+    return 228 * 1024 // programs - 1024 - 4096
 
 
 def _q_stages(size: int, copied: bool) -> int:
@@ -226,10 +235,12 @@ def _q_stages(size: int, copied: bool) -> int:
     return 2 if copied and size <= 128 else 1
 
 
-def _stages(size: int) -> int:
+def _stages(size: int, consumers: int) -> int:
     """Tiles of keys, and of values, in the ring buffer."""
+    if size <= 64:
+        return 3 if consumers == 1 else 4
     # 64 keys of 512 columns and 256 columns of values fill the memory with one stage: 64 + 32 KiB beside 128 of queries.
-    return 4 if size <= 64 else 2 if size <= 256 else 1
+    return 2 if size <= 256 else 1
 
 
 def _box(page: int, keys: int) -> int:

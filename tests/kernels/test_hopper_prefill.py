@@ -43,6 +43,7 @@ def run(
     bfloat16: Any = np.float32,
     again: bool = True,
     apart: str = "",
+    ends: bool = False,
 ) -> None:
     """Compare output and log-sum-exp of every row with the definition; memory that no row may use is NaN.
 
@@ -50,7 +51,7 @@ def run(
     scores_of: a function of keys' positions, which is added to their scores; bfloat16: see `gluon.module`; again: whether
     rows may be computed again, key by key.
     apart: "heads" of all arrays, or "slots" of caches that have a page for each request, if these are so far apart that offsets
-    do not fit in 32 bits.
+    do not fit in 32 bits. ends: whether each request's one page ends with its last key.
     """
     (H, K), rng = heads, np.random.default_rng(1)
     starts = np.cumsum([0, *(n for n, _ in lens)]).astype(np.int32)
@@ -101,6 +102,8 @@ def run(
     if apart == "slots":
         page = launch.ONE_PAGE
         arrays |= {x: gluon.Apart(arrays[x], 1, 2**24) for x in ("key_cache", "value_cache")}
+    if ends:
+        page = launch.ONE_PAGE
     own = [gluon.strides(arrays[name])[:-1] for name in ("output", "query", "key_cache", "value_cache", "lse", "block_table")]
     for program in range(programs):
         module = gluon.module("hopper_prefill", (program, programs), bfloat16)
@@ -113,7 +116,7 @@ def run(
         at = launch.Arrays(query.shape, key.shape, value.shape, *placed)
         far = launch.plan_of(at, len(lens), page, True, its, True).far
         assert far == bool(apart)
-        given = launch.Variant(True, False, q_map is not None, False, True, mask.batch.is_causal is not None, far)
+        given = launch.Variant(True, False, q_map is not None, False, True, mask.batch.is_causal is not None, far, ends)
         constants = launch.constants(plan.sizes, its, given)
         for option in ("num_warps", "maxnreg", "enable_fp_fusion"):
             constants.pop(option, None)
@@ -244,6 +247,16 @@ def test_slots_that_are_far_apart() -> None:
     run([(20, 141)], mask=MASKS["causal"], page=144, wild=True, apart="slots")
 
 
+@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize("size", [64, 96, 256])
+@pytest.mark.parametrize("keys", [31, 97, 150])
+def test_pages_that_end_with_the_last_key(keys: int, size: int, few: bool) -> None:
+    """The engine fills in zeros after them, so no value is overwritten."""
+    rules = {"keys_below": 400 if few else UNBOUNDED}
+    for mask in (MASKS["causal"], MASKS["both directions"]):
+        run([(keys, keys), (keys, keys)], mask=mask, size=size, page=keys, rules=rules, ends=True)
+
+
 @pytest.mark.parametrize("size", [96, 512])
 def test_values_that_are_not_finite_in_several_heads(size: int) -> None:
     run([(70, 90), (5, 60)], mask=MASKS["causal"], heads=(8, 4), size=size, wild=True)
@@ -271,8 +284,8 @@ def test_tiles_are_smaller_where_rows_see_few_keys() -> None:
     assert keys(128, 4000, left=256) == 64  # a window hides the others
     assert [keys(size, 300, right=UNBOUNDED) for size in (64, 128)] == [64, 64]
     assert [keys(size, 700, right=UNBOUNDED) for size in (64, 128)] == [64, 128]
-    assert [tiles(64, seen)[1] for seen in (300, 500, 700, 4000, None)] == [1, 1, 3, 3, 3]
-    assert [tiles(64, seen, right=UNBOUNDED)[1] for seen in (300, 500, 4000)] == [1, 3, 3]
+    assert [tiles(64, seen)[1] for seen in (300, 700, 1500, None)] == [1, 1, 3, 3]
+    assert [tiles(64, seen, right=UNBOUNDED)[1] for seen in (300, 700, 1500)] == [1, 1, 3]
     assert [tiles(128, seen)[1] for seen in (300, 700, 1500, None)] == [1, 1, 2, 2]
     assert [tiles(128, seen, right=UNBOUNDED)[1] for seen in (300, 500, 700)] == [1, 1, 2]
     # two programs of wider heads do not fit in a multiprocessor's memory
@@ -280,14 +293,22 @@ def test_tiles_are_smaller_where_rows_see_few_keys() -> None:
     assert [tiles(192, 300, 128, copied)[1] for copied in (True, False)] == [1, 2]
 
 
-def test_two_programs_of_one_consumer_share_a_multiprocessor() -> None:
-    tokens, heads, size = 4000, 8, 128
+@pytest.mark.parametrize(
+    ("size", "below", "units", "programs"), [(64, 400, 64, 396), (128, 400, 64, 264), (128, 2000, 128, 132)]
+)
+def test_programs_of_one_consumer_share_a_multiprocessor(size: int, below: int, units: int, programs: int) -> None:
+    tokens, heads = 4000, 8
     shape = tokens, heads, size
     arrays = launch.Arrays(shape, shape, shape, *[(heads * size, size, 1)] * 4)
-    for below, units, programs in ((400, 64, 264), (UNBOUNDED, 128, 132)):
-        plan = launch.plan_of(arrays, 10, 128, False, launch.PrefillParams(right=0, keys_below=below), True)
-        assert plan.tiles == (tokens // units + 10) * heads and plan.programs(132) == programs
-        assert plan.programs(1000) == plan.tiles
+    params = launch.PrefillParams(right=0, keys_below=below)
+    plan = launch.plan_of(arrays, 10, 128, False, params, True)
+    assert plan.tiles == (tokens // units + 10) * heads and plan.programs(132) == programs
+    assert plan.programs(1000) == plan.tiles
+    made = launch.constants(plan.sizes, params, launch.Variant(False, False, True, False, False))
+    if made["CONSUMERS"] == 1:  # eight warps, and queries, keys and values, of each program
+        assert plan.resident * 8 * 32 * made["maxnreg"] <= 65536 and made["maxnreg"] % 8 == 0
+        used = 2 * 64 * size * (made["Q_STAGES"] + 2 * made["STAGES"])
+        assert plan.resident * (used + 4096 + 1024) <= 228 * 1024
 
 
 @pytest.mark.parametrize("below", [None, 400, 2000])
@@ -301,7 +322,7 @@ def test_a_unit_holds_a_token(group: int, below: int | None) -> None:
     variant = launch.Variant(False, False, plan.maps[0] is not None, False, False)
     constants = launch.constants(plan.sizes, params, variant)
     assert constants["BLOCK_Q"] >= 1 and plan.tiles == 300 // constants["BLOCK_Q"] + 3
-    assert plan.resident == (2 if constants["CONSUMERS"] == 1 else 1)
+    assert plan.resident == (3 if constants["CONSUMERS"] == 1 else 1)
 
 
 @pytest.mark.parametrize(("size", "below"), [(64, 400), (64, None), (128, None), (512, None), (72, 600)])
