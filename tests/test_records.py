@@ -69,8 +69,13 @@ def variations(registry: str, backend: Any) -> Iterator[tuple[str, Request]]:
     if registry == "attention":
         for attn_type in can.attn_types:
             yield "attn_type=", replace(plain, attn_type=attn_type)
+        pages = sizes_of(backend.get_supported_kernel_block_size())
+        sizes = [(size, page) for size in sizes_of(can.head_sizes) for page in pages]
         for kv_cache_dtype in can.kv_cache_dtypes:
-            yield "kv_cache_dtype=", replace(plain, kv_cache_dtype=kv_cache_dtype)
+            stored = replace(plain, kv_cache_dtype=kv_cache_dtype)
+            # a cache may need heads and pages of some of the sizes
+            sized = [stored, *(replace(stored, head_size=size, block_size=page) for size, page in sizes)]
+            yield "kv_cache_dtype=", min(sized, key=lambda x: sum("kv_cache_dtype=" in why for why in backend.why_not(x)))
         for page in sizes_of(backend.get_supported_kernel_block_size()):
             yield "block_size=", replace(plain, block_size=page)
 
