@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from attn.backends.abstract import KVCacheSpec
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.registry import AttentionBackendEnum
 from attn.errors import DeviceError
@@ -21,7 +20,7 @@ from attn.torch.backends import _paged
 from attn.torch.backends._paged import PagedAttentionImpl
 from attn.torch.backends.mla import _mla
 from attn.torch.backends.mla._mla import MLACommonImpl
-from attn.torch.metadata import PagedAttentionMetadataBuilder, check_device
+from attn.torch.metadata import check_device
 
 META = torch.device("meta")
 BATCH = CommonAttentionMetadata.from_lens([5], [5], [[1]], 16)
@@ -205,22 +204,3 @@ def test_on_a_gpu(name: str, how: str) -> None:
         call(layer, layer.build(BATCH, device="cpu"), cache, "cuda")
     with pytest.raises(DeviceError, match=rf"{name}: kv_cache is on cpu, query on cuda:0"):
         call(layer, metadata, layer.new_kv_cache(4, "cpu"), "cuda")
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory needs a GPU")
-def test_ids_of_a_long_table_stay_until_the_gpu_has_copied_them() -> None:
-    """The copies wait behind other work, while their batches are dropped and others take pinned memory."""
-    spec = KVCacheSpec(16, 2, 32, "float32", "auto", 1 << 20)
-    builder, rng = PagedAttentionMetadataBuilder(spec, ["layer"], None, torch.device("cuda")), np.random.default_rng(0)
-    torch.cuda.init()
-    counts = rng.integers(1, 9000, 16)
-    tables = [[rng.permutation(1 << 20)[:n].astype(np.int32) for n in counts] for _ in range(8)]
-    torch.cuda._sleep(50_000_000)
-    built = []
-    for rows in tables:
-        batch = CommonAttentionMetadata.from_lens([1] * 16, 16 * counts, rows, 16, writes=False)
-        assert batch.pages is not None and batch.pages.reserved.is_pinned()
-        built.append(builder.build(0, batch).block_table)
-        del batch
-    for rows, table in zip(tables, built, strict=True):
-        assert all(np.array_equal(row, got[: len(row)]) for row, got in zip(rows, table.cpu().numpy(), strict=True))
