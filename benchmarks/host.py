@@ -13,8 +13,7 @@ them. "first" is the first layer's call over a batch, "us" that of the layers af
 --entries each kernel's function is also called alone, with the arguments that the layer's first call passes to it. --build
 times what makes a batch instead: `from_lens` of lists of block ids, of arrays of them and of a table, and a builder of a
 device, from such a batch of arrays, from one whose table was padded, and from tensors on that device. That is one without
-memory (`meta`), for which launches cost nothing, unless --device names another; long tables are made in memory that stands for
-a GPU's pinned memory. --adapters times a layer's call by
+memory (`meta`), for which launches cost nothing, unless --device names another. --adapters times a layer's call by
 FLASH_ATTN and FLASHINFER instead, of 64 decodes of which nothing is written, around a vendor's function that does nothing.
 --count counts instead of timing: of a repeated call without an output, on a stream of its own, and of a builder, torch's
 operators and how many of them allocate, launches and other calls of the driver, functions of Python, and calls of functions in
@@ -41,7 +40,6 @@ import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attn.backends import block_table
 from attn.backends.abstract import KVCacheSpec
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.registry import AttentionBackendEnum
@@ -198,13 +196,11 @@ def ways_of(requests: int, keys: int, ragged: bool, device: torch.device) -> dic
     ids = rng.permutation(int(used.sum())).astype(np.int32)
     arrays = np.split(ids, np.cumsum(used)[:-1])
     lists, lens = [array.tolist() for array in arrays], seq_lens.tolist()
-    spec = KVCacheSpec(16, 8, 128, "bfloat16", "auto", len(ids))
-    builder = PagedAttentionMetadataBuilder(spec, ["layer"], None, device)  # before the batches: see `block_table.reserve`
-    if device.type == "meta":
-        block_table.reserve = functools.partial(torch.empty, dtype=torch.int32)
     from_lens = functools.partial(CommonAttentionMetadata.from_lens, [1] * requests, lens, block_size=16)
     batch, padded = from_lens(arrays), from_lens(arrays)
     table = padded.block_table
+    spec = KVCacheSpec(16, 8, 128, "bfloat16", "auto", len(ids))
+    builder = PagedAttentionMetadataBuilder(spec, ["layer"], None, device)
     names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
     there = padded.replace(**{name: torch.from_numpy(getattr(padded, name)).to(device) for name in names})
     calls = (

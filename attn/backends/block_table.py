@@ -5,7 +5,7 @@ Rows may be lists, arrays or one padded array; `Pages` has them in one array of 
 
 import functools
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +22,6 @@ INT32_MAX = 2**31 - 1
 #: Tables of fewer entries are copied with their padding, others by chunks of 2**_CHUNK entries: shorter ones are more, longer
 #: ones have more padding.
 LONG, _CHUNK = 1 << 15, 6
-#: Returns memory for [n] int32 from which a device copies without the host, as an array of its framework, or None if there is
-#: none now. `attn.torch.metadata` sets it in a process that builds batches for a GPU.
-reserve: Callable[[int], Any] | None = None
 
 
 class Pages:
@@ -32,17 +29,14 @@ class Pages:
 
     ids: int32, the block ids of all requests in turn; anything may be between two rows, unless they are `packed`. counts: [R]
     int64, how many each has; begins: [R] int64, where they begin. size: of a copy, in which the last row has B entries.
-    reserved: such a copy, in memory that `reserve` gave, or None.
     """
 
     #: A table's memory as chunks, and which of them have the rows before the last one, which is `ids`; None once it is copied.
     _source: "tuple[IntArray, IntArray] | None" = None
 
-    def __init__(
-        self, ids: "IntArray", counts: "IntArray", columns: int, begins: "IntArray | None" = None, reserved: Any = None
-    ) -> None:
-        """columns: B; begins: None of rows that follow one another; reserved: what `reserve` gave, which has the ids."""
-        self.ids, self.counts, self.packed, self.reserved = ids, counts, begins is None, reserved
+    def __init__(self, ids: "IntArray", counts: "IntArray", columns: int, begins: "IntArray | None" = None) -> None:
+        """columns: B; begins: None of rows that follow one another."""
+        self.ids, self.counts, self.packed = ids, counts, begins is None
         self.begins = counts.cumsum() - counts if begins is None else begins
         self.shape, self.dtype = (len(counts), columns), ids.dtype
         self.size = int(self.begins[-1]) + columns if len(counts) else 0
@@ -96,9 +90,6 @@ class Pages:
         pages._source = chunks, index
         return pages
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "reserved": None}  # a copy has its ids alone, elsewhere
-
     def copy_to(self, out: "IntArray") -> None:
         """Write the ids, [size] of their dtype. Those of a table are in `out` from then on."""
         if self._source is not None:
@@ -119,8 +110,7 @@ class Pages:
         import numpy as np
 
         if self._source is not None:
-            memory, self.reserved = _room(self.size, self.dtype)
-            self.copy_to(memory)
+            self.copy_to(np.empty(self.size, self.dtype))
         ids, n = self.ids.view(np.uint32 if self.dtype.itemsize == 4 else np.uint64), len(self.counts)
         if self.packed:
             return int(ids.max(initial=0))
@@ -187,57 +177,35 @@ def as_pages(
         rows = list(rows)
     except TypeError:
         raise ShapeError(f"block_table is {rows!r}: must be rows of block ids, one per request") from None
-    pages = _joined(rows)
-    if pages is None:
+    flat = _joined(rows)
+    if flat is None:
         flat = np.concatenate([np.empty(0, np.int32), *(as_int32("block_table", row, i) for i, row in enumerate(rows))])
-        counts = np.fromiter(map(len, rows), np.int64, len(rows))
-        pages = Pages(flat, counts, int(counts.max(initial=0)))
-    return pages
-
-
-def _room(size: int, dtype: Any) -> "tuple[IntArray, Any]":
-    """Return memory for the ids of a table, and what `reserve` gave for it, if that did."""
-    import numpy as np
-
-    reserved = reserve(size) if reserve is not None and size >= LONG and dtype == np.int32 else None
-    return np.empty(size, dtype) if reserved is None else np.asarray(reserved), reserved
+    counts = np.fromiter(map(len, rows), np.int64, len(rows))
+    return Pages(flat, counts, int(counts.max(initial=0)))
 
 
 _ndim, _dtype = attrgetter("ndim"), attrgetter("dtype")
 
 
-def _joined(rows: list[Any]) -> Pages | None:
-    """Return rows whose entries are all integers of 32 bits; None for others."""
+def _joined(rows: list[Any]) -> "IntArray | None":
+    """Concatenate the entries of all rows as int32; None if they are not all integers of 32 bits."""
     import numpy as np
 
     types = {*map(type, rows)}
-    of_arrays = types == {np.ndarray}
-    if of_arrays:
+    if types == {np.ndarray}:
         if {*map(_ndim, rows)} != {1} or not all(dtype.kind in "iu" for dtype in {*map(_dtype, rows)}):
             return None
+        flat = np.concatenate(rows)
+        return flat.astype(np.int32, copy=False) if flat.dtype.kind in "iu" and fits_int32(flat) else None
     # `struct` takes True for 1; the slow path rejects rows of bools with their position.
-    elif not types <= {list, tuple, range} or any(type(row[0]) is bool for row in rows if row):
+    if not types <= {list, tuple, range} or any(type(row[0]) is bool for row in rows if row):
         return None
-    counts = np.fromiter(map(len, rows), np.int64, len(rows))
-    n, columns = int(np.add.reduce(counts)), int(counts.max(initial=0))
-    memory, reserved = _room(n + columns - int(counts[-1]) if rows else 0, np.int32)
-    flat = memory[:n]
-    if of_arrays and {*map(_dtype, rows)} == {flat.dtype}:
-        np.concatenate(rows, out=flat)
-    elif of_arrays:
-        joined = np.concatenate(rows)
-        if joined.dtype.kind not in "iu" or not fits_int32(joined):
-            return None
-        flat[:] = joined
-    else:
-        try:  # the fastest conversion of a list that accepts only integers within range
-            # Row by row: one flat pass over 125,000 ids takes 2.3 ms and more, where this takes 1.1: a list of as many
-            # pointers leaves the cache between its passes.
-            flat[:] = np.frombuffer(b"".join([_pack(len(row))(*row) for row in rows]), np.int32)
-        except struct.error:
-            return None
-    memory[n:] = -1
-    return Pages(flat, counts, columns, reserved=reserved)
+    try:  # the fastest conversion of a list that accepts only integers within range
+        # Row by row: one flat pass over 125,000 ids takes 2.3 ms and more, where this takes 1.1: a list of as many
+        # pointers leaves the cache between its passes. A copy, because Dynamo fails on an array over bytes.
+        return np.frombuffer(b"".join([_pack(len(row))(*row) for row in rows]), np.int32).copy()
+    except struct.error:
+        return None
 
 
 @functools.lru_cache(maxsize=4096)

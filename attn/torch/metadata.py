@@ -15,7 +15,6 @@ from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from attn import envs
 from attn.arrays import to_framework
-from attn.backends import block_table
 from attn.backends.abstract import AttentionMetadataBuilder
 from attn.backends.block_table import PAD_SLOT_ID, Pages
 from attn.backends.metadata import AttentionMetadata, Checked, CommonAttentionMetadata
@@ -297,8 +296,6 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         super().__init__(*args, **kwargs)
         # once: a device and a word are never equal, so that tensors that are there would be moved in each build
         self.device = None if self.device is None else torch.device(self.device)
-        if self.device is not None and self.device.type == "cuda":
-            block_table.reserve = _pinned
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -420,38 +417,27 @@ def _copies(
                 places.append(i)
                 # Slots as two words each, so that all arrays are in one of int32.
                 parts.append(np.ascontiguousarray(arrays[i], np.int64).view(np.int32) if i == _SLOTS else arrays[i])
-    gathers, on_device = False, [*arrays, None]
+    gathers = False
     if isinstance(table, _ON_HOST):
         pages = table if isinstance(table, Pages) else Pages.of(table, seq_lens, block_size)
-        if pages is None or pages.reserved is None:
-            places.append(_TABLE)
-            parts.append(pages or table.reshape(-1))  # type: ignore[union-attr]
-        else:  # already in pinned memory that nothing else writes
-            on_device[_TABLE] = pages.reserved.to(device, non_blocking=True)
+        places.append(_TABLE)
+        parts.append(pages or table.reshape(-1))  # type: ignore[union-attr]
         # Rows of which each begins where the last one's full width ends are the table itself, and need no gather.
         gathers = pages is not None and not (pages.packed and pages.size == table.shape[0] * table.shape[1])
         if gathers:
             places.append(_BEGINS)
             parts.append(pages.begins)  # type: ignore[union-attr]
+    on_device = [*arrays, None]
     if parts:
         for i, copy in zip(places, put_together(parts, device), strict=True):
             on_device[i] = copy
     if gathers:
         on_device[_TABLE] = _table(on_device[_TABLE], on_device[_BEGINS], table.shape[1])
-    elif isinstance(table, _ON_HOST):
+    elif _TABLE in places:
         on_device[_TABLE] = on_device[_TABLE].view(*table.shape)  # separate ints: a tuple takes 0.3 us more
     if _SLOTS in places:
         on_device[_SLOTS] = on_device[_SLOTS].view(torch.int64)
     return on_device[:_BEGINS], pages
-
-
-def _pinned(size: int) -> torch.Tensor | None:
-    """Return memory for `attn.backends.block_table.reserve`, from which a GPU copies while the host goes on; None in a traced
-    graph, while a CUDA graph is captured, and in a process that cannot have it (forked from one with a GPU)."""
-    if torch.compiler.is_compiling() or not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
-        return None
-    # torch keeps the memory until copies from it are done
-    return torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=True)
 
 
 def put_together(parts: "Sequence[IntArray | Pages | Checked]", device: torch.device) -> list[torch.Tensor]:

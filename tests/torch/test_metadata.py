@@ -1,7 +1,6 @@
 """The torch metadata: the neutral batch on a device, from arrays of any framework, checked."""
 
 import copy
-import pickle
 from typing import Any
 
 import numpy as np
@@ -315,46 +314,6 @@ def test_blocks_of_a_long_table_are_checked_as_they_were_copied(
         seq_lens=np.zeros(5, np.int32), seq_lens_cpu=np.zeros(5, np.int32), block_table=np.full((5, 25), -1, np.int32)
     )
     assert builder._arrays(empty)[1].largest == 0 and builder.build(0, empty).num_reqs == 5
-
-
-def _padded(rows: list[list[int]]) -> Any:
-    return np.array([row + [-1] * (25 - len(row)) for row in rows], np.int32)
-
-
-@pytest.mark.parametrize("equal", [False, True])
-@pytest.mark.parametrize("kind", ["lists", "arrays", "long arrays", "table"])
-def test_ids_in_reserved_memory_are_copied_from_there(kind: str, equal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [[*range(3, 28)], [*range(2, 27)]] if equal else [[1, 2, 3], [4], [], [*range(5, 30)], [30]]
-    dtype = np.int64 if kind == "long arrays" else np.int32
-    given: Any = rows if kind == "lists" else _padded(rows) if kind == "table" else [np.array(row, dtype) for row in rows]
-    reserved, staged, together = list[torch.Tensor](), list[Any](), metadata.put_together
-    monkeypatch.setattr(block_table, "_CHUNK", 3)
-    monkeypatch.setattr(block_table, "LONG", 40)
-    monkeypatch.setattr(block_table, "reserve", lambda size: reserved.append(torch.full((size,), 99).int()) or reserved[-1])
-    monkeypatch.setattr(metadata, "put_together", lambda parts, device: staged.extend(parts) or together(parts, device))
-    made = CommonAttentionMetadata.from_lens([min(1, len(row)) for row in rows], [8 * len(row) for row in rows], given, 8)
-    is_reserved = not (kind == "table" and equal)  # a table without padding is no rows
-    # the bytes of a copy are its own
-    for batch, there in ((made, is_reserved), (pickle.loads(pickle.dumps(made)), False)):
-        for device in ("cpu", "meta"):
-            staged.clear()
-            arrays = batch.query_start_loc, batch.seq_lens, batch.pages or batch.block_table, batch.slot_mapping
-            table = metadata._copies(arrays, batch.seq_lens, 8, torch.device(device), batch.known())[0][2]
-            assert table.shape == (len(rows), 25) and table.dtype == torch.int32
-            assert device == "meta" or [row[: len(used)] for row, used in zip(table.tolist(), rows, strict=True)] == rows
-            assert (max(part.size for part in staged) < 25) == there == (getattr(arrays[2], "reserved", None) is not None)
-    assert len(reserved) == is_reserved
-    assert made.block_table.tolist() == _padded(rows).tolist()
-
-
-def test_memory_of_a_gpu_is_reserved_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_table, "reserve", None)
-    build(common(), device="meta")
-    assert block_table.reserve is None
-    PagedAttentionMetadataBuilder(SPEC, device="cuda")
-    assert block_table.reserve is metadata._pinned
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)  # as in a process that was forked
-    assert metadata._pinned(8) is None
 
 
 def test_tensors_on_the_device_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
