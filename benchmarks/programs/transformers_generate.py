@@ -312,13 +312,15 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     for row in options.rows or ():
         if row.model not in MODELS or row.cache not in (*CACHES, PAGED):
             parser.error(f"--rows {row}: models are {', '.join(MODELS)}; caches are {', '.join((*CACHES, PAGED))}")
+    known = {*NAMES, *attn_transformers.register()}
+    if unknown := [name for name in options.implementations if name not in known]:
+        parser.error(f"--implementations {' '.join(unknown)}: known are {', '.join(sorted(known))}")
     return options
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parsed(arguments)
     until = time.monotonic() + options.budget
-    attn_transformers.register()
     transformers.logging.set_verbosity_error()
     memory, names = warm_up(), options.implementations
     footnotes: list[str] = []

@@ -35,6 +35,12 @@ def test_an_unknown_row_is_refused(row: str, capsys: pytest.CaptureFixture[str])
     assert row in capsys.readouterr().err
 
 
+def test_an_unknown_implementation_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        rows("--implementations sdpa attn:NOPE attn:TORCH_SDPA")
+    assert "--implementations attn:NOPE: known are attn, attn:" in capsys.readouterr().err
+
+
 def test_rows_are_left_out_when_the_budget_is_used_up_or_memory_is_too_small() -> None:
     options = program.parsed(["--budget", "5", "--tokens", "31", "--dtype", "float32"])
     row, paged = Row("llama", 2, 1024, "dynamic"), Row("llama", 2, 1024, "paged")
