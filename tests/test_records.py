@@ -13,6 +13,7 @@ from attn.backends.mla.prefill.abstract import MLAPrefillRequest
 from attn.backends.registry import blocksparse_candidate
 from attn.capabilities import ENCODER_TYPES, KINDS, UNSERVED, Feature, MultipleOf, Request
 from attn.diffusion.backends.abstract import DiffusionRequest
+from attn.dtypes import PER_TOKEN_HEAD
 from attn.imports import assuming
 from attn.reports import report
 from attn.reports.machines import PACKAGES
@@ -73,8 +74,9 @@ def variations(registry: str, backend: Any) -> Iterator[tuple[str, Request]]:
         sizes = [(size, page) for size in sizes_of(can.head_sizes) for page in pages]
         for kv_cache_dtype in can.kv_cache_dtypes:
             stored = replace(plain, kv_cache_dtype=kv_cache_dtype)
-            # a cache may need heads and pages of some of the sizes
-            sized = [stored, *(replace(stored, head_size=size, block_size=page) for size, page in sizes)]
+            # codes that share bytes, or pages with their scales, may need heads and pages of some of the sizes
+            others = sizes if kv_cache_dtype in PER_TOKEN_HEAD else ()
+            sized = [stored, *(replace(stored, head_size=size, block_size=page) for size, page in others)]
             yield "kv_cache_dtype=", min(sized, key=lambda x: sum("kv_cache_dtype=" in why for why in backend.why_not(x)))
         for page in sizes_of(backend.get_supported_kernel_block_size()):
             yield "block_size=", replace(plain, block_size=page)

@@ -80,7 +80,7 @@ def test_splits_of_many_rows_are_only_made_where_they_pay() -> None:
 
 
 def test_short_decodes_are_only_split_where_it_pays() -> None:
-    """On an H200 the first four took 0.82, 0.79, 0.86 and 0.9 of the time unsplit, the others 1.2, 1.1, 1.7 and 2.6."""
+    """On an H200 batches like the first four took 0.82, 0.79, 0.86 and 0.9 of the time unsplit, like the others 1.1 to 2.6."""
     rng = np.random.default_rng(0)
     short, few, tail = (rng.integers(low, top, n) for low, top, n in ((200, 600, 97), (100, 1050, 9), (500, 1100, 134)))
     for keys, kv_heads in (([684] * 26, 8), (short, 4), (tail, 4), (rng.integers(80, 830, 97), 8)):

@@ -1352,6 +1352,14 @@ DEFECTS = (
         "A consumer that has only the last row of a request is taken for one without rows.",
     ),
     Defect(
+        "hopper_prefill_values_after_the_last_key",
+        "kernels/hopper_prefill.py",
+        "            if ENDS:\n",
+        "            if ENDS or PAGED:\n",
+        ("kernels/test_hopper_prefill.py",),
+        "Values after a request's last key are taken for the engine's zeros where its page goes on.",
+    ),
+    Defect(
         "hopper_prefill_second_pass_over_values",
         "kernels/hopper_prefill.py",
         "d = column + FROM + gl.arange",

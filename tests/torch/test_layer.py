@@ -68,7 +68,7 @@ def test_rows_of_padding_are_written_nowhere(backend: str) -> None:
     ("hooks", "error", "said"),
     [
         ({}, NotImplementedError, r"has no _attend\(call\)"),
-        # What a template of jax does: torch's would return its buffer, which nobody has filled.
+        # JAX backends return their output; here it was dropped, and the caller got an output buffer that was never written.
         ({"_attend": lambda self, call: call.query}, TypeError, r"_attend\(\) returned a Tensor: it must fill call.output"),
     ],
 )

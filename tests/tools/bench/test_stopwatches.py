@@ -27,6 +27,25 @@ def test_clocks_are_reported_if_the_driver_reports_them(
     assert bench.clocks_now("7f1c-01") == ""  # another GPU's
 
 
+@pytest.mark.parametrize(
+    ("runs", "on_gpu", "returned"),
+    [
+        ([[14, 14, 14, 15, 20], [1] * 5], True, 0),  # one slow call of five is no wait of the host
+        ([[14, 100, 138, 200, 202], [13, 14, 14, 14, 14]], True, 1),
+        ([[14, 15, 16, 30, 40], [14, 20, 30, 30, 30]], True, 0),  # the second run is no better
+        ([[14, 100, 138, 200, 202], [13] * 5], False, 0),
+    ],
+)
+def test_times_that_vary_by_half_are_measured_twice_on_a_gpu(
+    runs: list[list[float]], on_gpu: bool, returned: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = pytest.importorskip("attn.tools.bench.on_torch")
+    watch, left = bench.TorchBench(bench.torch.device("cpu")), iter(runs)
+    monkeypatch.setattr(watch, "on_gpu", on_gpu)
+    monkeypatch.setattr(watch, "times", lambda *args: next(left))
+    assert watch._steady(lambda: None, 5) is runs[returned]
+
+
 @pytest.mark.parametrize(("framework", "backend"), [("torch", "TORCH_SDPA"), ("jax", "XLA_ATTN")])
 def test_the_judge_detects_a_kernel_that_computes_something_else(
     framework: str, backend: str, monkeypatch: pytest.MonkeyPatch

@@ -563,7 +563,7 @@ def clean(
     cfg: PagedConfig, refs: PagedRefs, slot: jax.Array, first: jax.Array, stop: jax.Array, tiles: jax.Array | int
 ) -> None:
     """Zero the values in rows of the block outside [first, stop), in its first `tiles` tiles."""
-    if cfg.packed:  # a code is finite, and scales of such keys are replaced (`_long._numbers`)
+    if cfg.packed:  # a code is finite, and scales of such keys are replaced (`_long._scales`)
         return
     # Only values: scores of unseen keys are replaced by -inf, but a weight of 0 times a value that is NaN would be NaN.
     plane = cfg.planes - 1
