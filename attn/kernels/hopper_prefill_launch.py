@@ -200,8 +200,8 @@ def _consumers(size: int, width: int, params: PrefillParams, copied: bool, group
 
     Measured on H200s, 49 batches of requests of any lengths drawn after the limits were first set, causal or not: the rule's
     choice takes 1.01 of the fastest variant's time at 96 and 128 (geometric mean; at most 1.16). One consumer took 0.76 to 0.94
-    of the time of two or three where rows see fewer than 200 keys. At 64 three programs of one consumer took 0.85 to
-    0.96 of the time of two, or of three consumers, where rows see 150 to 1,024 keys: nine batches on an H100, chosen, not drawn.
+    of the time of two or three where rows see fewer than 200 keys. At 64 three programs of one consumer took 0.85 to 0.96
+    of the time of two, or of three consumers, where rows see 150 to 1,024 keys (nine batches on an H100, chosen, not drawn).
     """
     causal = params.right < UNBOUNDED
     few = params.keys_below is not None and params.keys_below <= (1000 if causal or size <= 64 else 600)
