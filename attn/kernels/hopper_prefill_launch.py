@@ -14,7 +14,7 @@ _REGISTERS = {1: (232, 24), 2: (240, 24), 3: (160, 24)}
 #: registers of a multiprocessor.
 _REGISTERS_OF_ONE = {2: 128, 3: 80}
 #: Numbers of keys at which tiles or consumers change (`_keys`, `_consumers`).
-_BOUNDS = (400, 600, 1000, 2000, UNBOUNDED)
+_BOUNDS = (400, 600, 1000, 2000, 2500, UNBOUNDED)
 
 
 class PrefillParams(NamedTuple):
@@ -23,7 +23,8 @@ class PrefillParams(NamedTuple):
     cap: in base 2, or 0; left, right: number of keys seen on either side, `UNBOUNDED` if there is no bound; chunk: positions of
     a chunk, before which a row sees no key, or 0; span_right: 0, or the number of later keys to which the window cuts spans (it
     then cuts them on the left too); min_query: requests of at most so many tokens are left out; keys_below: `keys_below`
-    of the rows, None if that is not known.
+    of the rows, None if that is not known; ends: whether each request's one page ends with its last key, so that the engine
+    fills in zeros after it.
     """
 
     cap: float = 0.0
@@ -34,6 +35,7 @@ class PrefillParams(NamedTuple):
     span_right: int = 0
     min_query: int = 0
     keys_below: int | None = None
+    ends: bool = False
 
     def seeing(self, keys: float, rows: float) -> "PrefillParams":
         """These parameters for requests of `keys` keys and `rows` rows on average."""
@@ -56,8 +58,7 @@ class Variant(NamedTuple):
     """The arguments that a launch passes, for which the kernel is compiled.
 
     paged: a block table; ragged: keys without pages, of starts of their own; copied: whether the engine copies queries; sinks;
-    lse; mixed: causality of each request; far: offsets of heads, or within a page, of 64 bits; ends: whether each request's one
-    page ends with its last key, so that the engine fills in zeros after it.
+    lse; mixed: causality of each request; far: offsets of heads, or within a page, of 64 bits.
     """
 
     paged: bool
@@ -67,7 +68,6 @@ class Variant(NamedTuple):
     lse: bool
     mixed: bool = False
     far: bool = False
-    ends: bool = False
 
 
 #: Shape, strides and box of an array that the tensor engine copies from.
@@ -168,7 +168,7 @@ def constants(sizes: tuple[int, ...], params: PrefillParams, variant: Variant, v
         "CHUNK": params.chunk, "SPAN_RIGHT": params.span_right, "HAS_LEFT": params.left < UNBOUNDED or params.chunk > 0,
         "HAS_RIGHT": params.right < UNBOUNDED or variant.mixed, "HAS_CAP": params.cap != 0, "HAS_SINKS": variant.sinks,
         "HAS_LSE": variant.lse, "CONSUMER_REGS": registers[0], "PRODUCER_REGS": registers[1], "VALUES_AT": values_at,
-        "FAR": variant.far, "ENDS": variant.ends,
+        "FAR": variant.far, "ENDS": params.ends,
         "num_warps": 4, **({"maxnreg": _REGISTERS_OF_ONE[_resident(size)]} if consumers == 1 else {}), **FUSED,
     }  # fmt: skip
 
@@ -198,13 +198,12 @@ def _consumers(size: int, width: int, params: PrefillParams, copied: bool, group
     both units busy, or two. Where rows see few keys, one, if two such programs share a multiprocessor: one computes while the
     other begins or ends a unit, and short batches have more units. Arguments: as of `_keys`.
 
-    Measured on H200s, 49 batches of requests of any lengths drawn after the limits were first set, causal or not: the rule's
-    choice takes 1.01 of the fastest variant's time at 96 and 128 (geometric mean; at most 1.16). One consumer took 0.76 to 0.94
-    of the time of two or three where rows see fewer than 200 keys. At 64 three programs of one consumer took 0.85 to 0.96
-    of the time of two, or of three consumers, where rows see 150 to 1,024 keys (nine batches on an H100, chosen, not drawn).
+    Where pages end with their keys the producer of values has less to do, which the programs of more consumers gain more by.
+    Set by 126 launches of equal lengths on an H100 with both numbers of consumers; on 44 drawn at random (heads of 32 to 128,
+    256 to 4,096 rows, causal or not) the choice takes 1.007 of the faster one's time (geometric mean; at most 1.12).
     """
-    causal = params.right < UNBOUNDED
-    few = params.keys_below is not None and params.keys_below <= (1000 if causal or size <= 64 else 600)
+    few = (1000 if params.ends else 2500) if size <= 64 else (400 if params.ends else 600)
+    few = params.keys_below is not None and params.keys_below <= few
     # A unit is whole tokens, and one consumer's 64 rows hold none of more query heads.
     if few and group <= 64 and _bytes_of_one(size, width, copied) <= _room(_resident(size)):
         return 1

@@ -43,7 +43,6 @@ def run(
     bfloat16: Any = np.float32,
     again: bool = True,
     apart: str = "",
-    ends: bool = False,
 ) -> None:
     """Compare output and log-sum-exp of every row with the definition; memory that no row may use is NaN.
 
@@ -51,7 +50,7 @@ def run(
     scores_of: a function of keys' positions, which is added to their scores; bfloat16: see `gluon.module`; again: whether
     rows may be computed again, key by key.
     apart: "heads" of all arrays, or "slots" of caches that have a page for each request, if these are so far apart that offsets
-    do not fit in 32 bits. ends: whether each request's one page ends with its last key.
+    do not fit in 32 bits.
     """
     (H, K), rng = heads, np.random.default_rng(1)
     starts = np.cumsum([0, *(n for n, _ in lens)]).astype(np.int32)
@@ -102,7 +101,7 @@ def run(
     if apart == "slots":
         page = launch.ONE_PAGE
         arrays |= {x: gluon.Apart(arrays[x], 1, 2**24) for x in ("key_cache", "value_cache")}
-    if ends:
+    if settings.get("ends"):
         page = launch.ONE_PAGE
     own = [gluon.strides(arrays[name])[:-1] for name in ("output", "query", "key_cache", "value_cache", "lse", "block_table")]
     for program in range(programs):
@@ -116,7 +115,7 @@ def run(
         at = launch.Arrays(query.shape, key.shape, value.shape, *placed)
         far = launch.plan_of(at, len(lens), page, True, its, True).far
         assert far == bool(apart)
-        given = launch.Variant(True, False, q_map is not None, False, True, mask.batch.is_causal is not None, far, ends)
+        given = launch.Variant(True, False, q_map is not None, False, True, mask.batch.is_causal is not None, far)
         constants = launch.constants(plan.sizes, its, given)
         for option in ("num_warps", "maxnreg", "enable_fp_fusion"):
             constants.pop(option, None)
@@ -252,9 +251,9 @@ def test_slots_that_are_far_apart() -> None:
 @pytest.mark.parametrize("keys", [31, 97, 150])
 def test_pages_that_end_with_the_last_key(keys: int, size: int, few: bool) -> None:
     """The engine fills in zeros after them, so no value is overwritten."""
-    rules = {"keys_below": 400 if few else UNBOUNDED}
+    rules = {"keys_below": 400 if few else UNBOUNDED, "ends": True}
     for mask in (MASKS["causal"], MASKS["both directions"]):
-        run([(keys, keys), (keys, keys)], mask=mask, size=size, page=keys, rules=rules, ends=True)
+        run([(keys, keys), (keys, keys)], mask=mask, size=size, page=keys, rules=rules)
 
 
 @pytest.mark.parametrize("size", [96, 512])
@@ -284,10 +283,11 @@ def test_tiles_are_smaller_where_rows_see_few_keys() -> None:
     assert keys(128, 4000, left=256) == 64  # a window hides the others
     assert [keys(size, 300, right=UNBOUNDED) for size in (64, 128)] == [64, 64]
     assert [keys(size, 700, right=UNBOUNDED) for size in (64, 128)] == [64, 128]
-    assert [tiles(64, seen)[1] for seen in (300, 700, 1500, None)] == [1, 1, 3, 3]
-    assert [tiles(64, seen, right=UNBOUNDED)[1] for seen in (300, 700, 1500)] == [1, 1, 3]
-    assert [tiles(128, seen)[1] for seen in (300, 700, 1500, None)] == [1, 1, 2, 2]
-    assert [tiles(128, seen, right=UNBOUNDED)[1] for seen in (300, 500, 700)] == [1, 1, 2]
+    for right in (0, UNBOUNDED):
+        assert [tiles(64, seen, right=right)[1] for seen in (300, 2400, 2500, None)] == [1, 1, 3, 3]
+        assert [tiles(64, seen, right=right, ends=True)[1] for seen in (300, 900, 1000)] == [1, 1, 3]
+        assert [tiles(128, seen, right=right)[1] for seen in (300, 500, 600, None)] == [1, 1, 2, 2]
+        assert [tiles(128, seen, right=right, ends=True)[1] for seen in (300, 400)] == [1, 2]
     # two programs of wider heads do not fit in a multiprocessor's memory
     assert [tiles(size, 300)[1] for size in (192, 256, 512)] == [2, 2, 2]
     assert [tiles(192, 300, 128, copied)[1] for copied in (True, False)] == [1, 2]

@@ -278,8 +278,7 @@ class TritonPagedImpl(PagedAttentionImpl):
         # up to 16 tokens a request, a decode's tile holds them all; in a batch with longer ones it serves single tokens only
         decodes = keys if singles == len(keys) else keys[single if most > 16 else q_lens > 0]
         of_tile = most * group if most <= 16 else group
-        # decodes that run beside prompts were not timed
-        timed = not has_prompts and times_are_known(arch, self.head_size, itemsize, itemsize)
+        timed = times_are_known(arch, self.head_size, itemsize, itemsize)
         programs, below, whole = 0, None, are_whole(decodes, self.num_kv_heads, processors, of_tile if timed else 0)
         if has_prompts:
             # float64: rows times keys of a prompt exceed 32 bits

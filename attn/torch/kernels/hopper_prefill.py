@@ -101,16 +101,14 @@ class _PlannedLaunch(NamedTuple):
         return self.plan.programs(processors), (*arrays, counters), numbers
 
 
-def _planned(
-    arrays: Sequence[Any], page: int, params: PrefillParams, ragged: bool = False, ends: bool = False
-) -> _PlannedLaunch:
-    """arrays: of the kernel, without the counters; ends: as of `Variant`."""
+def _planned(arrays: Sequence[Any], page: int, params: PrefillParams, ragged: bool = False) -> _PlannedLaunch:
+    """arrays: of the kernel, without the counters."""
     output, lse, query, key, value, starts, _, table, *_ = arrays
     shapes, of = (x.shape for x in (query, key, value)), (x.stride() for x in (query, key, value, output))
     num_reqs = starts.shape[0] - 1
     plan = plan_of(Arrays(*shapes, *of), num_reqs, page, table is not None, params, not query.data_ptr() % 16)
     signature, copied = signature_of((*arrays, None), plan.strides), plan.maps[0] is not None
-    kernel = _prepared(signature, plan.sizes, params, copied, ragged, plan.far, ends)
+    kernel = _prepared(signature, plan.sizes, params, copied, ragged, plan.far)
     numbers = num_reqs, key.shape[0], 0 if lse is None else lse.stride(0), 0 if table is None else table.stride(0)
     return _PlannedLaunch(kernel, plan, numbers)
 
@@ -183,17 +181,17 @@ class EqualPrompts:
         flat, lists = q.flatten(0, 1), (starts, lens, table, None, None, None, None)
         # the plan needs the output's strides alone, and each call makes one of its own
         arrays = torch.empty_like(flat, memory_format=torch.contiguous_format), None, flat, k, v, *lists
-        params = self._params.seeing(rows, rows)
+        params = self._params._replace(ends=key.shape[2] == rows).seeing(rows, rows)
         # `flatten` returns a view where it can: another address says that it copied
-        return _planned(arrays, ONE_PAGE, params, ends=key.shape[2] == rows), lists, flat.data_ptr() != q.data_ptr()
+        return _planned(arrays, ONE_PAGE, params), lists, flat.data_ptr() != q.data_ptr()
 
 
 @functools.lru_cache(maxsize=1024)
 def _prepared(
-    signature: Signature, sizes: tuple[int, ...], params: PrefillParams, copied: bool, ragged: bool, far: bool, ends: bool
+    signature: Signature, sizes: tuple[int, ...], params: PrefillParams, copied: bool, ragged: bool, far: bool
 ) -> Prepared:
     """The kernel for calls that agree in these: `constants`' arguments."""
     _, lse, *_, table, sinks, _, _, is_causal, _ = signature[1]
     paged, *has = (x is not None for x in (table, sinks, lse, is_causal))
-    variant = Variant(paged, ragged, copied, has[0], has[1], has[2], far, ends)
+    variant = Variant(paged, ragged, copied, has[0], has[1], has[2], far)
     return Prepared(_prefill, **constants(sizes, params, variant))

@@ -105,12 +105,16 @@ def _on_hopper(
     from attn.jax.kernels.gpu.hopper_prefill import Out, Prompts, prefill, serves
 
     table = np.arange(key.shape[0], dtype=np.int32)[:, None]
+    # `_attend` makes the lengths of requests that have all keys, at trace time
+    whole = isinstance(lens, np.ndarray)
     prompts = Prompts(query, starts, key, value, lens=lens, table=table, one_page=True)
     if not serves(prompts, layer.scale < 0):
         return None
     lse = jnp.empty((query.shape[1], query.shape[0]), jnp.float32) if return_lse else None
     out = Out(jnp.empty(query.shape, query.dtype), lse, jnp.zeros(2, jnp.int32))
     rules = layer.of_prompts(0).seeing(key.shape[1], query.shape[0] / key.shape[0])
+    # a window or a chunk hides earlier keys, whose values are overwritten
+    rules = rules._replace(ends=whole and layer.left is None and layer.chunk_size is None)
     try:
         outputs = prefill(out, prompts, rules, layer.factor(1.0), *target())
     except hopper.CannotCompile:

@@ -16,6 +16,7 @@ COMMON = """
 import re
 import jax, jax.numpy as jnp
 from attn.jax import dot_product
+from attn.jax.kernels.gpu import hopper_prefill
 from attn.jax.platforms import compiling_for
 
 CALL = "triton_kernel_call_ffi"
@@ -42,6 +43,19 @@ def prefill(function, *arguments, rows):
 
 query, keys = (2, 512, 32, 128), (2, 512, 8, 128)
 prefill(causal, *shapes(query, keys), rows=1024)
+
+def ends(function, *more):
+    made, constants = [], hopper_prefill.constants
+    hopper_prefill.constants = lambda *a: made.append(constants(*a)) or made[-1]
+    lowered("sm_90", function, *shapes(query, keys), *more)
+    hopper_prefill.constants = constants
+    return [x["ENDS"] for x in made]
+
+# no value is overwritten where each request has all keys, and no window hides the first ones
+assert ends(lambda *a: dot_product.dot_product_attention(*a)) == [True]
+assert ends(lambda *a: dot_product.dot_product_attention(*a, is_causal=True, local_window_size=100)) == [False]
+lens = jax.ShapeDtypeStruct((2,), jnp.int32)
+assert ends(lambda q, k, v, n: dot_product.dot_product_attention(q, k, v, key_value_seq_lengths=n), lens) == [False]
 prefill(jax.vmap(causal), *shapes((3, *query), (3, *keys)), rows=3072)
 prefill(jax.vmap(causal, (0, None, None)), *shapes((3, *query), keys)[:1], *shapes(query, keys)[1:], rows=3072)
 prefill(lambda *a: dot_product.dot_product_attention(*a), *shapes(query, (2, 999, 8, 128)), rows=1024)
