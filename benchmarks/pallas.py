@@ -6,8 +6,9 @@
 
 FOLDER contains tpu-inference 0.32, unpacked (`pip download --no-deps tpu-inference==0.32.0`, then unzip); without it its
 rows are omitted. Each row is compiled in a separate process, with the batch's scalars as constants, and stored in the JSON
-under its name, so that a run can be stopped and resumed; our rows are repeated when the kernels' sources have changed. The
-method is that of `attn aot`; `attn.tools.aot.libtpu` explains what an estimate means.
+under its name, so that a run can be stopped and resumed; when the kernels' sources have changed, our rows are traced again,
+and measured again if their programs have changed. The method is that of `attn aot`; `attn.tools.aot.libtpu` explains what an
+estimate means.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.estimates.launches import OURS, Job, Row, drawn, key_of, wanted
-from benchmarks.estimates.programs import floors, measure, source
+from benchmarks.estimates.programs import floors, measure, ours, peer, program_digest, source
 from benchmarks.estimates.table import bounded, table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,14 +37,15 @@ RESULTS = ROOT / "benchmarks/results/pallas.json"
 TABLE = RESULTS.with_suffix(".md")
 
 
-def run_one(row: Row, chip: str, page: int, kernel: str, args: argparse.Namespace) -> dict[str, Any]:
+def run_one(row: Row, chip: str, page: int, kernel: str, known: str | None, args: argparse.Namespace) -> dict[str, Any]:
+    """known: the digest of a program whose estimate is there; if the row still has it, the outcome is that digest alone."""
     from attn.testing.processes import last_words, one_line
     from attn.tools.aot import libtpu as _libtpu
 
     with tempfile.TemporaryDirectory() as dump:
         path = os.pathsep.join(x for x in (args.compilers, str(ROOT), os.environ.get("PYTHONPATH", "")) if x)
         env = {**os.environ, **_libtpu.environment(chip, dump, estimate=True), "PYTHONPATH": path}
-        spec = repr((row._asdict(), chip, page, kernel, dump, args.peers, args.memory))
+        spec = repr((row._asdict(), chip, page, kernel, dump, args.peers, args.memory, known))
         begin = time.monotonic()
         try:
             done = subprocess.run(
@@ -59,27 +61,31 @@ def run_one(row: Row, chip: str, page: int, kernel: str, args: argparse.Namespac
     return {**made, "seconds": round(time.monotonic() - begin, 1)}
 
 
-def measured(jobs: Sequence[Job], args: argparse.Namespace) -> Iterator[tuple[Job, dict[str, Any]]]:
+def measured(jobs: Sequence[tuple[Job, str | None]], args: argparse.Namespace) -> Iterator[tuple[Job, dict[str, Any]]]:
     """Yield each job with its outcome as it completes, except those that would start after the budget."""
     begin = time.monotonic()
 
-    def run(job: Job) -> dict[str, Any] | None:
-        return None if time.monotonic() - begin > args.budget else run_one(*job, args)
+    def run(job: Job, known: str | None) -> dict[str, Any] | None:
+        return None if time.monotonic() - begin > args.budget else run_one(*job, known, args)
 
     with ThreadPoolExecutor(args.jobs) as pool:
-        running = {pool.submit(run, job): job for job in jobs}
+        running = {pool.submit(run, *job): job[0] for job in jobs}
         for future in as_completed(running):
             if (made := future.result()) is not None:
                 yield running[future], made
 
 
 def work(spec: str) -> None:
-    fields, chip, page, kernel, dump, peers, memory = ast.literal_eval(spec)
+    fields, chip, page, kernel, dump, peers, memory, known = ast.literal_eval(spec)
+    row, own = Row(**fields), {}
     resource.setrlimit(resource.RLIMIT_DATA, (int(memory * 2**30),) * 2)
     try:
-        made = measure(Row(**fields), chip, page, kernel, dump, peers)
+        program = ours(row, chip, page) if kernel == OURS else peer(row, chip, page, kernel, peers)
+        own = {"program": program_digest(program)} if kernel == OURS else {}
+        made = {} if known and own == {"program": known} else measure(row, chip, page, kernel, dump, program)
     except Exception as error:  # the table shows the compiler's errors
         made = {"error": f"{type(error).__name__}: {error}"}
+    made |= own
     print("RESULT " + json.dumps(made), flush=True)
 
 
@@ -122,7 +128,7 @@ def main() -> None:
         known = None if args.random else rows.get(key)
         stale = known is None or args.again or (job[3] == OURS and known.get("source") != digest)
         if stale and not args.table and all(text in key for text in args.only):
-            missing.append(job)
+            missing.append((job, None if args.again or not known else known.get("program")))
     if missing and not Path(args.compilers, "libtpu").is_dir():
         parser.error(f"--compilers {args.compilers}: contains no libtpu; `make compilers` installs it in .venv/compilers")
     for job, made in measured(missing, args):
@@ -131,9 +137,11 @@ def main() -> None:
             shown = bounded(made["us"], floors(*job[:3])) if "us" in made else made["error"]
             print(f"{key}: {shown} us ({made['seconds']} s)", flush=True)
             continue
-        made |= {"date": date.today().isoformat(), "jax": _version()}
+        is_same = not {"us", "error"} & set(made)
+        made = rows[key] if is_same else made | {"date": date.today().isoformat(), "jax": _version()}
         made |= {"source": source(job[0].kind)} if job[3] == OURS else {}
-        print(f"{key}: {made.get('us', made.get('error'))} ({made.get('seconds')} s)", file=sys.stderr, flush=True)
+        shown = made.get("us", made.get("error"))
+        print(f"{key}: {shown} ({'the same program' if is_same else made.get('seconds')})", file=sys.stderr, flush=True)
         # another run may have written meanwhile
         stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": {}}
         rows = stored["rows"]

@@ -11,10 +11,11 @@ import hashlib
 import importlib
 import io
 import logging
+import re
 import sys
 import tokenize
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,12 @@ ROOT = Path(__file__).resolve().parents[2]
 FROM_WHEEL = (RPA, RPA64, "tpuinf_flash", *MLA)
 
 
-def measure(row: Row, chip: str, page: int, kernel: str, dump: str, peers: str) -> dict[str, Any]:
-    """Return the estimate of a row; runs in a process with libtpu's environment."""
+def measure(row: Row, chip: str, page: int, kernel: str, dump: str, program: Any) -> dict[str, Any]:
+    """Return the estimate of a row's program; runs in a process with libtpu's environment."""
     from attn.tools.aot import libtpu as _libtpu
     from attn.tools.aot import tpu as aot
 
-    own = kernel == OURS
-    program = ours(row, chip, page) if own else peer(row, chip, page, kernel, peers)
-    copies = not (own and chip in aot.KERNELS[OUR_KERNELS[row.kind]].no_copies)
+    copies = not (kernel == OURS and chip in aot.KERNELS[OUR_KERNELS[row.kind]].no_copies)
     parts = _libtpu.estimate_program(program, chip, dump, copies)
     us, limit = sum(part["us"] for part in parts), floors(row, chip, page)
     # A saturated HBM is not simulated, so an estimate may be below that floor, by half if all loops were simulated.
@@ -45,6 +44,39 @@ def measure(row: Row, chip: str, page: int, kernel: str, dump: str, peers: str) 
         "smem_kib": round(max(part["smem"] for part in parts) / 2**10, 1),
         "copies": copies,
     }
+
+
+def program_digest(program: Any) -> str:
+    """Return a digest of a program's kernels as JAX traces them: code that does not change it does not change their time.
+
+    Figures depend on nothing else: scalars of the batch are constants of the trace. Names of variables follow from their order.
+    """
+    import jax
+    import numpy as np
+
+    from attn.tools.aot.libtpu import launches
+
+    found = hashlib.sha256()
+    for launch in launches(program.call, program.arrays, program.batch):
+        traced = jax.make_jaxpr(launch.call)(*launch.operands)
+        # neither addresses of functions nor lines of source belong to it
+        texts = launch.name, launch.donated, launch.operands, re.sub(r"0x[0-9a-f]+| at \S+\.py:\d+", "", str(traced))
+        maps = [str(block.index_map_jaxpr) for grid in _grids(traced.jaxpr) for block in grid.block_mappings]
+        found.update(repr((texts, maps)).encode())
+        for constant in traced.consts:
+            found.update(np.asarray(constant).tobytes())
+    return found.hexdigest()[:16]
+
+
+def _grids(jaxpr: Any) -> Iterator[Any]:
+    """Yield the grid of each `pallas_call` in a jaxpr, which its text shows without the maps of its blocks."""
+    for equation in jaxpr.eqns:
+        if "grid_mapping" in equation.params:
+            yield equation.params["grid_mapping"]
+        for inner in equation.params.values():
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from _grids(inner)
 
 
 OUR_KERNELS = {

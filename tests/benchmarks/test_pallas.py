@@ -2,17 +2,20 @@
 
 import json
 import re
+import resource
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("jax")
 
 from attn.errors import BackendLoadError
 from attn.tools.aot.command import compiler_path
+from attn.tools.aot.libtpu import PallasProgram
 from benchmarks import pallas
 from benchmarks.estimates import launches, programs, table
 
@@ -87,6 +90,61 @@ def test_a_row_drawn_at_random_is_estimated_and_not_stored(
     found = re.fullmatch(re.escape(row.name) + r" \| v6e \| \d+ \| attn: (\d+)( \(sim \d+\))? us \(.* s\)", line)
     assert found and int(found[1]) >= programs.floors(row, "v6e", row.pages[0])["hbm_us"] - 0.5, line
     assert not list(tmp_path.iterdir())
+
+
+def _program(add: int, at: int = 0) -> PallasProgram:
+    """A kernel that adds `add` to the block of a matrix in row `at`."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import pallas as pl
+
+    def kernel(_: Any, source: Any, target: Any) -> None:
+        target[...] = source[...] + add
+
+    def call(array: Any, scalars: Any) -> Any:
+        block, out = pl.BlockSpec((1, 128), lambda i: (i + at, 0)), jax.ShapeDtypeStruct((2, 128), jnp.int32)
+        scalar = pl.BlockSpec(memory_space=pl.ANY)
+        return pl.pallas_call(kernel, grid=(2,), in_specs=[scalar, block], out_specs=block, out_shape=out, name="add")(
+            scalars, array
+        )
+
+    array = jax.ShapeDtypeStruct((2, 128), jnp.int32)
+    return PallasProgram(call, [array], [np.arange(3, dtype=np.int32)], (), 0.0, 0.0, "int32")
+
+
+def test_a_digest_is_that_of_the_traced_program() -> None:
+    plain = _program(1)
+    other_batch = plain._replace(batch=[np.arange(4, dtype=np.int32)])
+    others = [_program(2), _program(1, at=1), other_batch]
+    assert programs.program_digest(_program(1)) == programs.program_digest(plain)
+    assert len({programs.program_digest(x) for x in (plain, *others)}) == 4
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_program_that_is_the_same_is_not_measured_again(
+    is_same: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    key, before = "decode 64 x 4k | v6e | 128 | attn", {"us": 700.0, "source": "before", "program": "abc", "date": "then"}
+    monkeypatch.setattr(pallas, "ours", lambda *_: _program(1))
+    monkeypatch.setattr(pallas, "program_digest", lambda _: "abc" if is_same else "def")
+    monkeypatch.setattr(pallas, "measure", lambda *_: {"us": 650.0})
+
+    def run_one(row: Any, chip: str, page: int, kernel: str, known: str | None, args: Any) -> dict[str, Any]:
+        pallas.work(repr((row._asdict(), chip, page, kernel, "", "", 100.0, known)))
+        return {**json.loads(capsys.readouterr().out.split("RESULT ")[1]), "seconds": 1.0}
+
+    monkeypatch.setattr(pallas, "run_one", run_one)
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    monkeypatch.setattr(pallas, "RESULTS", tmp_path / "pallas.json")
+    monkeypatch.setattr(pallas, "TABLE", tmp_path / "pallas.md")
+    monkeypatch.setattr(pallas, "table", lambda _: "")
+    pallas.RESULTS.write_text(json.dumps({"rows": {key: before}}))
+    (tmp_path / "libtpu").mkdir()
+    monkeypatch.setattr(sys, "argv", ["pallas", "--only", key, "--compilers", str(tmp_path)])
+    pallas.main()
+    made = json.loads(pallas.RESULTS.read_text())["rows"][key]
+    assert made["source"] == programs.source("paged")
+    assert (made["us"], made["program"], made["date"] == "then") == ((700.0, "abc", True) if is_same else (650.0, "def", False))
 
 
 def test_peers_receive_decodes_first(monkeypatch: pytest.MonkeyPatch) -> None:
