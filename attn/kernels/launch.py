@@ -167,6 +167,19 @@ def packs_rows(arch: str, itemsize: int) -> bool:
 TOGETHER = 64  #: rows of a tile of a batch that is one launch
 
 
+def writes_rows(arch: str, group: int, max_query_len: int, itemsize: int, together: bool) -> bool:
+    """Whether the launch of decodes may write a batch's new tokens: it has all requests, and each in few blocks of rows.
+
+    Each block writes the rows that it reads, so that a row of a request of many blocks is written many times.
+    """
+    # on NVIDIA a barrier orders what threads of a program store and read; what AMD's orders was not examined
+    if not arch.startswith(("sm_", "interpreter")):
+        return False
+    if together:
+        return max_query_len <= TOGETHER and packs_rows(arch, itemsize)
+    return group * max_query_len <= max(16, group) or rows_of_speculation(arch, group, max_query_len, itemsize) > 0
+
+
 def run_together(q_lens: Any, keys: Any, group: int, kv_heads: int, multiprocessors: int) -> bool:
     """Whether a batch with prompts is better one launch, which splits the keys of all requests.
 

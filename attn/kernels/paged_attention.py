@@ -18,8 +18,8 @@ They run one after the other, except on Hopper where `hopper_prefill` handles 16
 the decode launched early onto the multiprocessors that the prefill leaves free. No lengths are fetched from the device and
 grids depend only on extents, max_query_len and max_seq_len: a captured launch serves any batch within those bounds.
 
-A decode of single tokens may write these to the cache before it reads it: for each request and kv head, the program of
-the last keys writes. No other program may read what it writes, so the caller ensures that no two requests share that page.
+Decodes, and batches in one launch, may write their new tokens to the cache before they read it: each program writes those among
+the keys that it reads, of its request and kv head. So the caller ensures that no two requests share a page that is written.
 
 Masked scores are selected away, never multiplied: they become -inf, and keys and values that no row sees are not loaded. If
 a tile's sums are not finite at the end, it is recomputed in a slower way, so that a NaN or infinity among values that some
@@ -382,13 +382,20 @@ def attention(  # type: ignore[no-untyped-def]
         tree_row = tree + r.to(tl.int64) * tree_w * tree_w
     shifted = head + sparse_offset
     if slots is not None:
-        # only the program that has the request's last keys reads the new token, so it writes it, and no other program waits
-        end = num_splits - 1 - split_index if BLOCK_R > 0 else 0
-        if end == 0:
-            new = slots, key, value, key_t, value_t
-            caches = k_base, v_base, k_block, k_slot, v_block, v_slot
-            _write(new, caches, (k_factor, v_factor), begin.to(tl.int64), kv_head, P, D, BLOCK_D, FORMAT)
-            tl.debug_barrier()  # every thread has stored before one reads what another stored
+        # Each program writes the new rows among its keys and reads no others, so it waits for no other program. Blocks of a
+        # request's rows share keys: their programs write the same bytes, each before it reads. No branch, which would make
+        # programs of e4m3 spill registers.
+        TOKENS: tl.constexpr = 1 if BLOCK_Q == 1 else 4 if BLOCK_Q <= 4 else 8 if BLOCK_Q <= 8 else 16
+        new = slots, key, value, key_t, value_t
+        caches = k_base, v_base, k_block, k_slot, v_block, v_slot
+        factors = k_factor, v_factor
+        since, until = tl.maximum(aligned, context) - context, stop - context
+        if TILED:
+            for i in tl.range(since, until, TOKENS, num_stages=1):
+                _write(new, caches, factors, begin, i, until, kv_head, P, D, BLOCK_D, FORMAT, TOKENS)
+        else:  # no request has more
+            _write(new, caches, factors, begin, since, until, kv_head, P, D, BLOCK_D, FORMAT, TOKENS)
+        tl.debug_barrier()  # every thread has stored before one reads what another stored
 
     # Weights in float16 reach 2**15 instead of 1: from 2**-39 of the largest on they are not 0, from 2**-29 on exact. None
     # may exceed the largest by much, as rounding causes when scores of 2**24 are scaled before it is subtracted.
@@ -475,18 +482,23 @@ def attention(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _write(  # type: ignore[no-untyped-def]
-    new, caches, scales, token, kv_head, P: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, FORMAT: tl.constexpr
-):
-    """Store a token's key and value of one kv head at its slot, if it has one (-1), as `kv_write.write` does."""
+    new, caches, scales, begin, first, end, kv_head, P: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    FORMAT: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Store keys and values of one kv head at the slots of TOKENS new tokens, those that have none (-1) left out, as
+    `kv_write.write` does: from number `first` of a request, which begins at `begin`, to before number `end`."""
     slots, key, value, key_t, value_t = new
     k_base, v_base, k_block, k_slot, v_block, v_slot = caches
     k_scale, v_scale = scales
-    d = tl.arange(0, BLOCK_D)
+    d = tl.arange(0, BLOCK_D)[None, :]
+    number = first + tl.arange(0, TOKENS)
+    token = begin.to(tl.int64) + number
     # 64 bits: a slot times its stride may exceed 32
-    slot = tl.load(slots + token).to(tl.int64)
-    k = tl.load(key + token * key_t + kv_head * D + d, mask=d < D)
-    v = tl.load(value + token * value_t + kv_head * D + d, mask=d < D)
-    live = (d < D) & (slot >= 0)
+    slot = tl.load(slots + token, mask=number < end, other=-1).to(tl.int64)[:, None]
+    there = (d < D) & (number < end)[:, None]  # without a look at the slots, which are on their way
+    k = tl.load(key + token[:, None] * key_t + kv_head * D + d, mask=there)
+    v = tl.load(value + token[:, None] * value_t + kv_head * D + d, mask=there)
+    live = there & (slot >= 0)
     k_at = k_base + slot // P * k_block + slot % P * k_slot + d
     v_at = v_base + slot // P * v_block + slot % P * v_slot + d
     if FORMAT == "":

@@ -282,8 +282,32 @@ def test_whether_a_request_may_see_what_another_writes(seq_lens, rows, options, 
         assert not batch.replace(num_actual_tokens=3, slot_mapping=np.append(batch.slot_mapping, 7)).writes_apart(16)
 
 
-def test_more_tokens_and_long_tables_are_not_looked_at():
-    assert not CommonAttentionMetadata.from_lens([2], [2], [[3]], 16).writes_apart(16)
+@pytest.mark.parametrize(
+    ("q_lens", "seq_lens", "rows", "options", "apart"),
+    [
+        ([4, 2], [18, 33], [[3, 5], [4, 0, 2]], {}, True),  # the first in two pages
+        ([4, 40], [18, 40], [[3, 5], [4, 0, 2]], {}, True),
+        ([4, 0, 1], [18, 16, 33], [[3, 5], [3], [4, 0, 2]], {}, False),
+        ([4, 0, 1], [18, 16, 33], [[3, 5], [1], [4, 0, 2]], {}, True),
+        ([4, 2], [18, 33], [[3, 5], [3, 0, 2]], {}, False),  # the page of its first tokens is another's
+        ([2, 2], [18, 33], [[3, 5], [3, 0, 2]], {}, True),
+        ([4, 2], [18, 33], [[3, 5], [5, 0, 2]], {}, False),
+        ([4, 2], [18, 35], [[3, 5], [0, 4, 0]], {}, False),  # twice in a row of its own
+        ([4, 2], [18, 1], [[3, 5], [0]], {"strict": False}, False),
+        ([4, 2], [18, 33], [[3, 5], [4, 0, 2]], {"writes": False}, True),
+    ],
+)
+def test_whether_requests_of_several_tokens_are_apart(q_lens, seq_lens, rows, options, apart):
+    batch = CommonAttentionMetadata.from_lens(q_lens, seq_lens, rows, 16, **options)
+    assert batch.writes_apart(16) is apart
+    if apart and not options:
+        slots = batch.slot_mapping
+        assert batch.replace(slot_mapping=np.append(slots[:-1], -1)).writes_apart(16)
+        assert not batch.replace(slot_mapping=np.append(slots[:-1], slots[0])).writes_apart(16)
+        assert not batch.replace(slot_mapping=slots[::-1].copy()).writes_apart(16)
+
+
+def test_empty_batches_and_long_tables_are_not_looked_at():
     assert not CommonAttentionMetadata.from_lens([], [], [], 16).writes_apart(16)
     ids = np.arange(1 << 16, dtype=np.int32)
     for n, apart in ((1 << 15, True), (1 << 16, False)):

@@ -1232,6 +1232,22 @@ DEFECTS = (
         "Rows of a request's later tiles are merged from the splits of its first.",
     ),
     Defect(
+        "triton_new_rows_of_the_last_split",
+        "kernels/paged_attention.py",
+        "since, until = tl.maximum(aligned, context) - context, stop - context",
+        "since, until = tl.where(stop < high, stop, context) - context, stop - context",
+        INTERPRETED,
+        "New rows in two splits are written by the last one, before or after the other reads them.",
+    ),
+    Defect(
+        "triton_new_rows_of_one_block",
+        "kernels/paged_attention.py",
+        "for i in tl.range(since, until, TOKENS, num_stages=1):",
+        "for i in tl.range(since, tl.minimum(since + TOKENS, until), TOKENS, num_stages=1):",
+        INTERPRETED,
+        "Of a request's new tokens in one launch with decodes, each program writes the first 16 that it reads.",
+    ),
+    Defect(
         "triton_wild_not_repeated",
         "kernels/paged_attention.py",
         "if tl.max(((acc - acc) != 0.0).to(tl.int32)) > 0:",

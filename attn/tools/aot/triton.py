@@ -17,7 +17,7 @@ import torch
 
 from attn.capabilities import Device, Request
 from attn.dtypes import PER_TOKEN_HEAD, kv_cache_element
-from attn.kernels.launch import UNBOUNDED
+from attn.kernels.launch import UNBOUNDED, writes_rows
 from attn.kernels.memory import group_reason, latent_reason
 from attn.tables import Column
 from attn.tools.aot.command import Choice, CompileCase, Kernel, grids, numbered, request_of, switches
@@ -214,6 +214,7 @@ def _refuse_paged(choice: Choice, arch: str) -> str:
 
 
 def _launch_paged(choice: Choice) -> None:
+    from attn.torch.kernels.direct import arch
     from attn.torch.kernels.paged_attention import paged_attention
 
     query_lens, seq_lens = BATCHES[choice["batch"]]
@@ -262,8 +263,9 @@ def _launch_paged(choice: Choice) -> None:
         keys_below=choice.get("keys_below"),
     )
     launch()
-    # A second program of the same case: decodes whose rows are written by the attention kernel itself.
-    if max(query_lens) == 1 and choice["kv"] not in PER_TOKEN_HEAD:  # the launch may write the new tokens too
+    # A second program of the same case: rows are written by the attention kernel itself, where it may.
+    writes = writes_rows(arch(), heads // kv_heads, max(query_lens), dtype.itemsize, False)
+    if writes and choice["kv"] not in PER_TOKEN_HEAD and not choice["fixed_split"]:
         new = [torch.empty(tokens, kv_heads, size, dtype=dtype) for _ in "kv"]
         launch(key=new[0], value=new[1], slots=torch.zeros(tokens, dtype=torch.int64))
 

@@ -3,10 +3,10 @@
 Nothing in this module waits for the device or depends on its values, so a forward can be captured in a CUDA graph and
 replayed for any batch within the bounds of its metadata. The host's copy of the lengths, if there is one, only selects among
 launches that are all correct, and outside of captures leaves out launches that the batch does not need: that of decodes
-where there are none, and that of the cache's write where the decodes' kernel can write the new tokens. By default split-KV
-is planned for all decodes of a batch. A layer that requests `batch_invariant` uses the general kernels only, with splits at
-fixed positions, and no measured launches (docs/semantics.md §17); its arrays must begin at multiples of 16 bytes, as torch
-allocates them.
+where there are none, and that of the cache's write where the decodes' launch has all requests and may write their tokens. By
+default split-KV is planned for all decodes of a batch. A layer that requests `batch_invariant` uses the general kernels
+only, with splits at fixed positions, and no measured launches (docs/semantics.md §17); its arrays must begin at multiples of
+16 bytes, as torch allocates them.
 """
 
 import functools
@@ -194,8 +194,16 @@ class TritonPagedImpl(PagedAttentionImpl):
             return False
         if self._keeps_scales or type(self).do_kv_cache_update is not PagedAttentionImpl.do_kv_cache_update:
             return False
+        plan, query = self._plan(call.meta, call.kv_cache), call.query
         # whether pages are apart is known of this batch only, and a graph is replayed with others
-        return self._plan(call.meta, call.kv_cache).writes and not is_captured(call.query)
+        if not plan.writes or is_captured(query):
+            return False
+        from attn.kernels.launch import writes_rows
+        from attn.torch.kernels.direct import arch
+
+        # again, since the plan is of layers of any dtype
+        group = self.num_heads // self.num_kv_heads
+        return writes_rows(arch(), group, call.meta.max_query_len, query.element_size(), plan.together)
 
     def _attend(self, call: PagedCall, writes: bool = False) -> None:
         from attn.torch.kernels.paged_attention import paged_attention
@@ -250,12 +258,14 @@ class TritonPagedImpl(PagedAttentionImpl):
         plans, itemsize = kept.plans, key_cache.element_size()
         shape = (self.num_heads, self.num_kv_heads, self.head_size, self.window, itemsize, plain)
         if shape not in plans:
+            from attn.kernels.launch import writes_rows
             from attn.torch.kernels.direct import arch, multiprocessors
 
-            most, on = attn_metadata.max_query_len, arch()
+            most, on, group = attn_metadata.max_query_len, arch(), self.num_heads // self.num_kv_heads
             plan = self._planned(start[1:] - start[:-1], seq_lens, most, itemsize, on, multiprocessors(key_cache.device))
-            # on NVIDIA a barrier orders what threads of a program store and read; what AMD's orders was not examined
-            plans[shape] = plan._replace(writes=most == 1 and plain and on.startswith("sm_") and kept.writes_apart)
+            # caches of one and two bytes are of queries of two bytes or more
+            writes = plain and writes_rows(on, group, most, max(itemsize, 2), plan.together) and kept.writes_apart
+            plans[shape] = plan._replace(writes=writes)
         return plans[shape]
 
     def _planned(

@@ -32,7 +32,7 @@ class _Launches:
     """The launches of `Launches` for tensors of one kind."""
 
     def __init__(self, kinds: Kinds, layer: LayerParams) -> None:
-        self._rules = rules = Launches(kinds, layer)
+        self.rules = rules = Launches(kinds, layer)
         # by `keys_below`, which has few values: it decides the tiles of the Hopper kernel
         self._of_prompts = functools.cache(functools.partial(layer.of_prompts, rules.tokens))
         # None where no request has more tokens than a decode's tile, or where the Hopper kernel takes them.
@@ -49,7 +49,7 @@ class _Launches:
         `prefill_programs`, `keys_below` and `singles`."""
         # The last four are k_scale and the new rows with their slots, so that `mask` is (spans, prefix, is_causal).
         output, lse, starts, sinks, _, _, query, key_cache, value_cache, seq_lens, table, _, tree, *mask = arrays[:-4]
-        rules, layer, kv_heads = self._rules, self._rules.layer, self._rules.kv_heads
+        rules, layer, kv_heads = self.rules, self.rules.layer, self.rules.kv_heads
         num_reqs, max_query_len, max_seq_len = bounds
         factor, v_factor = layer.factor(factors[0]), factors[1]
         lse_h, table_r = 0 if lse is None else lse.stride(0), 0 if table is None else table.stride(0)
@@ -159,8 +159,8 @@ def paged_attention(
     whole: do not split the keys of decodes (`launch.are_whole`). together: prompts are in the launch of the decodes
     (`launch.run_together`). singles: whether there may be requests of one token.
     key, value: [T, K, D] to be written at slots [T] as by `kv_write.write_kv` before anything is read, to caches without a
-    scale per token: at most one token of each request, at its last position, in a page of no other request; not in a traced
-    graph.
+    scale per token: each token at its position (or -1) in a page of no other request, where `launch.writes_rows` allows it; not
+    in a traced graph.
     """
     num_reqs, (tokens, heads, size) = query_start_loc.shape[0] - 1, query.shape
     # the driver refuses a grid of no programs
@@ -171,7 +171,7 @@ def paged_attention(
         # The kernel stores e4m3 codes as bytes: not every architecture has the type.
         output = output.view(torch.uint8)
     if slots is not None:
-        assert max_query_len == 1 and key is not None and value is not None
+        assert key is not None and value is not None
         # slices of one projection are read where they are
         key, value = (x if x.stride()[1:] == (size, 1) else x.contiguous() for x in (key, value))
     if key_cache.dtype == torch.float8_e4m3fn and not converts_e4m3(name):
@@ -204,4 +204,5 @@ def paged_attention(
     flags, signature = (same, wide, serves, together), signature_of(arrays, strides)
     launches = _launches(name, signature, shape, scales, rules, queries, flags, tuned)
     prompts = prefill_programs, keys_below, singles
+    assert slots is None or not launches.rules.has_prompts
     launches(arrays, strides, (k_factor, v_factor), (num_reqs, max_query_len, max_seq_len), whole, prompts)

@@ -120,28 +120,37 @@ def test_a_graph_for_other_lengths_is_not_planned_by_the_hosts() -> None:
 
 
 def test_which_batches_are_written_by_the_decodes_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of single tokens that the host knows to be written to pages of one request each, on NVIDIA's GPUs, until a field is
-    assigned."""
+    """Those whose requests are all in the decodes' launch, if the host knows that pages which are written are of one request
+    each, on NVIDIA's GPUs, until a field is assigned."""
     pytest.importorskip("triton")
     from attn.torch.kernels import direct
 
     monkeypatch.setattr(direct, "multiprocessors", lambda device: 132)
     impl = TritonAttentionBackend.get_impl_cls()(4, 32, 0.2, 2)
-    cache: Any = SimpleNamespace(is_cuda=True, element_size=lambda: 2, device=None)
 
     def writes(
-        rows: list[list[int]], arch: str = "sm_90", lens: tuple[int, int] = (1, 1), by: Any = impl, **changes: Any
+        rows: list[list[int]],
+        arch: str = "sm_90",
+        lens: tuple[int, int] = (1, 1),
+        by: Any = impl,
+        size: int = 2,
+        **changes: Any,
     ) -> bool:
         monkeypatch.setattr(direct, "arch", lambda: arch)
         spec = KVCacheSpec(16, 2, 32, "bfloat16")
         build = TritonAttentionBackend.get_builder_cls()(spec, ["layer"], None, torch.device("cpu")).build
         metadata = build(0, CommonAttentionMetadata.from_lens(list(lens), [20, 33], rows, 16))
         vars(metadata).update(changes)
+        cache: Any = SimpleNamespace(is_cuda=True, element_size=lambda: size, device=None)
         return bool(by._plan(metadata, cache).writes)
 
     apart, shared = [[4, 1], [4, 0, 2]], [[4, 0], [4, 0, 2]]
     assert writes(apart) and writes(apart, "sm_80")
-    assert not writes(shared) and not writes(apart, "gfx942") and not writes(apart, lens=(2, 1))
+    assert not writes(shared) and not writes(apart, "gfx942")
+    # Up to 16 tokens a request are speculation; more are a prompt, and short ones are in the decodes' launch.
+    assert writes(apart, lens=(4, 1)) and not writes(apart, lens=(5, 1)) and not writes([[4, 1], [1, 0, 2]], lens=(2, 1))
+    alone = [[9, 1], [4, 0, 2]]
+    assert writes(alone, lens=(16, 16)) and writes(alone, lens=(20, 1)) and not writes(alone, lens=(9, 1), size=4)
     assert not writes(apart, slot_mapping=torch.tensor([0, 16]))  # assigned since the batch was built
     assert writes(apart, by=TritonAttentionBackend.get_impl_cls()(4, 32, 0.2, 2, kv_cache_dtype="fp8"))
     for options in ({"kv_cache_dtype": "fp8_per_token_head"}, {"kv_sharing_target_layer_name": "other"}):
@@ -151,12 +160,13 @@ def test_which_batches_are_written_by_the_decodes_launch(monkeypatch: pytest.Mon
 @pytest.mark.triton_kernels
 @quiet
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 20, "sinks": [0.5, -1.0, 2.0, 0.0]}], ids=str)
-def test_a_layer_whose_decodes_write_the_cache(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("lens", [(1, 1, 1), (3, 8, 1), (3, 9, 1)])  # 9 tokens of float32 are a prompt
+def test_a_layer_whose_decodes_write_the_cache(options: dict[str, Any], lens: tuple[int, ...]) -> None:
     found, device = [], torch.device("cuda" if ON_GPU else "cpu")
     spec = KVCacheSpec(16, 2, 32, "float32", num_blocks=10)
-    batch = CommonAttentionMetadata.from_lens([1, 1, 1], [20, 100, 49], [[4, 1], [4, 0, 2, 6, 7, 3, 5], [4, 0, 2, 9]], 16)
+    batch = CommonAttentionMetadata.from_lens(lens, [20, 100, 49], [[4, 1], [4, 0, 2, 6, 7, 3, 5], [4, 0, 2, 9]], 16)
     torch.manual_seed(0)
-    arrays = [torch.randn(3, n, 32, device=device) for n in (4, 2, 2)]
+    arrays = [torch.randn(sum(lens), n, 32, device=device) for n in (4, 2, 2)]
     stored = torch.randn(2, 10, 16, 2, 32, device=device)
     for writes in (False, True):
         impl = TritonAttentionBackend.get_impl_cls()(4, 32, 0.2, 2, **options)
