@@ -165,19 +165,27 @@ def _streamed(
     repeated. The products with values are delayed by a few tiles.
     """
     tiles = [(first_row, at) for first_row in range(0, cfg.rows, cfg.row_tile) for at in range(0, step.size, cfg.key_tile)]
+    if cfg.packed:  # all rows of a few keys one after another: codes are widened and scales transposed once for them
+        tiles.sort(key=operator.itemgetter(1))
     # 0 * NaN is NaN for the rows that may not see it; `rebiased` notices those of its codes
     may_be_nonfinite = jnp.issubdtype(refs.kv.dtype, jnp.floating) and not cfg.rebiased
     pending: list[Any] = []
+    read: Any = None
 
-    def rows_of(kind: int, k: jax.Array, keys_at: Any) -> jax.Array:
-        if cfg.packed:
-            codes = halves(rows_at(cfg, refs, step.slot, 0, k, keys_at), kind, cfg.float8, exact=True)
-            return codes.astype(refs.q.dtype)
-        plane = kind * (cfg.planes - 1)
-        return widened(cfg, rows_at(cfg, refs, step.slot, plane, k, keys_at), refs.q.dtype, refs.recompute)
+    def rows_of(k: jax.Array, keys_at: Any, first: jax.Array, kind: int) -> tuple[jax.Array, jax.Array | None]:
+        """Keys (kind 0) or values (1), and the scales that they have of their own."""
+        plane = 0 if cfg.packed else kind * (cfg.planes - 1)
+        rows = rows_at(cfg, refs, step.slot, plane, k, keys_at)
+        if not cfg.packed:
+            return widened(cfg, rows, refs.q.dtype, refs.recompute), None
+        codes, scales = halves(rows, kind, cfg.float8, exact=True), _scales(cfg, refs, item, step.slot, kind, k, keys_at, first)
+        if kind == 0:
+            return codes.astype(refs.q.dtype), scales
+        # Rounded after scaling, as values of a 16-bit cache are: scaling every weight instead takes as long as its exponential.
+        return (codes.astype(jnp.float32) * widen(scales, cfg.lanes)).astype(refs.q.dtype), scales
 
-    def add_values(k: jax.Array, at: slice, keys_at: Any, p: jax.Array, source: jax.Array, last: bool) -> None:
-        values = rows_of(1, k, keys_at)
+    def add_values(k: jax.Array, at: slice, read: Any, p: jax.Array, source: jax.Array, last: bool) -> None:
+        values, _ = read(1)
         total = refs.acc[source, :, at] + dot(values, p, 0, 0)
         refs.acc[after * cfg.num_kv_heads + k, :, at] = total
         if last and _writes(cfg, masked):  # beside the products of the next heads
@@ -187,20 +195,18 @@ def _streamed(
         for first_row, offset in tiles:
             at, key_tile = slice(first_row, first_row + cfg.row_tile), min(cfg.key_tile, step.size - offset)
             keys_at, is_masked = pl.ds(step.start + offset, key_tile), bool(masked) and offset >= step.clear
-            keys = rows_of(0, k, keys_at)
+            if first_row == 0 or not cfg.packed:
+                read = functools.partial(rows_of, k, keys_at, step.first + offset)
+                read = functools.cache(read) if cfg.packed else read
+            keys, k_scales = read(0)
             if is_masked and may_be_nonfinite and first_row == 0:
-                values = rows_of(1, k, keys_at)
+                values, _ = read(1)
                 zero_products = dot(jnp.zeros((_SUBLANES, key_tile), values.dtype), values, 1, 0)
                 for lane in range(0, cfg.lanes, LANES):
                     refs.recompute[:, :LANES] |= jnp.where(zero_products[:, lane : lane + LANES] == 0, 0, 1)
-            k_scales = v_scales = None
-            if cfg.packed:
-                k_scales, v_scales = (
-                    _scales(cfg, refs, item, step.slot, kind, k, keys_at, step.first + offset) for kind in (0, 1)
-                )
-                if is_masked and first_row == 0:  # a weight of 0 does not hide NaN
-                    lost = jnp.where(v_scales * 0.0 == 0.0, 0, 1).reshape(-1, _SUBLANES, LANES)
-                    refs.recompute[:, :LANES] |= jnp.max(lost, axis=0)
+            if cfg.packed and is_masked and first_row == 0:  # a weight of 0 does not hide NaN
+                lost = jnp.where(read(1)[1] * 0.0 == 0.0, 0, 1).reshape(-1, _SUBLANES, LANES)
+                refs.recompute[:, :LANES] |= jnp.max(lost, axis=0)
             s = _scores(cfg, refs, item, step.first + offset, keys, k, first_row, masked * is_masked, k_scales)
             if len(pending) * cfg.key_tile >= _PENDING_KEYS:
                 pending.pop(0)()
@@ -218,8 +224,7 @@ def _streamed(
             if last:
                 refs.recompute[:, at] |= jnp.where(in_range, 0, 1)
             # source order is what the scheduler keeps, so this product is placed where the next tiles' exponentials are
-            p = p if v_scales is None else p * widen(v_scales, cfg.row_tile)
-            pending.append(functools.partial(add_values, k, at, keys_at, p.astype(refs.q.dtype), source, last))
+            pending.append(functools.partial(add_values, k, at, read, p.astype(refs.q.dtype), source, last))
     if cfg.rebiased:  # values set `recompute` as well
         pending.append(lambda: _reduce_recompute(refs))
     else:
@@ -292,11 +297,15 @@ def _exact(
 def _scales(
     cfg: RaggedConfig, refs: RaggedRefs, item: Item, slot: jax.Array, kind: int, k: jax.Array, at: Any, first: jax.Array
 ) -> jax.Array:
-    """[n, 128], lanes alike: the scales of keys (kind 0) or values (1) in rows `at`, which begin at position `first`."""
+    """[n, 128], lanes alike: the scales of keys (kind 0) or values (1) in rows `at`, which begin at position `first`.
+
+    Those of keys times `K_FACTOR`, which is the same for all rows of a kv head.
+    """
     lane, columns = lax.broadcasted_iota(jnp.int32, (1, LANES), 1), []
     for n in range(0, at.size, LANES):
         key = first + n + lane
         (scale,) = own_scales(cfg, refs, slot, kind, k, 1, at.start + n)
+        scale = scale if kind else scale * refs.rules[K_FACTOR, k, :, :LANES]
         scale = jnp.where((key >= item.low) & (key < item.high), scale, 0.0)  # the others may be any
         columns.append(jnp.transpose(jnp.broadcast_to(scale, (LANES, LANES))))
     return jnp.concatenate(columns, axis=0)
@@ -314,10 +323,10 @@ def _scores(
     scales: jax.Array | None = None,
 ) -> jax.Array:
     """[keys, rows] of one tile, in units of log2; `first` is the position of its first key, `row` its first row; scales: of
-    keys that have their own."""
+    keys that have their own (`_scales`)."""
     at = slice(row, row + cfg.row_tile)
-    s = dot(keys, refs.q[item.q_slot, k, at, :], 1, 1) * refs.rules[K_FACTOR, k, :, at]
-    s = s if scales is None else s * widen(scales, cfg.row_tile)
+    s = dot(keys, refs.q[item.q_slot, k, at, :], 1, 1)
+    s *= refs.rules[K_FACTOR, k, :, at] if scales is None else widen(scales, cfg.row_tile)
     if cfg.logits_soft_cap:
         s = jnp.tanh(s) * (cfg.logits_soft_cap * LOG2_E)
     if not (masked or cfg.alibi):
