@@ -2,8 +2,8 @@
 
 Each command is a function that adds its arguments and returns the function to run. A command's modules are imported only
 when it is called, so `attn --help` imports none of them. Exit codes: 0 success; 1 the request failed (no backend serves
-it, a conformance case failed); 2 the command line is wrong, reported in one line; 130 interrupted. Any other exception
-is a bug in this package and keeps its traceback.
+it, a conformance case failed); 2 the command line is wrong, reported in one line; 130 interrupted, 143 by SIGTERM. Any other
+exception is a bug in this package and keeps its traceback.
 """
 
 import argparse
@@ -13,8 +13,10 @@ import importlib
 import io
 import json
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -268,7 +270,34 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (without the program's name) and return the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
+    with _sigterm_interrupts() as received:
+        code = _main(sys.argv[1:] if argv is None else argv)
+    return 143 if received and code == 130 else code
+
+
+@contextlib.contextmanager
+def _sigterm_interrupts() -> Iterator[list[int]]:
+    """Let SIGTERM, as `timeout` sends it, interrupt as Ctrl-C does: a command shows what it has and ends its processes.
+
+    Yields a list that has the signal once it was received. Only in a main thread, and where the signal has no other handler.
+    """
+    received = list[int]()
+
+    def interrupt(number: int, frame: object) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    alone = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if alone:
+        signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield received
+    finally:
+        if alone:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _main(argv: Sequence[str]) -> int:
     # `print` to None does nothing, but argparse and `flush` below would raise AttributeError.
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:  # closed by the caller (`>&-`)

@@ -38,6 +38,7 @@ from attn.distributed import world_size
 from attn.dtypes import needs_scales
 from attn.errors import DTypeError
 from attn.imports import resolve_obj_by_qualname
+from attn.selection.platforms import Platform
 from attn.selection.verdicts import Selection
 
 #: Each layer's builders, by the arguments they were made with. Kept outside the layers, because a builder is not part of a
@@ -96,7 +97,7 @@ class BaseLayer:
 
     def _choose(self, request: Request, backend: Any, return_lse: bool, **arguments: Any) -> None:
         """Select the backend, and make its implementation from the request and the layer's other arguments."""
-        selection = selector.select(request, framework=self.framework, backend=backend)
+        selection = selector.select(request, framework=self.framework, backend=backend, platform=self._platform())
         chosen = selection.require()
         impl_cls: Any = chosen.get_impl_cls()
         named = ("num_heads", "head_size", "num_kv_heads", "kv_cache_dtype", "attn_type")
@@ -109,9 +110,16 @@ class BaseLayer:
         # Last, together: a layer whose module is cast to a dtype that its backend refuses stays what it was.
         self.backend, self.selection, self.impl, self.recorder = chosen, selection, impl, recording.recorder()
 
-    def _device(self) -> Any:
-        """Return the default device of this layer's batches and caches; None is the framework's default."""
+    def _platform(self) -> Platform | None:
+        """Return the platform of the layer's device; None: the framework's current one."""
         return None
+
+    def _placed(self, device: Any) -> Any:
+        """Return the device of a batch or a cache that a caller asks for (None: the layer's own, then the framework's default).
+
+        A layer that this puts on another platform than its backend's selects again.
+        """
+        return device
 
     def _finish(self) -> None:
         """Finish construction in the framework's way, after the backend is chosen."""
@@ -143,7 +151,7 @@ class BaseLayer:
         For features that only a builder has: `build(0, batch, fast_build=True)`, FLASHINFER's plans of CUDA graphs
         (`build_for_cudagraph_capture`), and under jax `config={"bucket": False}` (the batch's exact extents).
         """
-        device = self._device() if device is None else device
+        device = self._placed(device)
         # By implementation, not by layer: casting a torch module makes a new implementation, whose batches may need
         # another builder.
         builders = _builders.setdefault(self.impl, {})
@@ -199,7 +207,7 @@ class BaseLayer:
     def _new_kv_cache(self, num_blocks: int, device: Any, layers: int | None = None) -> Any:
         """Create one array for the caches of `layers` layers, of `num_blocks` blocks each; None: a cache of one layer."""
         allocate = resolve_obj_by_qualname(f"attn.{self.framework}.kv_cache.allocate")
-        device = self._device() if device is None else device
+        device = self._placed(device)
         # Before the specification changes: if memory runs out, `build` goes on checking against the caches that exist.
         cache = allocate(self.backend, self.kv_cache_spec, num_blocks * (layers or 1), device)
         known = self.kv_cache_spec

@@ -226,6 +226,30 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> FakePlatform:
 
 
 @pytest.fixture
+def gpu_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Torch's selection finds a GPU on this machine. There is none: tensors are on the host."""
+    from tests.testing import gpu_here
+
+    gpu_here.patch(monkeypatch.setattr)
+    yield
+    gpu_here.forget()
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Torch's selection finds the CPU alone, and so does what looks for a GPU to measure on, whatever this machine has."""
+    import torch
+
+    from tests.testing import gpu_here
+
+    gpu_here.forget()
+    monkeypatch.setattr("attn.torch.platforms._present_platform", lambda: "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    yield
+    gpu_here.forget()
+
+
+@pytest.fixture
 def standins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """`standins("fa3", ...)`: these folders of stand-ins can be imported, as if the vendor were installed.
 

@@ -203,9 +203,10 @@ def test_f4_what_computes_never_asks_for_the_platform():
     )
 
 
-#: Where a call begins, and the one hook that may choose: what it chose is kept, so that a call reaches it once at most.
+#: Where a call begins, and the hooks that may choose: what they choose is kept, so that a call reaches them once at most (on
+#: each platform that a dense layer is called on).
 FORWARDS = {"forward", "forward_lse", "apply", "__call__", "do_kv_cache_update"}
-CHOOSES_ONCE = "process_weights_after_loading"
+CHOOSES_ONCE = {"process_weights_after_loading", "_choose_once"}
 
 
 class Calls(NamedTuple):
@@ -244,7 +245,7 @@ def selectors_in_forwards(functions: dict[str, Calls]) -> set[str]:
     reached, waiting = set[str](), FORWARDS & set(functions)
     while waiting:
         reached |= waiting
-        waiting = {name for caller in waiting for name in functions[caller].own & set(functions)} - reached - {CHOOSES_ONCE}
+        waiting = {name for caller in waiting for name in functions[caller].own & set(functions)} - reached - CHOOSES_ONCE
     return {name for name in reached if functions[name].selectors}
 
 

@@ -158,8 +158,9 @@ class PagedImpl(AttentionImpl[T]):
         )
         if chunk_size and attn_type != AttentionType.DECODER:
             raise ValueError(f"chunk_size={chunk_size}: must be None for {attn_type} attention")
-        # Last, since a request is made of the attributes above; still before any weight is loaded.
+        # Since a request is made of the attributes above; still before any weight is loaded.
         refuse(self.backend, self.request())
+        self.mask = self.mask.within_int32()  # positions in kernels are of 32 bits
 
     @property
     def window(self) -> Window:

@@ -1,4 +1,4 @@
-"""Arguments and backend choice of the diffusion layers of both frameworks; the choice is made once, in the constructor."""
+"""Arguments and backend choice of the diffusion layers of both frameworks; the choice is made in the constructor."""
 
 import functools
 from collections.abc import Callable
@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from attn.arguments import check_heads
 from attn.diffusion.backends.abstract import DiffusionAttentionBackend, DiffusionAttentionImpl
 from attn.diffusion.selector import DiffusionAttentionConfig, Name, make_diffusion_request, select_diffusion
+from attn.selection.platforms import Platform
 from attn.selection.verdicts import Selection
 
 
@@ -62,13 +63,13 @@ class BaseDiffusionAttention:
         named: dict[str, Any] = {"role": role, "category": category, "config": config, "backend": backend}
         # Kept for another choice: a torch layer selects again when its module is cast, under the same conditions but
         # for the dtype.
-        self._select: Callable[[Any], Selection] = functools.partial(select_diffusion, framework=self.framework, **named)
+        self._select: Callable[..., Selection] = functools.partial(select_diffusion, framework=self.framework, **named)
         self._shape = (num_heads, head_size, softmax_scale, causal, num_kv_heads, prefix)
         self._choose(request)
 
-    def _choose(self, request: Any) -> None:
-        """Select the backend for a request, and make its implementation."""
-        selection = self._select(request)
+    def _choose(self, request: Any, platform: Platform | None = None) -> None:
+        """Select the backend for a request, and make its implementation. platform: None is the framework's current one."""
+        selection = self._select(request, platform=platform)
         chosen = selection.require()
         impl = chosen.get_impl_cls()(*self._shape)
         # together: a constructor that raises leaves a layer that is cast as it was

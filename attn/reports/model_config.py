@@ -89,7 +89,7 @@ class ModelLayers:
 _Layers = Callable[["_Reader", int], list[str]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Model:
     """The differences of a model type from the usual fields.
 
@@ -531,18 +531,18 @@ _MODELS: dict[str, _Model] = {
         layers=_llama4, defaults={"head_dim": 128, "attention_chunk_size": 8192, "no_rope_layer_interval": 4}
     ),
     **dict.fromkeys(("granite", "granitemoe"), _Model(change=_granite, defaults={"attention_multiplier": 1.0})),
-    "granitemoehybrid": _Model(_HYBRID, {"attention_multiplier": 1.0}, change=_granite),
+    "granitemoehybrid": _Model(names=_HYBRID, defaults={"attention_multiplier": 1.0}, change=_granite),
     "qwen3_next": _Model(
         layers=_every("full_attention_interval", "linear_attention"), defaults={"head_dim": 256, "full_attention_interval": 4}
     ),
-    "jamba": _Model(_HYBRID, {"attn_layer_period": 8, "attn_layer_offset": 4}, _jamba),
-    "bamba": _Model(_HYBRID, {}, _bamba),
-    "nemotron_h": _Model({**_HYBRID, "head_dim": ("head_dim", "attention_head_dim")}, {}, _nemotron_h),
+    "jamba": _Model(names=_HYBRID, defaults={"attn_layer_period": 8, "attn_layer_offset": 4}, layers=_jamba),
+    "bamba": _Model(names=_HYBRID, layers=_bamba),
+    "nemotron_h": _Model(names={**_HYBRID, "head_dim": ("head_dim", "attention_head_dim")}, layers=_nemotron_h),
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), _Model(read=_mamba)),
-    "gpt2": _Model(_GPT2, change=_gpt2),
-    "falcon": _Model(_FALCON, {"multi_query": True}, change=_falcon),
-    "bloom": _Model(_BLOOM, change=_having(alibi=True)),
-    "mpt": _Model(_MPT, change=_mpt),
+    "gpt2": _Model(names=_GPT2, change=_gpt2),
+    "falcon": _Model(names=_FALCON, defaults={"multi_query": True}, change=_falcon),
+    "bloom": _Model(names=_BLOOM, change=_having(alibi=True)),
+    "mpt": _Model(names=_MPT, change=_mpt),
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra"), _Model(change=_bert)),
     **dict.fromkeys(("t5", "mt5", "umt5"), _Model(read=_t5)),
     **dict.fromkeys(("bart", "mbart"), _Model(read=_bart)),

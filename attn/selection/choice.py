@@ -109,7 +109,7 @@ def resolve_device(
     requested: RequestedBackend, framework: str | None, platform: Platform | None, device: Device | None
 ) -> tuple[Platform, Device]:
     """Return the platform and device of a layer: those that the caller passes, else the current ones of the requested backend's
-    framework, else those of the default framework.
+    framework, else those of the default framework. A requested backend that serves the host alone is judged there.
 
     Raises TypeError for a `device` that is not a `Device`.
     """
@@ -120,6 +120,11 @@ def resolve_device(
         # in a process that has imported torch only.
         named = framework or (device.framework if device else None) or framework_of_backend(requested.member)
         platform = platform_for(named or default_framework(), device.platform if device else None)
+        if device is None and requested.member is not None and (host := platform.host()) is not None:
+            record = getattr(requested.member.candidate().backend, "capabilities", None)
+            # An array may be anywhere on a machine with an accelerator, and this backend says where.
+            if record is not None and record.device_reasons(platform.device()) and not record.device_reasons(host.device()):
+                platform = host
     return platform, device or platform.device()
 
 

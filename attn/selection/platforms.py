@@ -42,6 +42,10 @@ class Platform(ABC):
         """Return the framework setting that requests deterministic results in this process, or ""."""
         return ""
 
+    def host(self) -> "Platform | None":
+        """Return the host's platform if arrays are there unless a program places them, though there is an accelerator."""
+        return None
+
     @property
     def device_name(self) -> str:
         return self.name

@@ -15,6 +15,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -200,6 +201,7 @@ class Worker:
 def _serve(function: Callable[[Any], Any], pipe: Connection, log: str | None) -> None:
     if hasattr(os, "setsid"):
         os.setsid()  # so that `Worker.kill` reaches what it starts
+    threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
     if log is not None:
         to = os.open(log, os.O_WRONLY | os.O_APPEND)
         # What was buffered before belongs to the old file. File descriptors are replaced, since compilers print from C++.
@@ -218,6 +220,14 @@ def _serve(function: Callable[[Any], Any], pipe: Connection, log: str | None) ->
             pipe.send(outcome)
         except ConnectionError:  # the time limit has passed
             return
+
+
+def _end_with(parent: Any) -> None:
+    """End this process and those that it started when its parent is gone, which could not end a task that hangs."""
+    connection.wait([parent.sentinel])
+    if hasattr(os, "killpg"):
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
 
 
 def last_words(text: str, code: int) -> str:

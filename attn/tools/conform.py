@@ -115,10 +115,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _fuzz(args: argparse.Namespace) -> int:
     # Imported here: the campaign needs `resource`, which Windows lacks.
-    from attn.tools.fuzz.campaign import as_json, as_text, run_fuzz
+    from attn.tools.fuzz.campaign import Interrupted, as_json, as_text, run_fuzz
 
-    with display(Lines(sys.stderr), sys.stderr) as shown:
-        reports = run_fuzz(args.backends or None, args.fuzz, args.seed, args.jobs, shown=shown, registry=args.registry)
+    try:
+        with display(Lines(sys.stderr), sys.stderr) as shown:
+            reports = run_fuzz(args.backends or None, args.fuzz, args.seed, args.jobs, shown=shown, registry=args.registry)
+    except Interrupted as error:
+        print("attn: interrupted: the report is of what ran until then", file=sys.stderr)
+        _done(False, as_json(error.reports), "\n".join(as_text(error.reports)), args.json)
+        raise
     # Skipped backends matter if they were named, or if nothing else was tested.
     nothing = not any(report.cases for report in reports)
     idle = [

@@ -1,7 +1,8 @@
 """`attn.torch.Attention` and `MLAAttention`: attention layers as `nn.Module`s, which choose their backend at construction.
 
 A layer follows its model: `.to(device)` moves its scales and sinks, and `.to(torch.bfloat16)` selects its backend again for
-that dtype, or raises where none serves it; caches are then made again, by `new_kv_cache`.
+that dtype, or raises where none serves it; caches are then made again, by `new_kv_cache`. A layer is made for this machine's
+accelerator; one that is on the host selects again when it makes its first batch or cache there.
 
 Both work in graphs (`torch.compile(fullgraph=True)`, `torch.export`) with any backend; see `attn.torch.graphs`.
 
@@ -13,6 +14,9 @@ projections, need nothing else. For DTensors sharded by heads use `local_map`, w
     attend = local_map(lambda q, k, v: layer(q, k, v, cache, metadata), heads, (heads, heads, heads), device_mesh=mesh)
 """
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +26,12 @@ from torch import nn
 from attn import recording
 from attn.backends.abstract import AttentionImpl
 from attn.capabilities import Request
-from attn.errors import UnsupportedError
+from attn.errors import BackendLoadError, UnsupportedError
 from attn.layer import BaseAttention, BaseLayer, BaseMLAAttention
 from attn.torch import graphs
 from attn.torch.autocast import lossy
 from attn.torch.ops import cast_by
+from attn.torch.platforms import TorchPlatform, platform, platform_of
 
 if TYPE_CHECKING:  # loaded with the backends that are chosen
     from attn.torch.backends._paged import PagedAttentionImpl
@@ -37,6 +42,17 @@ _KEPT = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale", "sinks")
 #: Default devices that do not place a layer: its batches and caches are on the default device of their own time. Weights of a
 #: model created on "meta" are loaded elsewhere.
 _NOWHERE = ("cpu", "meta")
+_made_on = contextvars.ContextVar[torch.device | None]("attn_layers_made_on", default=None)
+
+
+@contextlib.contextmanager
+def layers_on(device: torch.device) -> Iterator[None]:
+    """Place the layers that are created within the block on `device`, also on the host of a machine with a GPU."""
+    token = _made_on.set(device)
+    try:
+        yield
+    finally:
+        _made_on.reset(token)
 
 
 @torch.compiler.assume_constant_result
@@ -53,6 +69,11 @@ class _Module(BaseLayer, nn.Module):
     _q_scale: torch.Tensor
     #: The device that the layer was created on (`with torch.device(...)`) or moved to; None: neither.
     _home: torch.device | None = None
+    #: The platform to select for; None: this machine's accelerator, as a layer is made before its model is moved there.
+    _selects_for: str | None = None
+    _unserved = ""  #: the platform for which no backend was found
+    #: Whether a batch or a cache of a layer without a home is on an accelerator; later ones on the host are then for copies.
+    _accelerated = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,15 +81,33 @@ class _Module(BaseLayer, nn.Module):
         self._before_meta: dict[str, torch.Tensor] = {}
         # A model that is created under `with torch.device("cuda")` has its layers there, though they have no parameters.
         default = torch.get_default_device()
-        self._home = None if default.type in _NOWHERE else default
+        self._home = _made_on.get() or (None if default.type in _NOWHERE else default)
+        self._selects_for = None if self._home is None else platform_of(self._home.type)
 
     @staticmethod
     def _default_dtype() -> torch.dtype:
         return torch.get_default_dtype()
 
-    def _device(self) -> torch.device:
-        """The device that the layer was created on or moved to, else torch's default device."""
-        return torch.get_default_device() if self._home is None else self._home
+    def _own_device(self) -> torch.device | None:
+        """The device that the layer was created on or moved to."""
+        return self._home
+
+    def _platform(self) -> TorchPlatform | None:
+        return platform(self._selects_for) if self._selects_for is not None else None
+
+    def _placed(self, device: torch.device | str | None) -> torch.device | str:
+        own = self._own_device()
+        device = (torch.get_default_device() if own is None else own) if device is None else device
+        name = platform_of((torch.device(device) if own is None else own).type)
+        if name not in (self.selection.device.platform, self._unserved, None) and not (name == "cpu" and self._accelerated):
+            before, self._selects_for = self._selects_for, name
+            try:
+                self._choose_again(self.selection.request)
+            except (UnsupportedError, BackendLoadError):  # the call says what is on which device
+                self._selects_for, self._unserved = before, name
+        if own is None and name not in ("cpu", None):
+            self._accelerated = True
+        return device
 
     def _keep_scale(self, name: str, scale: torch.Tensor) -> None:
         if scale.ndim == 0:
@@ -81,14 +120,14 @@ class _Module(BaseLayer, nn.Module):
         dtype = cast_by(fn, self.selection.request.dtype, self._q_scale.device)
         if dtype != self.selection.request.dtype:
             # Before anything is moved: a dtype that no backend serves raises and leaves the layer as it was.
-            self._cast(dtype)
+            self._choose_again(replace(self.selection.request, dtype=dtype))
         buffers = {name: values for name, values in self._buffers.items() if name in _KEPT and values is not None}
         super()._apply(fn, recurse)
         for name, values in buffers.items():
             moved = self._buffers[name]
             assert moved is not None
             if moved.device != values.device:
-                self._home = moved.device
+                self._home, self._accelerated = moved.device, False
             if values.is_meta:
                 values = self._before_meta.get(name, values)
             elif moved.is_meta:
@@ -101,11 +140,12 @@ class _Module(BaseLayer, nn.Module):
         super()._choose(request, backend, return_lse, **arguments)
         self._made_from = backend, return_lse, arguments
 
-    def _cast(self, dtype: str) -> None:
-        """Select a backend for activations of `dtype`. Raises `UnsupportedError` with every reason if none serves them."""
+    def _choose_again(self, request: Request) -> None:
+        """Select a backend for another dtype or device. Raises `UnsupportedError` with every reason if none serves it."""
         backend, return_lse, arguments = self._made_from
-        self._choose(replace(self.selection.request, dtype=dtype), backend, return_lse, **arguments)
-        self.kv_cache_spec = replace(self.kv_cache_spec, dtype=dtype)
+        self._choose(request, backend, return_lse, **arguments)
+        self.kv_cache_spec = replace(self.kv_cache_spec, dtype=request.dtype)
+        self._unserved = ""
         self._finish()
 
     def _in_graph(self) -> None:
@@ -233,13 +273,13 @@ class MLAAttention(BaseMLAAttention, _Module):
             return self._recorded(query, kv_c_normed, k_pe, kv_cache, attn_metadata)
         return self.impl.forward(self, query, kv_c_normed, k_pe, kv_cache, attn_metadata)
 
-    def _device(self) -> torch.device:
+    def _own_device(self) -> torch.device:
         """The device of the up-projection's weights, which this module does not move."""
         return self.impl.up_projection().device
 
-    def _cast(self, dtype: str) -> None:
+    def _choose_again(self, request: Request) -> None:
         before = self.impl
-        super()._cast(dtype)
+        super()._choose_again(request)
         # the layer's constructor sets these on the implementation that it made
         self.impl.prefill_backend, self.impl.prefill_features = before.prefill_backend, before.prefill_features
 

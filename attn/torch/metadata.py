@@ -21,6 +21,7 @@ from attn.backends.metadata import AttentionMetadata, Checked, CommonAttentionMe
 from attn.errors import DeviceError, MetadataError
 from attn.torch.alignment import aligned
 from attn.torch.arrays import Facts, facts_of, from_foreign, static
+from attn.torch.platforms import platform_of
 from attn.visibility import BatchMask
 
 if TYPE_CHECKING:
@@ -268,12 +269,16 @@ class PagedAttentionMetadata(AttentionMetadata):
 def check_device(backend: Any, batch: Any, query: torch.Tensor) -> None:
     """Raise `DeviceError` unless a batch is on the query's device, and Triton's kernels run there."""
     device, name = query.device, backend.get_name()
-    is_interpreted = getattr(backend, "is_interpreted", None)
-    # Triton has kernels for tensors on a CPU only where it interprets them.
-    if device.type == "cpu" and not torch.compiler.is_compiling() and is_interpreted is not None and not is_interpreted():
+    if device.type != "cpu":
+        elsewhere = platform_of(device.type) not in (None, *backend.capabilities.platforms)
+    else:
+        # Triton has kernels for tensors on a CPU only where it interprets them.
+        is_interpreted = getattr(backend, "is_interpreted", None)
+        elsewhere = not torch.compiler.is_compiling() and is_interpreted is not None and not is_interpreted()
+    if elsewhere:
         platforms = ", ".join(backend.capabilities.platforms)
         raise DeviceError(
-            f"{name}: query is on cpu: must be on a device of {platforms}, like the layer, its cache and its batch"
+            f"{name}: query is on {device}: must be on a device of {platforms}, like the layer, its cache and its batch"
         )
     for field in ARRAYS:
         placed_on = getattr(batch, field).device

@@ -42,6 +42,9 @@ class TorchPlatform(Platform):
     def deterministic(self) -> str:
         return "torch.use_deterministic_algorithms is on" if torch.are_deterministic_algorithms_enabled() else ""
 
+    def host(self) -> Platform:
+        return platform("cpu")
+
     def mla_prefill_priorities(self, request: Request, device: Device) -> tuple[str, ...]:
         return _order(self.mla_prefill, device)
 
@@ -288,6 +291,13 @@ def platform(name: str | None = None) -> TorchPlatform:
     if name not in PLATFORMS:
         raise ValueError(f"torch platform {name!r} is unknown; known: {', '.join(PLATFORMS)}")
     return PLATFORMS[name]()
+
+
+def platform_of(device_type: str) -> str | None:
+    """Return the name of the platform of a `torch.device`'s type; None for types that no platform has, such as meta."""
+    if device_type == "cuda":
+        return "rocm" if torch.version.hip else "cuda"
+    return device_type if device_type in PLATFORMS else None
 
 
 def _present_platform() -> str:

@@ -65,6 +65,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v32": ("DeepseekV32Config", {**_LATENT, "index_topk": 4}),
     "nemotron": ("NemotronConfig", {}),
     "diffllama": ("DiffLlamaConfig", {}),
+    "doge": ("DogeConfig", {"keep_window_size": 8}),  # adds numbers to its mask, of the values
     "phimoe": ("PhimoeConfig", {"sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 1}),
     "gemma3n": ("Gemma3nTextConfig", {**_SHARED_KEYS, "laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 4}),
     "gemma4": ("Gemma4TextConfig", {**_SHARED_KEYS, "global_head_dim": 16, "num_global_key_value_heads": 2}),

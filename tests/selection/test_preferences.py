@@ -312,7 +312,7 @@ def test_runs_add_up_and_an_unchanged_file_is_read_once(measured: Callable[..., 
 
 
 def test_tune_measures_keeps_and_is_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_gpu: None
 ) -> None:
     """On this machine's CPU, with torch's own backends."""
     pytest.importorskip("torch")

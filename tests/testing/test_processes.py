@@ -4,9 +4,13 @@ import contextlib
 import json
 import os
 import pickle
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +18,8 @@ import pytest
 from attn.testing import processes, run_conformance
 from attn.testing.processes import Ended, Worker, spread
 from attn.tools.conform import main
+
+ROOT = Path(__file__).parents[2]
 
 
 def halved(task: int) -> int:
@@ -99,3 +105,28 @@ def test_a_worker_whose_outcome_is_not_awaited_ends_without_a_traceback() -> Non
     worker._pipe.close()
     process.join(60)
     assert process.exitcode == 0
+
+
+ORPHAN = """
+import os
+from attn.testing.processes import Worker
+from tests.testing.test_processes import waits
+
+if __name__ == "__main__":
+    Worker(waits)(os.getpid())
+"""
+
+
+def waits(parent: int) -> None:
+    print(os.getpid(), flush=True)
+    os.kill(parent, signal.SIGKILL)
+    time.sleep(600)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no such signal here")
+def test_a_worker_ends_with_its_parent_though_its_task_does_not(tmp_path: Path) -> None:
+    (script := tmp_path / "orphan.py").write_text(ORPHAN)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    # Until the worker ends, it has the other end of this pipe, and `communicate` waits.
+    done = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, text=True, env=env, timeout=120, cwd=ROOT)
+    assert done.returncode == -signal.SIGKILL and int(done.stdout)

@@ -1,8 +1,10 @@
 """The fuzzer: it draws what is declared, passes a correct kernel, finds planted bugs, and survives crashes."""
 
+import _thread
 import dataclasses
 import json
 import shlex
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 from attn.capabilities import Device
+from attn.cli import main as attn_main
 from attn.testing import Case, candidate_of, draw, subject_here
 from attn.testing.dense import DenseCase
 from attn.testing.processes import Lost, Worker
@@ -228,6 +231,31 @@ def test_the_command_runs_a_campaign(capsys: pytest.CaptureFixture[str], monkeyp
     for wrong in (["--fuzz", "0"], ["--fuzz", "5", "--jobs", "0"], ["--fuzz", "5", "--registry", "mla_prefill"]):
         with pytest.raises(ValueError, match=r"must be|draws cases for"):
             main(["CPU_ATTN", *wrong])
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_campaign_tells_what_it_found(
+    number: int, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Ctrl-C and `timeout` interrupt it, whose limit includes the seconds in which frameworks are imported."""
+    seen = list[str]()
+
+    def fails_once(task: tuple[str, str, str]) -> CaseOutcome:
+        seen.append(task[2])
+        if len(seen) == 2:
+            _thread.interrupt_main(number)
+            time.sleep(1)  # the interrupt comes within this case, of which nothing is known
+        return CaseOutcome("rule Z", "of the test")
+
+    monkeypatch.setattr("attn.tools.fuzz.campaign.examine_here", fails_once)
+    monkeypatch.setattr("attn.tools.fuzz.campaign.Worker", Here)
+    monkeypatch.setattr("attn.tools.fuzz.campaign._SHRINKING", 0)
+    before = signal.getsignal(signal.SIGTERM)
+    assert attn_main(["conform", "CPU_ATTN", "--fuzz", "1000"]) == code
+    told = capsys.readouterr()
+    assert "attn: interrupted: the report is of what ran until then" in told.err
+    assert "1 FINDS (seen 1 times)" in told.out and "rule Z (seen 1 times): of the test" in told.out
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize("name", fuzz_entries.names())

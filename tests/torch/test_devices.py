@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+import attn
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.registry import AttentionBackendEnum
-from attn.errors import DeviceError
+from attn.errors import DeviceError, UnsupportedError
 from attn.tools.fuzz import entries as fuzz_entries
-from attn.torch import Attention, MLAAttention
+from attn.torch import Attention, DiffusionAttention, MLAAttention
 from attn.torch.backends import _paged
 from attn.torch.backends._paged import PagedAttentionImpl
 from attn.torch.backends.mla import _mla
@@ -49,7 +50,7 @@ def test_a_layer_is_where_it_was_made_or_moved(move: str, monkeypatch: pytest.Mo
             layer = Attention(4, 32, num_kv_heads=2, kv_cache_dtype="int8", k_scale=0.5, v_scale=0.5)
     else:
         layer = Attention(4, 32, num_kv_heads=2, kv_cache_dtype="int8", k_scale=0.5, v_scale=0.5)
-        assert layer.half()._device().type == "cpu"
+        assert layer.half().new_kv_cache(2).device.type == "cpu"
         layer = layer.to(META) if move == "to" else layer.to_empty(device=META)
     assert layer._k_scale_float == 0.5
     for one in (layer, copy.deepcopy(layer), layer.half()):
@@ -59,7 +60,7 @@ def test_a_layer_is_where_it_was_made_or_moved(move: str, monkeypatch: pytest.Mo
     monkeypatch.undo()
     with META:
         loaded_later = Attention(4, 32)
-    assert loaded_later._device().type == "cpu"
+    assert loaded_later.new_kv_cache(2).device.type == "cpu"
 
 
 @pytest.mark.parametrize("name", ["CPU_ATTN", "TORCH_SDPA", "FLEX_ATTENTION", "TORCH_MLA"])
@@ -78,8 +79,6 @@ def test_another_default_device_changes_no_call(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["CPU_ATTN", "TORCH_SDPA", "FLEX_ATTENTION", "TORCH_MLA"])
 def test_a_call_on_two_devices_is_refused_with_both(name: str) -> None:
-    if name == "CPU_ATTN" and torch.cuda.is_available():
-        pytest.skip("CPU_ATTN does not serve a machine with a GPU")
     layer = layer_of(name)
     here, there = (layer.build(BATCH, device=device) for device in ("cpu", META))
     cache = layer.new_kv_cache(4, "cpu")
@@ -180,6 +179,66 @@ def test_every_backend_checks_devices_alike() -> None:
             assert (impl.forward, impl._check_call) == (base.forward, base._check_call), member.name
             checked += 1
     assert checked > 15
+
+
+@pytest.mark.parametrize("name", [None, "CPU_ATTN", "TORCH_SDPA"])
+def test_tensors_on_the_host_are_served_there_on_a_machine_with_a_gpu(name: str | None, gpu_here: None) -> None:
+    """The selector would choose for the GPU, where a model is moved after it was made."""
+    layer = Attention(4, 32, num_kv_heads=2, backend=name)
+    call(layer, layer.build(BATCH), layer.new_kv_cache(2), "cpu")
+    assert layer.selection.device.platform == "cpu" and layer.selection.name in ("CPU_ATTN", name)
+    assert layer.to(torch.bfloat16).selection.device.platform == "cpu"
+    batch = torch.zeros(1, 5, 4, 32)
+    with attn.global_force_attn_backend_context_manager("CPU_ATTN"):
+        assert Attention(4, 32).selection.name == "CPU_ATTN"
+    assert attn.attention(batch, batch, batch, backend="CPU_ATTN").shape == batch.shape
+    dense = DiffusionAttention(4, 32)
+    on_gpu = dense.impl
+    assert dense(batch, batch, batch).shape == batch.shape and dense.selection.device.platform == "cpu"
+    dense._choose_once("cuda")
+    assert dense.impl is on_gpu and dense.half().selection.device.platform == "cuda"
+
+
+def test_a_latent_layer_on_the_host_of_a_machine_with_a_gpu(gpu_here: None) -> None:
+    layer = MLAAttention(2, 32, 16, 16, 16, torch.zeros(32, 2, 32), block_size=16)
+    call(layer, layer.build(BATCH), layer.new_kv_cache(2), "cpu")
+    assert layer.selection.name == "TORCH_MLA" and layer.selection.device.platform == "cpu"
+
+
+def test_a_named_backend_is_not_replaced_where_the_layer_is(gpu_here: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device meta stands in for the GPU."""
+    monkeypatch.setattr("attn.torch.layer.platform_of", {"cpu": "cpu", "meta": "cuda"}.get)
+    monkeypatch.setattr("attn.torch.layer._NOWHERE", ("cpu",))
+    with pytest.raises(UnsupportedError, match=r"CPU_ATTN\s+platform=cuda \(supports cpu\)"), META:
+        Attention(4, 32, num_kv_heads=2, backend="CPU_ATTN", dtype=torch.float32)
+    layer = Attention(4, 32, num_kv_heads=2, backend="CPU_ATTN")
+    layer.new_kv_cache(2, META)  # its call there is refused
+    assert layer.selection.name == "CPU_ATTN" and layer.half().selection.name == "CPU_ATTN"
+
+
+def test_a_layer_of_a_gpu_may_have_caches_on_the_host(gpu_here: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as those that an engine moves pages to. The device meta stands in for the GPU."""
+    monkeypatch.setattr("attn.torch.layer.platform_of", {"cpu": "cpu", "meta": "cuda"}.get)
+    layer = Attention(4, 32, num_kv_heads=2)
+    on_gpu = layer.selection
+    layer.new_kv_cache(2, META)
+    layer.new_kv_cache(2, "cpu")
+    layer.build(BATCH, device="cpu")
+    assert layer.selection is on_gpu
+    other = Attention(4, 32, num_kv_heads=2)
+    other.new_kv_cache(2, "cpu")
+    assert other.selection.device.platform == "cpu"
+    other.build(BATCH, device=META)  # the accelerator's is where it is called
+    assert other.selection.device.platform == "cuda"
+    for device, platform in ((META, "cuda"), ("cpu", "cpu"), (META, "cuda")):
+        other.to_empty(device=device).new_kv_cache(2)
+        assert other.selection.device.platform == platform
+
+
+def test_a_backend_of_the_host_refuses_a_call_on_a_gpu() -> None:
+    backend, query = AttentionBackendEnum["CPU_ATTN"].get_class(), SimpleNamespace(device=torch.device("cuda", 1))
+    with pytest.raises(DeviceError, match="CPU_ATTN: query is on cuda:1: must be on a device of cpu"):
+        check_device(backend, None, query)  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -345,3 +345,24 @@ def test_scales_and_numbers_of_sinks_come_back_from_meta() -> None:
     layer.to("meta").to("meta").to_empty(device="cpu")
     assert layer._k_scale.item() == 0.5 and layer.sinks is not None and layer.sinks.tolist() == [0.0, 1.0, 2.0, 3.0]
     assert layer.impl.sinks is layer.sinks
+
+
+@pytest.mark.parametrize("backend", ["CPU_ATTN", "TORCH_SDPA"])
+@pytest.mark.parametrize("window", [(2**31 - 1, 0), (2**31 - 1, 2**31 - 1), (2**40, 2**40)])
+def test_a_window_beyond_every_key_hides_none(backend: str, window: tuple[int, int]) -> None:
+    """Positions beside spans are int32, and a row before the first key has a negative one."""
+    causal = window[1] == 0
+    cap = {"logits_soft_cap": 30.0}  # no fused kernel of torch
+    layers = [
+        Attention(4, 16, num_kv_heads=2, backend=backend, sliding_window=x, span_window=True, **cap) for x in (window, None)
+    ]
+    spans = np.array([(0, 2), (-1, -1), (1, 1)] * 3 + [(2, 3), (-1, -1)], np.int32)
+    outputs = []
+    for layer in layers:
+        batch = CommonAttentionMetadata.from_lens(
+            [7, 4], [3, 4], [[1], [2]], 16, causal=causal, spans=spans, strict=False, writes=False
+        )
+        cache = layer.new_kv_cache(3)
+        cache.copy_(torch.linspace(-1, 1, cache.numel()).reshape(cache.shape))
+        outputs.append(layer(torch.ones(11, 4, 16), None, None, cache, layer.build(batch)))
+    torch.testing.assert_close(*outputs)

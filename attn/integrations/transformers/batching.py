@@ -30,7 +30,7 @@ from attn.integrations.transformers.steps import (
 )
 from attn.selector import selection_state
 from attn.torch import kv_cache as caches
-from attn.torch.layer import Attention
+from attn.torch.layer import Attention, layers_on
 
 #: The oldest supported transformers, and the oldest whose continuous batching reads a window's keys correctly.
 OLDEST, WINDOWS_IN_PAGES = (5, 4), (5, 16)
@@ -117,17 +117,18 @@ def _layer_of_model(model: Any, window: int | None, backend: str | None, block_s
     heads = config.num_attention_heads
     # configurations do not say so; parameters of that name do (gpt-oss)
     has_sinks = any(name.endswith("sinks") for name, _ in model.named_parameters())
-    return Attention(
-        heads,
-        getattr(config, "head_dim", None) or config.hidden_size // heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        dtype=model.dtype,
-        backend=backend,
-        sliding_window=window,
-        block_size=block_size,
-        logits_soft_cap=getattr(config, "attn_logit_softcapping", None),
-        sinks=torch.zeros(heads) if has_sinks else None,
-    )
+    with layers_on(model.device):
+        return Attention(
+            heads,
+            getattr(config, "head_dim", None) or config.hidden_size // heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            dtype=model.dtype,
+            backend=backend,
+            sliding_window=window,
+            block_size=block_size,
+            logits_soft_cap=getattr(config, "attn_logit_softcapping", None),
+            sinks=torch.zeros(heads) if has_sinks else None,
+        )
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from attn.integrations.transformers.call import (
     visible,
     widened,
 )
-from attn.integrations.transformers.masks import as_bool, as_drawn, drawn, once, read
+from attn.integrations.transformers.masks import as_bool, as_drawn, drawn, once, read, with_bias
 from attn.integrations.transformers.packing import layer_of, pack
 from attn.selector import selection_state
 from attn.torch.diffusion.chosen import CallProperties, impl_for, known, properties_of, sizes_that_decide
@@ -106,6 +106,8 @@ def classify(call: ModuleCall, graph: bool = False, gaps: bool = False) -> Route
 
 def attend(call: ModuleCall, graph: bool = False) -> torch.Tensor:
     """Compute a call, whose mask is read first; returns [B, S, H, Dv]. graph: whether a graph is traced."""
+    if not graph:
+        call = with_bias(call)
     if call.mask is not None and call.query.shape[2] == 1 and (graph or not hasattr(call.mask, "attn_described")):
         row = _as_row(call, graph)
         if row is not None:

@@ -433,10 +433,28 @@ def as_bool(call: ModuleCall, mask: torch.Tensor) -> torch.Tensor:
         raise call.refusal(
             f"a mask {list(mask.shape)} of {mask.dtype}", "pass a bool mask, True = attend, or floats to be added"
         )
-    # -inf, or the lowest number, which transformers writes; half of it, because bfloat16's, in float32, is above float32's
-    hidden = mask <= torch.finfo(mask.dtype).min / 2
+    hidden = _hidden(mask)
     require(call, hidden | (mask == 0), "a mask with values other than 0 and -inf", "pass it as position_bias")
     return ~hidden
+
+
+def with_bias(call: ModuleCall) -> ModuleCall:
+    """Return a call whose mask says only which keys rows see: other values than 0 and the lowest number are a bias (Doge).
+
+    Waits for the device, once a mask of floats that is the caller's own.
+    """
+    mask: Any = call.mask
+    if not isinstance(mask, torch.Tensor) or not mask.is_floating_point() or mask.ndim != 4 or hasattr(mask, "attn_described"):
+        return call
+    hidden = _hidden(mask)
+    if once(mask, "is_flags", lambda: bool((hidden | (mask == 0)).all())):
+        return call
+    return replaced(call, mask=~hidden, bias=mask if call.bias is None else call.bias + mask)
+
+
+def _hidden(mask: torch.Tensor) -> torch.Tensor:
+    """Return where a mask of floats is -inf, or the lowest number, which transformers writes."""
+    return mask <= torch.finfo(mask.dtype).min / 2  # half of it, because bfloat16's, in float32, is above float32's
 
 
 def as_drawn(call: ModuleCall) -> torch.Tensor:

@@ -21,7 +21,7 @@ from attn.errors import UnsupportedError
 from attn.integrations.transformers.call import EVERYTHING, ModuleCall, having, replaced, rows_first
 from attn.integrations.transformers.masks import drawn
 from attn.torch.backends._ragged import RaggedAttentionImpl
-from attn.torch.layer import Attention
+from attn.torch.layer import Attention, layers_on
 from attn.visibility import Visibility
 
 _BLOCK_SIZES = (16, 32, 64, 128, 256)
@@ -48,7 +48,8 @@ def layer_of(call: ModuleCall, attn_type: str, block_size: int | None = None) ->
             "span_window": mask.span_window, "logits_soft_cap": call.soft_cap, "sinks": call.sinks, "backend": call.backend,
             "features": [*([] if mask.causal else [Feature.NON_CAUSAL]), *([Feature.SPANS] if spans else [])],
         }  # fmt: skip
-        layers[key] = _first_size(call, (heads, head_size), options, block_size)
+        with layers_on(call.query.device):
+            layers[key] = _first_size(call, (heads, head_size), options, block_size)
     layer = layers[key]
     if call.sinks is not None:
         layer.impl.sinks = call.sinks.detach().float()  # the module's, which may have been loaded since

@@ -43,11 +43,6 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
 
     framework = "jax"
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Take the arguments of `PagedImpl`."""
-        super().__init__(*args, **kwargs)
-        self.mask = self.mask.within_int32()
-
     @staticmethod
     def _float32(values: Any) -> Any:
         return caches.constant(values)

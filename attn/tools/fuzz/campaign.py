@@ -119,6 +119,14 @@ class FuzzReport:
         return "\n".join(lines + [f"  error of the run: {error}" for error in self.errors])
 
 
+class Interrupted(KeyboardInterrupt):
+    """A run was interrupted; `reports` are of what ran until then."""
+
+    def __init__(self, reports: list[FuzzReport]) -> None:
+        super().__init__()
+        self.reports = reports
+
+
 Examine = Callable[[Any, float], CaseOutcome]  #: (case, time limit in seconds) -> outcome; raises `Lost` or `Ended`
 
 
@@ -133,7 +141,7 @@ def campaign(
     max_finds: int = sys.maxsize,
 ) -> FuzzReport:
     """Run programs on all examiners in parallel until `time.monotonic()` reaches `until`, or for `most` programs, or until
-    there are `max_finds` finds. `notify` is called with the report after each case."""
+    there are `max_finds` finds. `notify` is called with the report after each case. An interrupt ends it and is raised."""
     begin, lock = time.monotonic(), threading.Lock()
     family = _family_of(subject)
     spent = [0.0]
@@ -187,9 +195,14 @@ def campaign(
     threads = [threading.Thread(target=work, args=(examine,), daemon=True) for examine in examiners]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
-    report.seconds = time.monotonic() - begin
+    try:
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt:
+        until = begin  # the threads end after their case, of which nothing is known
+        raise
+    finally:
+        report.seconds = time.monotonic() - begin
     return report
 
 
@@ -380,7 +393,8 @@ def run_fuzz(
     shown: display of the progress, in seconds (default: none).
     registry: "attention", "diffusion" or "entries".
 
-    Raises ValueError for an unknown name or registry, for `seconds` that are not finite and above 0 and for `jobs` below 1.
+    Raises ValueError for an unknown name or registry, for `seconds` that are not finite and above 0 and for `jobs` below 1,
+    `Interrupted` with the reports so far if the run is interrupted.
     """
     if registry not in _REGISTRIES:
         raise ValueError(f"--fuzz draws cases for --registry {', '.join(_REGISTRIES)}, not for {registry}")
@@ -403,10 +417,16 @@ def run_fuzz(
         notify = functools.partial(_show, shown, begin)
         shown.begin(subject.name, max(1, math.ceil(until - begin)))
         examiners = [_Examiner(registry, path) for _ in range(jobs)]
+        report = FuzzReport(subject.name, seed)
+        reports.append(report)
         try:
             # Processes are started by the first case that each runs, within the context.
             with shared_cores(jobs):
-                reports.append(campaign(subject, examiners, seed, until, FuzzReport(subject.name, seed), most, notify))
+                campaign(subject, examiners, seed, until, report, most, notify)
+        except KeyboardInterrupt:
+            # A copy: the examiners' threads still see their processes end.
+            reports[-1] = dataclasses.replace(report, finds=list(report.finds), errors=list(report.errors))
+            raise Interrupted(reports) from None
         finally:
             for examiner in examiners:
                 examiner.worker.close()

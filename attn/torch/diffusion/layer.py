@@ -1,5 +1,6 @@
-"""`attn.torch.DiffusionAttention`: dense attention as an `nn.Module`, which follows the dtype of its model."""
+"""`attn.torch.DiffusionAttention`: dense attention as an `nn.Module`, which follows the dtype and the device of its calls."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +11,16 @@ from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
 from attn.diffusion.layer import BaseDiffusionAttention
 from attn.torch.autocast import lossy
 from attn.torch.ops import cast_by
+from attn.torch.platforms import platform, platform_of
 
 
 class DiffusionAttention(BaseDiffusionAttention, nn.Module):
     __doc__ = BaseDiffusionAttention.__doc__
 
     framework = "torch"
+
+    #: What was chosen for the platforms that calls were on; replaced, never changed.
+    _kept: Mapping[str, tuple[Any, Any, Any]] = {}
 
     @staticmethod
     def _default_dtype() -> torch.dtype:
@@ -27,7 +32,16 @@ class DiffusionAttention(BaseDiffusionAttention, nn.Module):
         dtype = cast_by(fn, self.selection.request.dtype)
         if dtype != self.selection.request.dtype:
             self._choose(replace(self.selection.request, dtype=dtype))
+            self._kept = {}
         return super()._apply(fn, recurse)
+
+    def _choose_once(self, name: str) -> None:
+        """Take another platform's backend, such as that of a GPU machine's host; it is chosen at the first call there."""
+        self._kept = {**self._kept, self.selection.device.platform: (self.backend, self.selection, self.impl)}
+        if name in self._kept:
+            self.backend, self.selection, self.impl = self._kept[name]
+        else:
+            self._choose(self.selection.request, platform(name))
 
     def forward(
         self,
@@ -37,6 +51,9 @@ class DiffusionAttention(BaseDiffusionAttention, nn.Module):
         attn_metadata: DiffusionAttentionMetadata | None = None,
     ) -> torch.Tensor:
         """query: [B, S, H, D]; key, value: [B, M, K, D]. Returns [B, S, H, D]; see `DiffusionAttentionImpl.forward`."""
+        at = platform_of(query.device.type)
+        if at is not None and at != self.selection.device.platform:
+            self._choose_once(at)
         if lossy(query):
             with torch.autocast(query.device.type, enabled=False):
                 return self.impl.forward(query, key, value, attn_metadata)

@@ -9,11 +9,12 @@ transformers = pytest.importorskip("transformers", minversion="5.16")
 
 from transformers import masking_utils as mu  # noqa: E402
 
+import attn.torch  # noqa: E402
 from attn.errors import UnsupportedError  # noqa: E402
 from attn.integrations import transformers as attn_transformers  # noqa: E402
 from attn.integrations.transformers import dispatch, packing  # noqa: E402
 from attn.integrations.transformers.call import CAUSAL, ModuleCall, replaced  # noqa: E402
-from attn.integrations.transformers.masks import read, translated  # noqa: E402
+from attn.integrations.transformers.masks import as_bool, read, translated  # noqa: E402
 from attn.visibility import BatchMask, LayerMask  # noqa: E402
 from tests.integrations.tiny_transformers import CACHE, KINDS, SMALL, batch, decoder, image_model, sharpened  # noqa: E402
 
@@ -62,12 +63,20 @@ def test_blocks_are_spans(order, padding, rows, first, kept):
         assert (computed(described, drawn, valid, rows, end)[0] - want).abs().max() > 0.1
 
 
-def test_a_mask_of_numbers_to_be_added_is_refused():
+def test_a_mask_of_numbers_is_added_to_scores():
     q, k, v = torch.randn(1, 4, 4, 16), torch.randn(1, 2, 4, 16), torch.randn(1, 2, 4, 16)
-    added = torch.zeros(1, 1, 4, 4)
+    added = torch.full((1, 1, 4, 4), torch.finfo(torch.float32).min).triu(1)
     added[..., 0] = -0.5
-    with pytest.raises(UnsupportedError, match="a mask with values other than 0 and -inf"):
-        dispatch.attend(ModuleCall(torch.nn.Identity(), q, k, v, added, CAUSAL, 0.25))
+    call = ModuleCall(torch.nn.Identity(), q, k, v, added, CAUSAL, 0.25)
+    want = attn.torch.scaled_dot_product_attention(q, k, v, attn_mask=added, scale=0.25, enable_gqa=True)
+    torch.testing.assert_close(dispatch.attend(call), want.transpose(1, 2), rtol=2e-5, atol=2e-5)
+    with pytest.raises(UnsupportedError, match="position_bias with a cap, sinks or a backend by name not supported"):
+        dispatch.attend(replaced(call, soft_cap=2.0))
+    # a graph does not read values, so it takes the mask as one of flags, and looks when it runs
+    with pytest.raises(
+        UnsupportedError, match="a mask with values other than 0 and -inf not supported; pass it as position_bias"
+    ):
+        as_bool(call, added)
 
 
 def test_a_window_that_hides_one_key_is_one():

@@ -306,6 +306,11 @@ def test_keys_that_an_indexer_chose(way):
     agree(way, "deepseek_v32", "attn")
 
 
+@pytest.mark.parametrize("way", [greedy, left_padding, beams, chunked_prefill, static_cache], ids=named)
+def test_masks_that_are_added(way):
+    agree(way, "doge", "attn")
+
+
 @pytest.mark.parametrize("kind", ["llama", *sampled(["qwen3", "gemma2", "gpt_oss"], 1, "kinds compiled once")])
 def test_steps_over_a_static_cache_are_compiled_once(kind):
     """No later token compiles again, and `attn` makes no more graphs than sdpa (gpt_oss and gemma2: eager) does."""
