@@ -32,7 +32,7 @@ infinite, a consumer repeats its tile key by key, so that it affects only the ro
 
 Layouts: query [T, H, D], output [T, H, Dv]; caches [N, P, K, D] and [N, P, K, Dv] of any strides (multiples of 16 bytes; last
 dimension dense), or one array [2N, P, K, D] of both, or a call's own keys and values [m, K, D] and [m, K, Dv] as one page, of
-the rows or, `ragged`, of others; lse [H, T] float32, natural log. D is a multiple of 8 up to 512, Dv one that is not padded to
+the rows or, `ragged`, of others; or, of `equal` requests, which have no lists, [R, rows, K, D] and [R, rows, K, Dv]; lse [H, T] float32, natural log. D is a multiple of 8 up to 512, Dv one that is not padded to
 more than D is, and G at most 128.
 """
 
@@ -54,7 +54,7 @@ from attn.kernels.launch import UNBOUNDED
 _FIELDS = gl.constexpr(9)  #: numbers that describe a unit of work
 _FAR = gl.constexpr(UNBOUNDED)
 _LEEWAY = gl.constexpr(8.0)  #: in base 2, between scores and the maximum that is subtracted from them
-_BATCH = ("left", "right", "min_query", "num_reqs", "num_pages", "lse_h", "table_r")
+_BATCH = ("left", "right", "min_query", "num_reqs", "num_pages", "lse_h", "table_r", "rows")
 
 
 @gluon.constexpr_function
@@ -111,6 +111,19 @@ def _seek(tile, request, before, query_start_loc, min_query, num_reqs, BLOCK_Q: 
         # too.
         before = gl.max(gl.where(earlier, ends, before), 0)
         request += passed
+    return request, before
+
+
+@gluon.jit
+def _find(tile, request, before, starts, min_query, num_reqs, BLOCK_Q: gl.constexpr, EQUAL: gl.constexpr):  # type: ignore[no-untyped-def]
+    """`_seek`, by a division where requests are equal."""
+    query_start_loc, _, rows = starts
+    if EQUAL:
+        tiles = (rows + BLOCK_Q - 1) // BLOCK_Q
+        request = tile // tiles
+        before = request * tiles
+    else:
+        request, before = _seek(tile, request, before, query_start_loc, min_query, num_reqs, BLOCK_Q)
     return request, before
 
 
@@ -175,19 +188,26 @@ def _extent(  # type: ignore[no-untyped-def]
 @gluon.jit
 def _describe(  # type: ignore[no-untyped-def]
     unit, request, before, starts, mask, num_reqs, K: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr,
-    PAGED: gl.constexpr, RAGGED: gl.constexpr, HAS_RIGHT: gl.constexpr, CHUNK: gl.constexpr, SPAN_RIGHT: gl.constexpr,
+    PAGED: gl.constexpr, RAGGED: gl.constexpr, EQUAL: gl.constexpr, HAS_RIGHT: gl.constexpr, CHUNK: gl.constexpr,
+    SPAN_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """A unit: its request, -1 if there is none; one of K passes over kv heads (`_head`); the request's first token and number
-    of tokens; the tile's first token; keys before the request's first token; first key if keys have no pages; first key of a
-    tile of keys, last key + 1."""
-    query_start_loc, seq_lens = starts
+    of tokens; the tile's first token; keys before the request's first token; first key if keys have no pages, or the one page
+    of equal requests; first key of a tile of keys, last key + 1."""
+    query_start_loc, seq_lens, rows = starts
     # past the last request the last one's lengths are read, which exist; the number -1 says that there is no unit
     r = gl.minimum(request, num_reqs - 1)
-    begin = gl.load(query_start_loc + r)
-    q_len = gl.load(query_start_loc + r + 1) - begin
-    # an array that is not there is not read
-    k_begin = gl.load(seq_lens + r) if PAGED or RAGGED else begin
-    seq_len = k_begin if PAGED else (gl.load(seq_lens + r + 1) - k_begin if RAGGED else q_len)
+    if EQUAL:  # no load, which the first copies of a program, and of each unit, would wait for
+        begin = r * rows
+        q_len = rows
+        k_begin = r
+        seq_len = rows
+    else:
+        begin = gl.load(query_start_loc + r)
+        q_len = gl.load(query_start_loc + r + 1) - begin
+        # an array that is not there is not read
+        k_begin = gl.load(seq_lens + r) if PAGED or RAGGED else begin
+        seq_len = k_begin if PAGED else (gl.load(seq_lens + r + 1) - k_begin if RAGGED else q_len)
     # A request's units: for each kv head its longest rows, heads one after the other, so that programs share a head's keys;
     # then the shorter rows of all heads.
     of_request = unit - before * K
@@ -290,10 +310,11 @@ def _copy_queries(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _copy_boxes(  # type: ignore[no-untyped-def]
-    desc, ring, stage, bar, pages, origin, STAGES: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, PAGED: gl.constexpr
-):
-    """Copy a tile into a stage of the ring. origin: its first key, kv head and first column. pages: of the boxes, or without
-    pages the request's first key."""
+    desc, ring, stage, bar, pages, origin, STAGES: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, PAGED: gl.constexpr,
+    EQUAL: gl.constexpr,
+):  # fmt: skip
+    """Copy a tile into a stage of the ring. origin: its first key, kv head and first column. pages: of the boxes; of equal
+    requests, the one page; without pages, the request's first key."""
     start, kv_head, column = origin
     COLUMNS: gl.constexpr = 64
     BLOCK_N: gl.constexpr = ring.shape[1]
@@ -312,6 +333,9 @@ def _copy_boxes(  # type: ignore[no-untyped-def]
             page = gl.max(gl.where(lane == b, pages, 0), 0)
             # where pages divide a tile, a box is a whole page
             slot = 0 if BLOCK_N % P == 0 else (start + b * BOX) % P
+        elif EQUAL:
+            page = pages
+            slot = start + b * BOX
         else:
             page = 0
             slot = pages + start + b * BOX
@@ -321,8 +345,9 @@ def _copy_boxes(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _copy_keys(  # type: ignore[no-untyped-def]
-    ring, tables, count, tiles, start, request, P: gl.constexpr, BOX: gl.constexpr, PAGED: gl.constexpr, STAGES: gl.constexpr
-):
+    ring, tables, count, tiles, start, request, P: gl.constexpr, BOX: gl.constexpr, PAGED: gl.constexpr, EQUAL: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
     """Copy the keys of a request's tiles, downwards from the one at `start`, in as many blocks of columns as have barriers."""
     k_desc, k_ring, k_bars = ring
     k_full, k_empty = k_bars
@@ -344,7 +369,9 @@ def _copy_keys(  # type: ignore[no-untyped-def]
             column = i * k_ring.shape[2]
             # until every consumer's products have read the tile that was here STAGES tiles ago
             mbarrier.wait(k_empty.index(at), count // STAGES & 1 ^ 1)
-            _copy_boxes(k_desc, k_ring, at, k_full.index(at), now, (start, kv_head, column), BARS * STAGES, P, BOX, PAGED)
+            _copy_boxes(
+                k_desc, k_ring, at, k_full.index(at), now, (start, kv_head, column), BARS * STAGES, P, BOX, PAGED, EQUAL
+            )
         count += 1
         start -= BLOCK_N
     return count
@@ -356,8 +383,8 @@ def _produce(  # type: ignore[no-untyped-def]
     num_reqs, num_pages, table_r,
     K: gl.constexpr, PASSES: gl.constexpr, G: gl.constexpr, PIECES: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr,
     BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-    COPIED: gl.constexpr, PAGED: gl.constexpr, RAGGED: gl.constexpr, HAS_RIGHT: gl.constexpr, CHUNK: gl.constexpr,
-    SPAN_RIGHT: gl.constexpr,
+    COPIED: gl.constexpr, PAGED: gl.constexpr, RAGGED: gl.constexpr, EQUAL: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    CHUNK: gl.constexpr, SPAN_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """Producer of one warp: look up units of work, and copy their queries, and their keys into the ring, in the order in
     which the consumers use them. The next unit is looked up while the consumers compute the tiles that the ring holds. When a
@@ -369,9 +396,9 @@ def _produce(  # type: ignore[no-untyped-def]
     wave = 0
     number = gl.program_id(0)
     none = number * 0  # no constant, as it changes in a loop
-    request, before = _seek(number // K, none, none, starts[0], min_query, num_reqs, BLOCK_Q)
+    request, before = _find(number // K, none, none, starts, min_query, num_reqs, BLOCK_Q, EQUAL)
     unit = _describe(
-        number, request, before, starts, mask, num_reqs, K, BLOCK_Q, BLOCK_N, PAGED, RAGGED, HAS_RIGHT, CHUNK, SPAN_RIGHT
+        number, request, before, starts, mask, num_reqs, K, BLOCK_Q, BLOCK_N, PAGED, RAGGED, EQUAL, HAS_RIGHT, CHUNK, SPAN_RIGHT
     )
     _publish(units_ring, u_full, wave, unit)
     unit = _read(units_ring, wave, 1)
@@ -388,18 +415,32 @@ def _produce(  # type: ignore[no-untyped-def]
             _copy_queries(q_desc, q_ring, q_bars, wave, begin + first, kv_head * G, G, PIECES, CONSUMERS)
         elif COPIED:  # the last unit's queries are still in their place
             early = gl.minimum(tiles, STAGES)
-            count = _copy_keys(ring, tables, count, early, start, of_keys, P, BOX, PAGED, STAGES)
+            count = _copy_keys(ring, tables, count, early, start, of_keys, P, BOX, PAGED, EQUAL, STAGES)
             _copy_queries(q_desc, q_ring, q_bars, wave, begin + first, kv_head * G, G, PIECES, CONSUMERS)
         start -= early * BLOCK_N
-        count = _copy_keys(ring, tables, count, tiles - early, start, of_keys, P, BOX, PAGED, STAGES)
+        count = _copy_keys(ring, tables, count, tiles - early, start, of_keys, P, BOX, PAGED, EQUAL, STAGES)
         wave += 1
         # The first units are the programs' own numbers. The counter orders nothing else, so it may be relaxed.
         number = gl.num_programs(0) + gl.atomic_add(counters, 1, sem="relaxed")
-        request, before = _seek(number // K, request, before, starts[0], min_query, num_reqs, BLOCK_Q)
+        request, before = _find(number // K, request, before, starts, min_query, num_reqs, BLOCK_Q, EQUAL)
         # consumers and the producer of values have read the unit two before, which was in this place
         mbarrier.wait(u_empty.index(wave % 2), wave // 2 & 1 ^ 1)
         unit = _describe(
-            number, request, before, starts, mask, num_reqs, K, BLOCK_Q, BLOCK_N, PAGED, RAGGED, HAS_RIGHT, CHUNK, SPAN_RIGHT
+            number,
+            request,
+            before,
+            starts,
+            mask,
+            num_reqs,
+            K,
+            BLOCK_Q,
+            BLOCK_N,
+            PAGED,
+            RAGGED,
+            EQUAL,
+            HAS_RIGHT,
+            CHUNK,
+            SPAN_RIGHT,
         )
         _publish(units_ring, u_full, wave, unit)
         unit = _read(units_ring, wave, 1)
@@ -414,11 +455,11 @@ def _produce(  # type: ignore[no-untyped-def]
 def _produce_values(  # type: ignore[no-untyped-def]
     v_desc, v_ring, units_ring, u_bars, v_bars, v_raw, block_table, mask, num_pages, table_r,
     BLOCK_V: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr,
-    PASSES: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr, VALUES_AT: gl.constexpr, CHUNK: gl.constexpr,
-    SPAN_RIGHT: gl.constexpr, ENDS: gl.constexpr,
+    PASSES: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr, EQUAL: gl.constexpr, VALUES_AT: gl.constexpr,
+    CHUNK: gl.constexpr, SPAN_RIGHT: gl.constexpr, ENDS: gl.constexpr,
 ):  # fmt: skip
     """Producer of one warp: copy the units' values into the ring, and overwrite those that no row sees. ENDS: as
-    `Variant.ends`; then no value is overwritten."""
+    `PrefillParams.ends`; then no value is overwritten."""
     v_full, v_empty = v_bars
     HALVES: gl.constexpr = BLOCK_V // 64
     dtype: gl.constexpr = v_ring.dtype
@@ -455,9 +496,9 @@ def _produce_values(  # type: ignore[no-untyped-def]
             # unused memory is NaN. So the engine reports to a barrier of this warp alone, which overwrites them before it tells
             # the consumers. The engine's own zeros need none of that.
             if ENDS:
-                _copy_boxes(v_desc, v_ring, stage, v_full.index(stage), now, origin, STAGES, P, BOX, PAGED)
+                _copy_boxes(v_desc, v_ring, stage, v_full.index(stage), now, origin, STAGES, P, BOX, PAGED, EQUAL)
             elif (start + BLOCK_N > seq_len) | (start < seen):
-                _copy_boxes(v_desc, v_ring, stage, v_raw, now, origin, STAGES, P, BOX, PAGED)
+                _copy_boxes(v_desc, v_ring, stage, v_raw, now, origin, STAGES, P, BOX, PAGED, EQUAL)
                 mbarrier.wait(v_raw, raw_phase)
                 raw_phase ^= 1
                 valid = seq_len - start
@@ -473,7 +514,7 @@ def _produce_values(  # type: ignore[no-untyped-def]
                 barrier()
                 mbarrier.arrive(v_full.index(stage), count=1)
             else:
-                _copy_boxes(v_desc, v_ring, stage, v_full.index(stage), now, origin, STAGES, P, BOX, PAGED)
+                _copy_boxes(v_desc, v_ring, stage, v_full.index(stage), now, origin, STAGES, P, BOX, PAGED, EQUAL)
             count += 1
             start -= BLOCK_N
         wave += 1
@@ -875,7 +916,7 @@ def _consume(  # type: ignore[no-untyped-def]
     G: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr, P: gl.constexpr,
     BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, COPIED: gl.constexpr, PAGED: gl.constexpr,
-    NEGATE: gl.constexpr,
+    EQUAL: gl.constexpr, NEGATE: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, CHUNK: gl.constexpr,
     SPAN_RIGHT: gl.constexpr, PASSES: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
@@ -1039,7 +1080,7 @@ def _consume(  # type: ignore[no-untyped-def]
                 queries = query + begin.to(gl.int64) * q_t, q_t, q_h, valid
                 caches = key_cache, value_cache + column, k_strides, v_strides, block_table, table_r
                 acc, most, total = _nan_safe(
-                    queries, caches, unit, kv_head, row, seen, scaling, WIDTH, BLOCK_V, P, D, G, NEGATE, PAGED, HAS_LEFT
+                    queries, caches, unit, kv_head, row, seen, scaling, WIDTH, BLOCK_V, P, D, G, NEGATE, PAGED, EQUAL, HAS_LEFT
                 )
                 log, scale = _finalize(gl.convert_layout(total, ROW), gl.convert_layout(most, ROW), head_sinks, valid, v_factor)
                 results = _rounded(acc, scale, dtype)
@@ -1139,7 +1180,8 @@ def _have_odd(results, valid, dtype: gl.constexpr):  # type: ignore[no-untyped-d
 @gluon.jit
 def _nan_safe(  # type: ignore[no-untyped-def]
     queries, caches, unit, kv_head, row, seen, scaling, DV: gl.constexpr, BLOCK_V: gl.constexpr, P: gl.constexpr,
-    D: gl.constexpr, G: gl.constexpr, NEGATE: gl.constexpr, PAGED: gl.constexpr, HAS_LEFT: gl.constexpr,
+    D: gl.constexpr, G: gl.constexpr, NEGATE: gl.constexpr, PAGED: gl.constexpr, EQUAL: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
 ):  # fmt: skip
     """The weighted sum of values, the maximum and the sum of weights, one key at a time: keys that a row does not see are
     selected away, not multiplied by 0."""
@@ -1177,6 +1219,9 @@ def _nan_safe(  # type: ignore[no-untyped-def]
             page = gl.load(block_table + r.to(gl.int64) * table_r + j // P).to(gl.int64)
             k_at = page * k_block + (j % P) * k_slot
             v_at = page * v_block + (j % P) * v_slot
+        elif EQUAL:
+            k_at = k_begin.to(gl.int64) * k_block + j * k_slot
+            v_at = k_begin.to(gl.int64) * v_block + j * v_slot
         else:
             k_at = (k_begin + j).to(gl.int64) * k_slot
             v_at = (k_begin + j).to(gl.int64) * v_slot
@@ -1219,14 +1264,14 @@ def _add_value(acc, p, alpha, allowed, value, DV: gl.constexpr, BLOCK_V: gl.cons
 @gluon.jit(do_not_specialize=_BATCH)
 def prefill(  # type: ignore[no-untyped-def]
     output, lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_table, sinks, spans, prefix, is_causal,
-    counters, q_desc, k_desc, v_desc, factor, v_factor, num_reqs, num_pages, lse_h, table_r,
+    counters, q_desc, k_desc, v_desc, factor, v_factor, num_reqs, num_pages, lse_h, table_r, rows,
     o_t, o_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, cap, left, right, min_query,
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr,
     P: gl.constexpr, BOX: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, Q_STAGES: gl.constexpr, COPIED: gl.constexpr, PAGED: gl.constexpr, RAGGED: gl.constexpr,
-    NEGATE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr,
-    HAS_LSE: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr, VALUES_AT: gl.constexpr,
-    CHUNK: gl.constexpr, SPAN_RIGHT: gl.constexpr, FAR: gl.constexpr, ENDS: gl.constexpr,
+    EQUAL: gl.constexpr, NEGATE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CAP: gl.constexpr,
+    HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+    VALUES_AT: gl.constexpr, CHUNK: gl.constexpr, SPAN_RIGHT: gl.constexpr, FAR: gl.constexpr, ENDS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = query.dtype.element_ty
     # Heads may be outermost and far apart, and a page may hold all of a request: offsets in them are of their strides' type.
@@ -1271,7 +1316,7 @@ def prefill(  # type: ignore[no-untyped-def]
     # a decode of the same batch may start on the multiprocessors that this grid leaves free
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
     mask = spans, prefix, is_causal, left, right  # what rows see
-    starts = query_start_loc, seq_lens
+    starts = query_start_loc, seq_lens, rows
     k_strides, v_strides = (k_block, k_slot, k_head), (v_block, v_slot, v_head)
     # each partition's arguments are written out: a constant cannot be assigned to a variable
     if CONSUMERS == 1:
@@ -1281,16 +1326,16 @@ def prefill(  # type: ignore[no-untyped-def]
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_bars, u_bars, k_bars,
                     v_bars, block_table, sinks, factor, v_factor, cap, mask, o_t, o_h, lse_h, q_t, q_h, k_strides, v_strides,
                     table_r, G, D, DV, BLOCK_D, BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED,
-                    NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, 0,
+                    EQUAL, NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, 0,
                 )),
                 (_produce, (
                     q_desc, k_desc, q_ring, k_ring, units_ring, q_bars, u_bars, k_bars, counters, starts, block_table, mask,
                     min_query, num_reqs, num_pages, table_r, H // G * PASSES, PASSES, G, PIECES, P, BOX, BLOCK_Q, BLOCK_N,
-                    CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, RAGGED, HAS_RIGHT, CHUNK, SPAN_RIGHT,
+                    CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, RAGGED, EQUAL, HAS_RIGHT, CHUNK, SPAN_RIGHT,
                 )),
                 (_produce_values, (
                     v_desc, v_ring, units_ring, u_bars, v_bars, v_raw, block_table, mask, num_pages, table_r, BLOCK_V, P, BOX,
-                    BLOCK_Q, BLOCK_N, PASSES, STAGES, PAGED, VALUES_AT, CHUNK, SPAN_RIGHT, ENDS,
+                    BLOCK_Q, BLOCK_N, PASSES, STAGES, PAGED, EQUAL, VALUES_AT, CHUNK, SPAN_RIGHT, ENDS,
                 )),
             ],
             [1, 1],
@@ -1303,22 +1348,22 @@ def prefill(  # type: ignore[no-untyped-def]
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_bars, u_bars, k_bars,
                     v_bars, block_table, sinks, factor, v_factor, cap, mask, o_t, o_h, lse_h, q_t, q_h, k_strides, v_strides,
                     table_r, G, D, DV, BLOCK_D, BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED,
-                    NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, 0,
+                    EQUAL, NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, 0,
                 )),
                 (_consume, (
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_bars, u_bars, k_bars,
                     v_bars, block_table, sinks, factor, v_factor, cap, mask, o_t, o_h, lse_h, q_t, q_h, k_strides, v_strides,
                     table_r, G, D, DV, BLOCK_D, BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED,
-                    NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, 1,
+                    EQUAL, NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, 1,
                 )),
                 (_produce, (
                     q_desc, k_desc, q_ring, k_ring, units_ring, q_bars, u_bars, k_bars, counters, starts, block_table, mask,
                     min_query, num_reqs, num_pages, table_r, H // G * PASSES, PASSES, G, PIECES, P, BOX, BLOCK_Q, BLOCK_N,
-                    CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, RAGGED, HAS_RIGHT, CHUNK, SPAN_RIGHT,
+                    CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, RAGGED, EQUAL, HAS_RIGHT, CHUNK, SPAN_RIGHT,
                 )),
                 (_produce_values, (
                     v_desc, v_ring, units_ring, u_bars, v_bars, v_raw, block_table, mask, num_pages, table_r, BLOCK_V, P, BOX,
-                    BLOCK_Q, BLOCK_N, PASSES, STAGES, PAGED, VALUES_AT, CHUNK, SPAN_RIGHT, ENDS,
+                    BLOCK_Q, BLOCK_N, PASSES, STAGES, PAGED, EQUAL, VALUES_AT, CHUNK, SPAN_RIGHT, ENDS,
                 )),
             ],
             [4, 1, 1],
@@ -1331,28 +1376,28 @@ def prefill(  # type: ignore[no-untyped-def]
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_bars, u_bars, k_bars,
                     v_bars, block_table, sinks, factor, v_factor, cap, mask, o_t, o_h, lse_h, q_t, q_h, k_strides, v_strides,
                     table_r, G, D, DV, BLOCK_D, BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED,
-                    NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, 0,
+                    EQUAL, NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, 0,
                 )),
                 (_consume, (
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_bars, u_bars, k_bars,
                     v_bars, block_table, sinks, factor, v_factor, cap, mask, o_t, o_h, lse_h, q_t, q_h, k_strides, v_strides,
                     table_r, G, D, DV, BLOCK_D, BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED,
-                    NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, 1,
+                    EQUAL, NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, 1,
                 )),
                 (_consume, (
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_bars, u_bars, k_bars,
                     v_bars, block_table, sinks, factor, v_factor, cap, mask, o_t, o_h, lse_h, q_t, q_h, k_strides, v_strides,
                     table_r, G, D, DV, BLOCK_D, BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED,
-                    NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, 2,
+                    EQUAL, NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, 2,
                 )),
                 (_produce, (
                     q_desc, k_desc, q_ring, k_ring, units_ring, q_bars, u_bars, k_bars, counters, starts, block_table, mask,
                     min_query, num_reqs, num_pages, table_r, H // G * PASSES, PASSES, G, PIECES, P, BOX, BLOCK_Q, BLOCK_N,
-                    CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, RAGGED, HAS_RIGHT, CHUNK, SPAN_RIGHT,
+                    CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, RAGGED, EQUAL, HAS_RIGHT, CHUNK, SPAN_RIGHT,
                 )),
                 (_produce_values, (
                     v_desc, v_ring, units_ring, u_bars, v_bars, v_raw, block_table, mask, num_pages, table_r, BLOCK_V, P, BOX,
-                    BLOCK_Q, BLOCK_N, PASSES, STAGES, PAGED, VALUES_AT, CHUNK, SPAN_RIGHT, ENDS,
+                    BLOCK_Q, BLOCK_N, PASSES, STAGES, PAGED, EQUAL, VALUES_AT, CHUNK, SPAN_RIGHT, ENDS,
                 )),
             ],
             [4, 4, 1, 1],

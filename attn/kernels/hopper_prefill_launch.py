@@ -58,7 +58,8 @@ class Variant(NamedTuple):
     """The arguments that a launch passes, for which the kernel is compiled.
 
     paged: a block table; ragged: keys without pages, of starts of their own; copied: whether the engine copies queries; sinks;
-    lse; mixed: causality of each request; far: offsets of heads, or within a page, of 64 bits.
+    lse; mixed: causality of each request; far: offsets of heads, or within a page, of 64 bits; equal: each request has `rows`
+    rows and as many keys, which are a page of their own, in order, so that there are no lists.
     """
 
     paged: bool
@@ -68,6 +69,7 @@ class Variant(NamedTuple):
     lse: bool
     mixed: bool = False
     far: bool = False
+    equal: bool = False
 
 
 #: Shape, strides and box of an array that the tensor engine copies from.
@@ -131,7 +133,7 @@ def copies(group: int, strides: Sequence[int], negate: bool, aligned: bool) -> b
 
 
 def plan_of(arrays: Arrays, num_reqs: int, page: int, paged: bool, params: PrefillParams, aligned: bool) -> PrefillPlan:
-    """paged: whether there is a block table; aligned: whether the query begins at a multiple of 16 bytes."""
+    """paged: whether keys have pages, with or without a table; aligned: whether the query begins at a multiple of 16 bytes."""
     (tokens, heads, size), k_shape, v_shape = arrays.query, arrays.key, arrays.value
     (o_t, o_h, _), (q_t, q_h, _), k_strides, v_strides = arrays.of_output, arrays.of_query, arrays.of_key, arrays.of_value
     # a call's own keys are one page, whose stride is never used but must be a multiple of 16 bytes too
@@ -164,8 +166,9 @@ def constants(sizes: tuple[int, ...], params: PrefillParams, variant: Variant, v
         "D": size, "DV": width, "BLOCK_D": _padded(size), "BLOCK_V": min(_padded(width), 256), "P": page,
         "BOX": _box(page, keys), "BLOCK_Q": 64 * consumers // group, "BLOCK_N": keys,
         "CONSUMERS": consumers, "STAGES": _stages(size, consumers), "Q_STAGES": _q_stages(size, variant.copied),
-        "COPIED": variant.copied, "PAGED": variant.paged, "RAGGED": variant.ragged, "NEGATE": params.negate,
-        "CHUNK": params.chunk, "SPAN_RIGHT": params.span_right, "HAS_LEFT": params.left < UNBOUNDED or params.chunk > 0,
+        "COPIED": variant.copied, "PAGED": variant.paged, "RAGGED": variant.ragged, "EQUAL": variant.equal,
+        "NEGATE": params.negate, "CHUNK": params.chunk, "SPAN_RIGHT": params.span_right,
+        "HAS_LEFT": params.left < UNBOUNDED or params.chunk > 0,
         "HAS_RIGHT": params.right < UNBOUNDED or variant.mixed, "HAS_CAP": params.cap != 0, "HAS_SINKS": variant.sinks,
         "HAS_LSE": variant.lse, "CONSUMER_REGS": registers[0], "PRODUCER_REGS": registers[1], "VALUES_AT": values_at,
         "FAR": variant.far, "ENDS": params.ends,

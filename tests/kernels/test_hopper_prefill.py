@@ -43,6 +43,7 @@ def run(
     bfloat16: Any = np.float32,
     again: bool = True,
     apart: str = "",
+    equal: bool = False,
 ) -> None:
     """Compare output and log-sum-exp of every row with the definition; memory that no row may use is NaN.
 
@@ -50,7 +51,7 @@ def run(
     scores_of: a function of keys' positions, which is added to their scores; bfloat16: see `gluon.module`; again: whether
     rows may be computed again, key by key.
     apart: "heads" of all arrays, or "slots" of caches that have a page for each request, if these are so far apart that offsets
-    do not fit in 32 bits.
+    do not fit in 32 bits. equal: whether requests are: as of `Variant`.
     """
     (H, K), rng = heads, np.random.default_rng(1)
     starts = np.cumsum([0, *(n for n, _ in lens)]).astype(np.int32)
@@ -59,7 +60,7 @@ def run(
     key, value = (rng.standard_normal((sum(counts) + 2, page, K, size)).astype(np.float32) for _ in "kv")
     if scores_of is not None:
         query[..., 0] = size**0.5
-    ids = rng.permutation(sum(counts)).astype(np.int32)
+    ids = np.arange(len(lens), dtype=np.int32) if equal else rng.permutation(sum(counts)).astype(np.int32)
     table = np.full((len(lens), max(counts)), -1, np.int32)
     seen_of = []
     for r, (n, m) in enumerate(lens):
@@ -101,9 +102,12 @@ def run(
     if apart == "slots":
         page = launch.ONE_PAGE
         arrays |= {x: gluon.Apart(arrays[x], 1, 2**24) for x in ("key_cache", "value_cache")}
-    if settings.get("ends"):
+    if equal or settings.get("ends"):
         page = launch.ONE_PAGE
-    own = [gluon.strides(arrays[name])[:-1] for name in ("output", "query", "key_cache", "value_cache", "lse", "block_table")]
+    if equal:
+        arrays |= dict.fromkeys(("query_start_loc", "seq_lens", "block_table"))
+    own = [gluon.strides(arrays[name])[:-1] for name in ("output", "query", "key_cache", "value_cache", "lse")]
+    own.append((0 if equal else gluon.strides(pages)[0], lens[0][0] if equal else 0))
     for program in range(programs):
         module = gluon.module("hopper_prefill", (program, programs), bfloat16)
         if not again:
@@ -115,11 +119,25 @@ def run(
         at = launch.Arrays(query.shape, key.shape, value.shape, *placed)
         far = launch.plan_of(at, len(lens), page, True, its, True).far
         assert far == bool(apart)
-        given = launch.Variant(True, False, q_map is not None, False, True, mask.batch.is_causal is not None, far)
+        given = launch.Variant(not equal, False, q_map is not None, False, True, mask.batch.is_causal is not None, far, equal)
         constants = launch.constants(plan.sizes, its, given)
         for option in ("num_warps", "maxnreg", "enable_fp_fusion"):
             constants.pop(option, None)
-        names = ("o_t", "o_h", "q_t", "q_h", "k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head", "lse_h", "table_r")
+        names = (
+            "o_t",
+            "o_h",
+            "q_t",
+            "q_h",
+            "k_block",
+            "k_slot",
+            "k_head",
+            "v_block",
+            "v_slot",
+            "v_head",
+            "lse_h",
+            "table_r",
+            "rows",
+        )
         module.prefill(
             **{name: None if x is None else gluon.Pointer(x) for name, x in arrays.items()},
             q_desc=None if q_map is None else gluon.Boxes(query, *q_map), k_desc=gluon.Boxes(key, *k_map),
@@ -253,7 +271,16 @@ def test_pages_that_end_with_the_last_key(keys: int, size: int, few: bool) -> No
     """The engine fills in zeros after them, so no value is overwritten."""
     rules = {"keys_below": 400 if few else UNBOUNDED, "ends": True}
     for mask in (MASKS["causal"], MASKS["both directions"]):
-        run([(keys, keys), (keys, keys)], mask=mask, size=size, page=keys, rules=rules)
+        run([(keys, keys), (keys - 9, keys)], mask=mask, size=size, page=keys, rules=rules)
+
+
+@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize("size", [64, 96, 256])
+@pytest.mark.parametrize("name", ["causal", "both directions", "window"])
+def test_equal_requests_have_no_lists(name: str, size: int, few: bool) -> None:
+    rules = {"keys_below": 400 if few else UNBOUNDED, "ends": name != "window"}
+    for rows in (31, 150):
+        run([(rows, rows)] * 3, mask=MASKS[name], size=size, page=rows, rules=rules, wild=few, equal=True)
 
 
 @pytest.mark.parametrize("size", [96, 512])

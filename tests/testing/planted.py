@@ -1376,6 +1376,14 @@ DEFECTS = (
         "Values after a request's last key are taken for the engine's zeros where its page goes on.",
     ),
     Defect(
+        "hopper_prefill_equal_requests",
+        "kernels/hopper_prefill.py",
+        "        k_begin = r\n",
+        "        k_begin = r * 0\n",
+        ("kernels/test_hopper_prefill.py",),
+        "Every one of equal requests reads the keys of the first.",
+    ),
+    Defect(
         "hopper_prefill_second_pass_over_values",
         "kernels/hopper_prefill.py",
         "d = column + FROM + gl.arange",

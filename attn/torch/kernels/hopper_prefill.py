@@ -24,9 +24,9 @@ from attn.kernels.hopper_prefill_launch import (
 )
 from attn.kernels.launch import LOG2E, UNBOUNDED
 from attn.torch.kernels.direct import Prepared, Repeated, Signature, memory_of_stream, multiprocessors, signature_of
-from attn.torch.kernels.runs import numbers, stream_of
 
 _ARRAYS = 12  #: of the kernel, without the counters
+_NO_LISTS = (None,) * 7  #: in place of the arrays behind the values, where requests are equal
 
 
 def serves(
@@ -66,12 +66,12 @@ def prefill(
 class _PlannedLaunch(NamedTuple):
     """A launch for arrays of certain shapes, strides and dtypes.
 
-    numbers: requests, pages, and strides of the log-sum-exp and the block table.
+    numbers: requests, pages, strides of the log-sum-exp and the block table, and the rows of each of equal requests.
     """
 
     kernel: Prepared
     plan: PrefillPlan
-    numbers: tuple[int, int, int, int]
+    numbers: tuple[int, int, int, int, int]
 
     def __call__(self, arrays: Sequence[torch.Tensor | None], factors: tuple[float, float], processors: int) -> None:
         """arrays: of the kernel, without the counters."""
@@ -102,15 +102,19 @@ class _PlannedLaunch(NamedTuple):
 
 
 def _planned(arrays: Sequence[Any], page: int, params: PrefillParams, ragged: bool = False) -> _PlannedLaunch:
-    """arrays: of the kernel, without the counters."""
+    """arrays: of the kernel, without the counters. Requests without lists (`starts`) are equal: see `Variant`."""
     output, lse, query, key, value, starts, _, table, *_ = arrays
-    shapes, of = (x.shape for x in (query, key, value)), (x.stride() for x in (query, key, value, output))
-    num_reqs = starts.shape[0] - 1
-    plan = plan_of(Arrays(*shapes, *of), num_reqs, page, table is not None, params, not query.data_ptr() % 16)
+    shapes, of, equal = (
+        (x.shape for x in (query, key, value)),
+        (x.stride() for x in (query, key, value, output)),
+        starts is None,
+    )
+    num_reqs, rows = (key.shape[0], key.shape[1]) if equal else (starts.shape[0] - 1, 0)
+    plan = plan_of(Arrays(*shapes, *of), num_reqs, page, equal or table is not None, params, not query.data_ptr() % 16)
     signature, copied = signature_of((*arrays, None), plan.strides), plan.maps[0] is not None
     kernel = _prepared(signature, plan.sizes, params, copied, ragged, plan.far)
-    numbers = num_reqs, key.shape[0], 0 if lse is None else lse.stride(0), 0 if table is None else table.stride(0)
-    return _PlannedLaunch(kernel, plan, numbers)
+    of_lists = 0 if lse is None else lse.stride(0), 0 if table is None else table.stride(0)
+    return _PlannedLaunch(kernel, plan, (num_reqs, key.shape[0], *of_lists, rows))
 
 
 class EqualPrompts:
@@ -118,9 +122,9 @@ class EqualPrompts:
 
     def __init__(self, scale: float, causal: bool) -> None:
         self._factors = abs(scale) * LOG2E, 1.0
-        self._params = PrefillParams(negate=scale < 0, right=0 if causal else UNBOUNDED)
-        #: Shapes, strides, dtypes and stream of the last call; its plan, the lists of its requests, whether queries are copied.
-        self._last: tuple[Any, tuple[_PlannedLaunch, Any, bool] | None] = None, None
+        self._params = PrefillParams(negate=scale < 0, right=0 if causal else UNBOUNDED, ends=True)
+        #: Shapes, strides and dtypes of the last call; its plan, and whether queries are copied.
+        self._last: tuple[Any, tuple[_PlannedLaunch, bool] | None] = None, None
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
         """Return [B, S, H, D] of query [B, H, S, D] and key, value [B, K, S, D]; None if the kernel does not support their
@@ -129,61 +133,54 @@ class EqualPrompts:
         # The plan is of arrays at multiples of 16 bytes, which shapes and strides do not tell.
         if planned is None or (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15:
             return None
-        plan, lists, copied = planned
+        plan, copied = planned
         batch, heads, rows, size = query.shape
         # [B, H, S, D] whose batch and rows are not one dimension of a constant stride, as the kernel's [T, H, D] has to be
         if copied:
             query = query.transpose(1, 2).contiguous()
         output = query.new_empty((batch, rows, heads, size))
-        plan((output, None, query, key, value, *lists), self._factors, multiprocessors(query.device))
+        plan((output, None, query, key, value, *_NO_LISTS), self._factors, multiprocessors(query.device))
         return output
 
     def bound(self, general: Repeated, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Repeated:
         """Return `general`, which makes such calls, for arrays of these shapes, strides and dtypes: see `Prepared.again`."""
         planned = self._plan_of(query, key, value) if hopper.is_on("hopper_prefill") else None
         # a launch that is repeated has no copy of the queries before it
-        if planned is None or planned[2]:
+        if planned is None or planned[1]:
             return general
-        plan, lists, _ = planned
+        plan, _ = planned
         batch, heads, rows, size = query.shape
-        operands = None, None, query, key, value, *lists
+        operands = None, None, query, key, value, *_NO_LISTS
         programs, arrays, numbers = plan.launch(operands, self._factors, multiprocessors(query.device))
         addresses = [0 if x is None else x.data_ptr() for x in arrays]
         # The maps follow the addresses; that of queries is of keys (2) where the engine does not copy queries (`launch`).
         n, q_map = len(addresses), 1 if plan.plan.maps[0] is not None else 2
         changing = (0, 0), (2, 1), (3, 2), (4, 3), (n, q_map), (n + 1, 2), (n + 2, 3)
-        shape, held = (batch, rows, heads, size), (lists, arrays[-1])
-        return plan.kernel.again(general, query.device, shape, (programs, 1), (*addresses, *numbers), changing, held)
+        return plan.kernel.again(
+            general, query.device, (batch, rows, heads, size), (programs, 1), (*addresses, *numbers), changing, arrays[-1]
+        )
 
-    def _plan_of(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[_PlannedLaunch, Any, bool] | None:
+    def _plan_of(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[_PlannedLaunch, bool] | None:
         """Return `_planned`, which is that of the last call if shapes, strides and dtypes are."""
-        (seen, planned), stream = self._last, stream_of(query.device)
+        seen, planned = self._last
         shapes, strides = (query.shape, key.shape, value.shape), (query.stride(), key.stride(), value.stride())
-        now = *shapes, strides, query.dtype, key.dtype, value.dtype, query.device, stream
+        now = *shapes, strides, query.dtype, key.dtype, value.dtype, query.device
         if now != seen:
-            planned = self._planned(query, key, value, stream)
-            # the lists of a plan that is made during a capture are the graph's memory (`numbers`)
-            if not (stream and torch.cuda.is_current_stream_capturing()):
-                self._last = now, planned
+            planned = self._planned(query, key, value)
+            self._last = now, planned
         return planned
 
-    def _planned(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, stream: int
-    ) -> tuple[_PlannedLaunch, Any, bool] | None:
-        batch, heads, rows, _ = query.shape
+    def _planned(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[_PlannedLaunch, bool] | None:
+        heads, rows = query.shape[1:3]
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         dense = query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
-        if not dense or not serves(q, k, v, heads // key.shape[1], ONE_PAGE, self._params.negate):
+        if not dense or key.shape[2] != rows or not serves(q, k, v, heads // key.shape[1], ONE_PAGE, self._params.negate):
             return None
-        here = query.device, stream
-        starts, lens = numbers(batch + 1, 0, rows, *here), numbers(batch, rows, 0, *here)
-        table = numbers(batch, 0, 1, *here)[:, None]  # each request in a page of its own
-        flat, lists = q.flatten(0, 1), (starts, lens, table, None, None, None, None)
+        flat = q.flatten(0, 1)
         # the plan needs the output's strides alone, and each call makes one of its own
-        arrays = torch.empty_like(flat, memory_format=torch.contiguous_format), None, flat, k, v, *lists
-        params = self._params._replace(ends=key.shape[2] == rows).seeing(rows, rows)
+        arrays = torch.empty_like(flat, memory_format=torch.contiguous_format), None, flat, k, v, *_NO_LISTS
         # `flatten` returns a view where it can: another address says that it copied
-        return _planned(arrays, ONE_PAGE, params), lists, flat.data_ptr() != q.data_ptr()
+        return _planned(arrays, ONE_PAGE, self._params.seeing(rows, rows)), flat.data_ptr() != q.data_ptr()
 
 
 @functools.lru_cache(maxsize=1024)
@@ -191,7 +188,7 @@ def _prepared(
     signature: Signature, sizes: tuple[int, ...], params: PrefillParams, copied: bool, ragged: bool, far: bool
 ) -> Prepared:
     """The kernel for calls that agree in these: `constants`' arguments."""
-    _, lse, *_, table, sinks, _, _, is_causal, _ = signature[1]
+    _, lse, _, _, _, starts, _, table, sinks, _, _, is_causal, _ = signature[1]
     paged, *has = (x is not None for x in (table, sinks, lse, is_causal))
-    variant = Variant(paged, ragged, copied, has[0], has[1], has[2], far)
+    variant = Variant(paged, ragged, copied, has[0], has[1], has[2], far, starts is None)
     return Prepared(_prefill, **constants(sizes, params, variant))

@@ -87,7 +87,8 @@ def _attend(
     outputs = None
     if rows > _FEW and target()[0] == "sm_90" and hopper.is_on("hopper_prefill"):
         # few rows are a decode: its keys are split, which the prefill kernel cannot
-        outputs = _on_hopper(flat, starts, key, value, whole, layer, return_lse)
+        lists = {} if lens is None and rows == length else {"starts": starts, "lens": whole}
+        outputs = _on_hopper(flat, key, value, layer, return_lse, **lists)
     if outputs is None:
         keys = KVInputs(keys=key.reshape(-1, kv_heads, size), values=value.reshape(-1, kv_heads, size))
         # With equal lengths each request sees its own rows' keys; otherwise a table says where its keys begin.
@@ -99,14 +100,22 @@ def _attend(
 
 
 def _on_hopper(
-    query: jax.Array, starts: Any, key: jax.Array, value: jax.Array, lens: Any, layer: LayerParams, return_lse: bool
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    layer: LayerParams,
+    return_lse: bool,
+    starts: Any = None,
+    lens: Any = None,
 ) -> tuple[jax.Array, jax.Array | None] | None:
-    """Return the Hopper kernel's results; None if it does not support these arrays, or the installed Triton not it."""
+    """Return the Hopper kernel's results; None if it does not support these arrays, or the installed Triton not it. Requests
+    without `starts` and `lens` have as many rows as keys, all as many."""
     from attn.jax.kernels.gpu.hopper_prefill import Out, Prompts, prefill, serves
 
-    table = np.arange(key.shape[0], dtype=np.int32)[:, None]
+    equal = starts is None
+    table = None if equal else np.arange(key.shape[0], dtype=np.int32)[:, None]
     # `_attend` makes the lengths of requests that have all keys, at trace time
-    whole = isinstance(lens, np.ndarray)
+    whole = equal or isinstance(lens, np.ndarray)
     prompts = Prompts(query, starts, key, value, lens=lens, table=table, one_page=True)
     if not serves(prompts, layer.scale < 0):
         return None

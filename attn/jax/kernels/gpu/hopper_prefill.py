@@ -19,7 +19,8 @@ _STRIDES = ("o_t", "o_h", "q_t", "q_h", "k_block", "k_slot", "k_head", "v_block"
 class Prompts(NamedTuple):
     """A batch of requests.
 
-    query: [T, H, D]; starts: [R + 1] int32. keys: [T, K, D] and values: [T, K, Dv], where each request sees its own rows; or
+    query: [T, H, D]; starts: [R + 1] int32, or None of equal requests (`Variant`): keys [R, S, K, D] and values [R, S, K, Dv]
+    then, and no other list. keys: [T, K, D] and values: [T, K, Dv], where each request sees its own rows; or
     [m, K, D] and [m, K, Dv], and key_starts: [R + 1] int32, where each request's keys begin; or keys: [2, N, P, K, D], keys,
     then values, or both as [N, P, K, D] and [N, P, K, Dv], with lens: [R] and table: [R, B], int32. sinks: [H] float32 or None.
     mask: what rows see, without a tree. one_page: whether each request's keys are in one page, of any size.
@@ -39,7 +40,9 @@ class Prompts(NamedTuple):
     @property
     def page(self) -> int:
         """Keys of a page, or of a tile where there are no pages."""
-        return ROWS if self.table is None else ONE_PAGE if self.one_page else self.keys.shape[-3]
+        if self.one_page or self.starts is None:
+            return ONE_PAGE
+        return ROWS if self.table is None else self.keys.shape[-3]
 
 
 class Out(NamedTuple):
@@ -70,7 +73,9 @@ def prefill(out: Out, batch: Prompts, params: PrefillParams, factor: float, arch
     factor: as in `attn.torch.kernels.hopper_prefill.prefill`. Raises `hopper.CannotCompile` if the installed Triton does not
     compile it, for which the kernel is off from then on.
     """
-    query, keys, values, num_reqs = batch.query, batch.keys, batch.values, batch.starts.shape[0] - 1
+    query, keys, values = batch.query, batch.keys, batch.values
+    equal = batch.starts is None
+    num_reqs, rows = keys.shape[:2] if equal else (batch.starts.shape[0] - 1, 0)
     # keys and values in one array are one list of pages, in which the values' begin at `pages`
     pages = 0
     if values is None:
@@ -78,7 +83,7 @@ def prefill(out: Out, batch: Prompts, params: PrefillParams, factor: float, arch
     shapes = query.shape, keys.shape, (keys if values is None else values).shape
     of = Arrays(*shapes, *map(dense_strides, (*shapes, out.output.shape)))
     paged, ragged = batch.table is not None, batch.key_starts is not None
-    plan = plan_of(of, num_reqs, batch.page, paged, params, True)
+    plan = plan_of(of, num_reqs, batch.page, equal or paged, params, True)
     q_map, k_map, v_map = plan.maps
     # A kernel without a map of queries still has the parameter: the keys' map takes its place, and is not used.
     k_desc = Boxed(keys, *k_map)
@@ -103,8 +108,9 @@ def prefill(out: Out, batch: Prompts, params: PrefillParams, factor: float, arch
         "num_pages": keys.shape[0],
         "lse_h": 0 if out.lse is None else out.lse.shape[1],
         "table_r": 0 if batch.table is None else batch.table.shape[1],
+        "rows": rows,
         **dict(zip(_STRIDES, plan.strides, strict=True)),
-        **constants(plan.sizes, params, Variant(paged, ragged, has[0], has[1], has[2], has[3], plan.far), pages),
+        **constants(plan.sizes, params, Variant(paged, ragged, has[0], has[1], has[2], has[3], plan.far, equal), pages),
     }
     writes = [name for name, array in out._asdict().items() if array is not None]
     try:
