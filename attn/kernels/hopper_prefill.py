@@ -32,8 +32,8 @@ infinite, a consumer repeats its tile key by key, so that it affects only the ro
 
 Layouts: query [T, H, D], output [T, H, Dv]; caches [N, P, K, D] and [N, P, K, Dv] of any strides (multiples of 16 bytes; last
 dimension dense), or one array [2N, P, K, D] of both, or a call's own keys and values [m, K, D] and [m, K, Dv] as one page, of
-the rows or, `ragged`, of others; or, of `equal` requests, which have no lists, [R, rows, K, D] and [R, rows, K, Dv]; lse [H, T] float32, natural log. D is a multiple of 8 up to 512, Dv one that is not padded to
-more than D is, and G at most 128.
+the rows or, `ragged`, of others; or, of `equal` requests, which have no lists, [R, rows, K, D] and [R, rows, K, Dv]; lse
+[H, T] float32, natural log. D is a multiple of 8 up to 512, Dv one that is not padded to more than D is, and G at most 128.
 """
 
 from typing import Any
