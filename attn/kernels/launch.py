@@ -168,10 +168,8 @@ TOGETHER = 64  #: rows of a tile of a batch that is one launch
 
 
 def writes_rows(arch: str, group: int, max_query_len: int, itemsize: int, together: bool) -> bool:
-    """Whether the launch of decodes may write a batch's new tokens: it has all requests, and each in few blocks of rows.
-
-    Each block writes the rows that it reads, so that a row of a request of many blocks is written many times.
-    """
+    """Whether the launch of decodes may write a batch's new tokens: it has all requests, and each program at most 16 of them
+    among its keys, or `TOGETHER` if prompts are in it."""
     # on NVIDIA a barrier orders what threads of a program store and read; what AMD's orders was not examined
     if not arch.startswith(("sm_", "interpreter")):
         return False

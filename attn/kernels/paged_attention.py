@@ -35,8 +35,10 @@ import triton.language as tl
 
 from attn.kernels.codes import fp8_code, number_in
 from attn.kernels.kv_write import code_in
+from attn.kernels.launch import TOGETHER
 from attn.kernels.plan import item_of, visible
 
+_TOGETHER = tl.constexpr(TOGETHER)
 #: Changes of these do not recompile.
 _SIZES = ("num_reqs", "min_query", "max_query", "states", "lse_h", "table_r", "tree_w")
 _SPLITS = ("split_tiles", "max_splits", "whole_from")
@@ -384,17 +386,12 @@ def attention(  # type: ignore[no-untyped-def]
     if slots is not None:
         # Each program writes the new rows among its keys and reads no others, so it waits for no other program. Blocks of a
         # request's rows share keys: their programs write the same bytes, each before it reads. No branch, which would make
-        # programs of e4m3 spill registers.
-        TOKENS: tl.constexpr = 1 if BLOCK_Q == 1 else 4 if BLOCK_Q <= 4 else 8 if BLOCK_Q <= 8 else 16
+        # programs of e4m3 spill registers. TOKENS are as many as a program may have (`launch.writes_rows`).
+        TOKENS: tl.constexpr = _TOGETHER if TILED else 1 if BLOCK_Q == 1 else 4 if BLOCK_Q <= 4 else 8 if BLOCK_Q <= 8 else 16
         new = slots, key, value, key_t, value_t
         caches = k_base, v_base, k_block, k_slot, v_block, v_slot
-        factors = k_factor, v_factor
-        since, until = tl.maximum(aligned, context) - context, stop - context
-        if TILED:
-            for i in tl.range(since, until, TOKENS, num_stages=1):
-                _write(new, caches, factors, begin, i, until, kv_head, P, D, BLOCK_D, FORMAT, TOKENS)
-        else:  # no request has more
-            _write(new, caches, factors, begin, since, until, kv_head, P, D, BLOCK_D, FORMAT, TOKENS)
+        since = tl.maximum(aligned, context) - context
+        _write(new, caches, (k_factor, v_factor), begin, since, stop - context, kv_head, P, D, BLOCK_D, FORMAT, TOKENS)
         tl.debug_barrier()  # every thread has stored before one reads what another stored
 
     # Weights in float16 reach 2**15 instead of 1: from 2**-39 of the largest on they are not 0, from 2**-29 on exact. None

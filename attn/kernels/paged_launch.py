@@ -117,9 +117,9 @@ class Launches:
     number of requests selects BLOCK_R, which changes integers of the plan only.
 
     tokens: of a request that fit in one decode tile, 0 without a block table; of all requests together, in one of a request's
-    tiles. has_prompts: whether there may be requests of more tokens, which have a launch of their own. prefill: the constants
-    and options of `attention` for these, or None; its tile holds `prefill_tokens`. beside: whether decodes run beside
-    `hopper_prefill`, which `on_hopper` says takes the prompts, where launches may overlap.
+    tiles. prefill: the constants and options of `attention` for requests of more tokens, or None; its tile holds
+    `prefill_tokens`. beside: whether decodes run beside `hopper_prefill`, which `on_hopper` says takes the prompts, where
+    launches may overlap.
     """
 
     def __init__(self, kinds: Kinds, layer: LayerParams) -> None:
@@ -145,8 +145,8 @@ class Launches:
         plain = not any(dtypes[x] for x in _GENERAL) and not (fixed or in_row or layer.sparse)
         # a row's keys are a range that a prefix extends, and its span; under a window the prefix would be a range of its own
         plain = plain and not (dtypes["prefix"] and layer.left is not None)
-        self.has_prompts = kinds.queries > most and not kinds.together
-        self.on_hopper = kinds.hopper and plain and self.has_prompts
+        self._prompts = kinds.queries > most and not kinds.together
+        self.on_hopper = kinds.hopper and plain and self._prompts
         self.beside = self.on_hopper and self.paged and kinds.pdl
         if self.beside and tuned[0] is None:
             decode = decode_launch(name, group, *sizes, beside=True)
@@ -163,7 +163,7 @@ class Launches:
         prefill = tuned[1] or prefill_launch(name, group, *sizes)
         self.prefill_tokens, self.prefill = prefill.block_m // group, None
         self._attention = self._constants(dtypes, in_row)
-        if self.has_prompts and not self.on_hopper:
+        if self._prompts and not self.on_hopper:
             rows = {"DECODE": False, "min_query": most, "max_query": UNBOUNDED}
             self.prefill = self._tiled(prefill, self.prefill_tokens, 0) | rows
 
@@ -234,7 +234,7 @@ class Launches:
 
     def has_decodes(self, singles: bool) -> bool:
         """Whether decodes need their launch. singles: whether there may be requests of one token."""
-        return singles or self.tokens > 1 or not self.has_prompts
+        return singles or self.tokens > 1 or not self._prompts
 
     def tiles(self, num_reqs: int, tokens: int) -> int:
         """The most tiles of rows per kv head in a decode's launch: one for each request, or more if all are together."""

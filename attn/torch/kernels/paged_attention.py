@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from attn.kernels import hopper
-from attn.kernels.launch import TOGETHER, TUNED, Launch, can_use_pdl, converts_e4m3, packs_rows
+from attn.kernels.launch import TOGETHER, TUNED, Launch, can_use_pdl, converts_e4m3, packs_rows, writes_rows
 from attn.kernels.paged_attention import attention, merge
 from attn.kernels.paged_launch import OF_MERGE, Kinds, Launches, LayerParams, strides_of
 from attn.torch.kernels.direct import Prepared, Signature, arch, multiprocessors, operator, scratch, signature_of
@@ -32,7 +32,7 @@ class _Launches:
     """The launches of `Launches` for tensors of one kind."""
 
     def __init__(self, kinds: Kinds, layer: LayerParams) -> None:
-        self.rules = rules = Launches(kinds, layer)
+        self._rules = rules = Launches(kinds, layer)
         # by `keys_below`, which has few values: it decides the tiles of the Hopper kernel
         self._of_prompts = functools.cache(functools.partial(layer.of_prompts, rules.tokens))
         # None where no request has more tokens than a decode's tile, or where the Hopper kernel takes them.
@@ -49,7 +49,7 @@ class _Launches:
         `prefill_programs`, `keys_below` and `singles`."""
         # The last four are k_scale and the new rows with their slots, so that `mask` is (spans, prefix, is_causal).
         output, lse, starts, sinks, _, _, query, key_cache, value_cache, seq_lens, table, _, tree, *mask = arrays[:-4]
-        rules, layer, kv_heads = self.rules, self.rules.layer, self.rules.kv_heads
+        rules, layer, kv_heads = self._rules, self._rules.layer, self._rules.kv_heads
         num_reqs, max_query_len, max_seq_len = bounds
         factor, v_factor = layer.factor(factors[0]), factors[1]
         lse_h, table_r = 0 if lse is None else lse.stride(0), 0 if table is None else table.stride(0)
@@ -204,5 +204,5 @@ def paged_attention(
     flags, signature = (same, wide, serves, together), signature_of(arrays, strides)
     launches = _launches(name, signature, shape, scales, rules, queries, flags, tuned)
     prompts = prefill_programs, keys_below, singles
-    assert slots is None or not launches.rules.has_prompts
+    assert slots is None or writes_rows(name, group, max_query_len, query.itemsize, together)
     launches(arrays, strides, (k_factor, v_factor), (num_reqs, max_query_len, max_seq_len), whole, prompts)

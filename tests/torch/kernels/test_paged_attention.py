@@ -309,6 +309,7 @@ _WRITES: dict[str, dict[str, Any]] = {
     "speculation, float32, splits of 32": {"rows": [1, 8, 5, 3, 8, 2], "dtype": torch.float32, "fixed_split": 32},
     "speculation, e4m3": {"rows": [1, 4, 4, 4, 4, 4], "stored": torch.float8_e4m3fn, "k_scale": [0.5, 0.02], "v_scale": 0.1},
     "speculation, not causal": {"rows": [1, 4, 7, 4, 4, 2], "right": None, "sliced": True},
+    "speculation, a tree": {"rows": [1, 8, 3, 4, 4, 2], "tree": True},
     "speculation, chunks": {"rows": [1, 8, 8, 3, 8, 2], "chunk_size": 48},
     "together": {"rows": [1, 17, 40, 33, 6, 2], "together": True},
     "together, a window, sinks": {"rows": [1, 5, 60, 1, 20, 2], "together": True, "left": 20, "sinks": True},
@@ -361,6 +362,8 @@ def test_decodes_write_the_new_tokens_before_they_read_them(case: str, whole: bo
     for name, numbers in (("sinks", torch.rand(heads)), ("prefix", torch.tensor([0, 5, 100, 33, 0, 0], dtype=torch.int32))):
         if choice.get(name):
             choice[name] = numbers.to(DEVICE)
+    if choice.get("tree"):  # of the requests of at most 4 tokens, which are drafts
+        choice["tree"] = (torch.rand(requests, 4, 4, generator=generator) < 0.5).logical_or(torch.eye(4)).to(DEVICE)
     found, builder, number = [], interpreter_builder, interpreter_builder.set_grid_idx
     for writes in (False, True, True):
         if len(found) == 2 and arch() == "interpreter":
