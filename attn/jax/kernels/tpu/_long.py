@@ -31,10 +31,10 @@ from attn.jax.kernels.tpu._refs import (
     RaggedConfig,
     RaggedRefs,
     dot,
-    halves,
     own_lanes,
     own_scales,
     rows_at,
+    signed_halves,
     widen,
     widened,
     widened_exactly,
@@ -178,11 +178,11 @@ def _streamed(
         rows = rows_at(cfg, refs, step.slot, plane, k, keys_at)
         if not cfg.packed:
             return widened(cfg, rows, refs.q.dtype, refs.recompute), None
-        codes, scales = halves(rows, kind, cfg.float8, exact=True), _scales(cfg, refs, item, step.slot, kind, k, keys_at, first)
+        codes, scales = signed_halves(rows, kind, cfg.float8), _scales(cfg, refs, item, step.slot, kind, k, keys_at, first)
         if kind == 0:
             return codes.astype(refs.q.dtype), scales
         # Rounded after scaling, as values of a 16-bit cache are: scaling every weight instead takes as long as its exponential.
-        return (codes.astype(jnp.float32) * widen(scales, cfg.lanes)).astype(refs.q.dtype), scales
+        return (codes * widen(scales, cfg.lanes)).astype(refs.q.dtype), scales
 
     def add_values(k: jax.Array, at: slice, read: Any, p: jax.Array, source: jax.Array, last: bool) -> None:
         values, _ = read(1)
@@ -252,7 +252,7 @@ def _exact(
         k_scales = v_scales = None
         if cfg.packed:
             pairs = rows_at(cfg, refs, step.slot, 0, k, keys_at)
-            keys, values = (halves(pairs, kind, cfg.float8, exact=True).astype(jnp.float32) for kind in (0, 1))
+            keys, values = (signed_halves(pairs, kind, cfg.float8) for kind in (0, 1))
             k_scales, v_scales = (_scales(cfg, refs, item, step.slot, kind, k, keys_at, step.first + offset) for kind in (0, 1))
             usable = jnp.abs(v_scales) < jnp.inf
             values = jnp.where(widen(usable, cfg.lanes), values, jnp.nan)

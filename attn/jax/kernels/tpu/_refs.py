@@ -334,17 +334,23 @@ def rows_between(x: jax.Array, y: jax.Array | None, first: jax.Array, stop: jax.
     return pltpu.bitcast(words.reshape(-1, lanes), x.dtype).reshape(x.shape)
 
 
-def halves(pairs: jax.Array, high: int, float8: Any, exact: bool = False) -> jax.Array:
-    """The codes in one half of bytes [n, lanes], keys' in the low one, as `float8` in units of its smallest subnormal.
+def halves(pairs: jax.Array, high: int, float8: Any) -> jax.Array:
+    """The unsigned codes in one half of bytes [n, lanes], keys' in the low one, as `float8` in units of its smallest subnormal.
 
-    A code is a sign and three bits, which are the lowest bits of a float8's subnormals. No write makes a negative 0, which is a
-    NaN of float8_e4m3b11fnuz; exact: what memory holds that is not in use may have them, and they become 0.
+    A float8 without a sign whose upper exponent bits are 0 is linear in its lowest four bits.
     """
     words = pltpu.bitcast(pairs, jnp.int32)
-    sign = words if high else words << 4
-    size = (words >> 4 if high else words) & 0x07070707
-    sign &= (size + 0x7F7F7F7F) & jnp.int32(-0x7F7F7F80) if exact else jnp.int32(-0x7F7F7F80)
-    return pltpu.bitcast(sign | size, float8)  # type: ignore[no-any-return]
+    return pltpu.bitcast((words >> 4 if high else words) & 0x0F0F0F0F, float8)  # type: ignore[no-any-return]
+
+
+def zero_code(float8: Any) -> float:
+    """What `halves` has for 0."""
+    return 8 * float(jnp.finfo(float8).smallest_subnormal)
+
+
+def signed_halves(pairs: jax.Array, high: int, float8: Any) -> jax.Array:
+    """The same as signed codes in float32."""
+    return halves(pairs, high, float8).astype(jnp.float32) - zero_code(float8)
 
 
 def own_scales(cfg: RaggedConfig, refs: PagedRefs, slot: Any, kind: int, n: Any, count: int, first: Any) -> list[jax.Array]:

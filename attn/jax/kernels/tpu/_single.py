@@ -31,9 +31,11 @@ from attn.jax.kernels.tpu._refs import (
     own_lanes,
     own_scales,
     rows_at,
+    signed_halves,
     widen,
     widened,
     widened_exactly,
+    zero_code,
 )
 
 #: Registers that the scores of one unrolled stage may use: all, since the few that spill cost less than a stall.
@@ -89,14 +91,18 @@ def attend(cfg: RaggedConfig, refs: RaggedRefs, slot: jax.Array, tiles: Tiles, m
     """
     size, dtype = tiles[0][2], refs.q1.dtype
     shape = (cfg.single_rows, size)
+    # Codes enter the matrix unit as they are stored, 8 above their values, of which the products are cleared.
+    unsigned = cfg.packed and not exact and dtype != jnp.float32
+
+    def cleared(products: jax.Array, rows: jax.Array) -> jax.Array:
+        return products - zero_code(cfg.float8) * jnp.sum(rows.astype(jnp.float32), axis=1, keepdims=True)
 
     def joined(plane: int, n: jax.Array, first: int, keys: Keys) -> jax.Array:
         of_heads = [n * cfg.join + i for i in range(cfg.join)]
         heads = [rows_at(cfg, refs, slot, 0 if cfg.packed else plane, i, pl.ds(first, size)) for i in of_heads]
         lost = refs.recompute1.at[keys.state]
         if cfg.packed:
-            heads = [halves(x, plane, cfg.float8, exact) for x in heads]
-            heads = [x.astype(jnp.float32) for x in heads] if exact or dtype == jnp.float32 else heads
+            heads = [(halves if unsigned else signed_halves)(x, plane, cfg.float8) for x in heads]
         else:
             heads = [widened_exactly(cfg, x) if exact else widened(cfg, x, dtype, lost) for x in heads]
         return heads[0] if cfg.join == 1 else jnp.concatenate(heads, axis=1)
@@ -123,7 +129,8 @@ def attend(cfg: RaggedConfig, refs: RaggedRefs, slot: jax.Array, tiles: Tiles, m
     def product(n: jax.Array, first: int, keys: Keys) -> jax.Array:
         queries, rows = refs.q1[keys.query, n], joined(0, n, first, keys)
         if not exact:
-            return dot(queries, rows, 1, 1)
+            products = dot(queries, rows, 1, 1)
+            return cleared(products, queries) if unsigned else products
         # Rows of one head take the product with that head's lanes alone: the others', which are multiplied by 0, may be NaN.
         row = lax.broadcasted_iota(jnp.int32, shape, 0)
         s = jnp.zeros(shape, jnp.float32)
@@ -158,8 +165,10 @@ def attend(cfg: RaggedConfig, refs: RaggedRefs, slot: jax.Array, tiles: Tiles, m
         if exact:  # a weight of 0 does not hide NaN
             row = keys.begin + lax.broadcasted_iota(jnp.int32, values.shape, 0)
             values = jnp.where(visible(keys, row), values, 0.0)
-        values = values.astype(dtype) if exact or not cfg.packed else values
-        refs.acc1[at] = refs.acc1[at] * widen(rescale, cfg.join * cfg.lanes) + dot(p.astype(dtype), values, 1, 0)
+        p, values = p.astype(dtype), values if unsigned else values.astype(dtype)
+        products = dot(p, values, 1, 0)
+        products = cleared(products, p) if unsigned else products
+        refs.acc1[at] = refs.acc1[at] * widen(rescale, cfg.join * cfg.lanes) + products
 
     def stage(first_group: jax.Array, count: int) -> None:
         pending: list[tuple[jax.Array, int, Keys, jax.Array]] = []

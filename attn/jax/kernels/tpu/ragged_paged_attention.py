@@ -60,15 +60,11 @@ def stored(key: jax.Array, value: jax.Array, kv_cache: jax.Array) -> jax.Array:
 def packed(key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The bytes [..., K, D] and the float32 scales [..., K, 2] of rows [..., K, D / 2 + 4] (docs/semantics.md §10).
 
-    A byte holds a key's code in its low half and a value's above, each as a sign and a size, so that neither moves a lane.
+    A byte holds a key's code in its low half and a value's above, so that neither moves a lane.
     """
-
-    def signed(rows: jax.Array) -> jax.Array:
-        code = jnp.concatenate([rows[..., :-4] & 15, rows[..., :-4] >> 4], axis=-1)
-        return jnp.where(code < 8, 8 | (8 - code) & 7, code - 8)  # type: ignore[no-any-return]
-
+    keys, values = (jnp.concatenate([x[..., :-4] & 15, x[..., :-4] >> 4], axis=-1) for x in (key, value))
     scales = lax.bitcast_convert_type(jnp.stack([key[..., -4:], value[..., -4:]], axis=-2), jnp.float32)
-    return signed(key) | signed(value) << 4, scales
+    return keys | values << 4, scales
 
 
 def pages_of(codes: jax.Array, scales: jax.Array) -> jax.Array:
@@ -91,9 +87,7 @@ def _rows_of(kv_cache: jax.Array) -> tuple[jax.Array, jax.Array]:
     scales = scales.reshape(count, -1, 4, lanes).swapaxes(2, 3).reshape(count, heads, 2, page, 4)
 
     def rows(kind: int) -> jax.Array:
-        half = kv_cache[:, 0, :heads] >> 4 * kind & 15
-        code = jnp.where(half < 8, half + 8, (16 - half) & 7)
-        low, high = jnp.split(code, 2, axis=-1)
+        low, high = jnp.split(kv_cache[:, 0, :heads] >> 4 * kind & 15, 2, axis=-1)
         return jnp.concatenate([low | high << 4, scales[:, :, kind]], axis=-1).swapaxes(1, 2)
 
     return rows(0), rows(1)
