@@ -171,3 +171,37 @@ def test_a_call_tunes_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_AUTOTUNE", "yes")
     with pytest.raises(ValueError, match="ATTN_AUTOTUNE='yes' must be 0 or 1"):
         impl.forward(layer, query, None, None, cache, metadata)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
+def test_a_call_that_writes_its_tokens_is_measured_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts in one launch with decodes, which is measured as two launches, of which none may write."""
+    from types import SimpleNamespace
+
+    from attn.backends.abstract import KVCacheSpec
+    from attn.backends.metadata import CommonAttentionMetadata
+    from attn.torch.backends._triton import _BatchPlan
+    from attn.torch.backends.triton_attn import TritonAttentionBackend
+
+    timed: list[int] = []
+
+    def time(run: Callable[[], Any]) -> float:
+        run()
+        timed.append(1)
+        return 1.0
+
+    monkeypatch.setattr(autotune, "_time", time)
+    monkeypatch.setattr(autotune, "_around", lambda by_rule, least: [])
+    spec = KVCacheSpec(16, 1, 32, "float16")
+    batch = CommonAttentionMetadata.from_lens([18, 1], [20, 9], [[0, 1], [2]], 16)
+    metadata = TritonAttentionBackend.get_builder_cls()(spec, ["layer"], None, CPU).build(0, batch)
+    impl = TritonAttentionBackend.get_impl_cls()(2, 32, 0.2, 1)
+    impl._plan = lambda *_: _BatchPlan(together=True, writes=True)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(19, n, 32, dtype=torch.float16) for n in (2, 1, 1))
+    cache, one = torch.randn(2, 3, 16, 1, 32, dtype=torch.float16), torch.ones(())
+    layer, found = SimpleNamespace(_k_scale=one, _v_scale=one), []
+    for on in ("0", "1"):
+        monkeypatch.setenv("ATTN_AUTOTUNE", on)
+        found.append((impl.forward(layer, query, key, value, there := cache.clone(), metadata), there))
+    assert timed and all(torch.equal(a, b) for a, b in zip(*found, strict=True))

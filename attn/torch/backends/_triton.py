@@ -235,8 +235,10 @@ class TritonPagedImpl(PagedAttentionImpl):
             # A mixed batch is measured as a prefill; the launch of its decodes is tuned by a batch of decodes alone.
             phase = "decode" if meta.max_query_len == 1 else "prefill"
             sizes = (call.query.element_size(), key_cache.element_size())
-            # measured launches are of the kernels apart: prompts in the decodes' launch have a rule of their own
-            launch = functools.partial(paged_attention, **{**arguments, "together": False})
+            # measured launches are of the kernels apart, which may not write: prompts in the decodes' launch have a rule of
+            # their own
+            apart = {"together": False, "key": None, "value": None, "slots": None}
+            launch = functools.partial(paged_attention, **{**arguments, **apart})
             # what is measured is launched many times and belongs to no call
             with unkept():
                 autotune.tune(phase, (self.num_heads // self.num_kv_heads, self.head_size, *sizes), launch, call.query.device)
