@@ -253,12 +253,14 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def standins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """`standins("fa3", ...)`: these folders of stand-ins can be imported, as if the vendor were installed.
 
-    A stand-in requires what the vendor's kernel requires on a GPU, so rows are aligned on a CPU too.
+    A stand-in requires what the vendor's kernel requires on a GPU, so rows are aligned on a CPU too. It computes on the host, also
+    of a machine with a GPU.
     """
     before = set(sys.modules)
 
     def install(*roots: str) -> None:
         monkeypatch.setattr("attn.torch.alignment.VECTOR_DEVICES", ("cuda", "cpu"))
+        monkeypatch.setattr("attn.torch.diffusion.testing._device", lambda backend: "cpu")
         for root in (".", *roots):
             monkeypatch.syspath_prepend(str((STANDINS / root).resolve()))
         importlib.invalidate_caches()

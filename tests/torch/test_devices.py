@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import attn
 from attn.backends.metadata import CommonAttentionMetadata
@@ -21,6 +22,7 @@ from attn.torch.backends import _paged
 from attn.torch.backends._paged import PagedAttentionImpl
 from attn.torch.backends.mla import _mla
 from attn.torch.backends.mla._mla import MLACommonImpl
+from attn.torch.diffusion.parallel import SequenceParallelAttention
 from attn.torch.metadata import check_device
 
 META = torch.device("meta")
@@ -195,8 +197,20 @@ def test_tensors_on_the_host_are_served_there_on_a_machine_with_a_gpu(name: str 
     dense = DiffusionAttention(4, 32)
     on_gpu = dense.impl
     assert dense(batch, batch, batch).shape == batch.shape and dense.selection.device.platform == "cpu"
-    dense._choose_once("cuda")
+    dense.follow(torch.device("cuda"))
     assert dense.impl is on_gpu and dense.half().selection.device.platform == "cuda"
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "ring"])
+def test_a_sharded_sequence_on_the_host_of_a_machine_with_a_gpu(
+    strategy: str, gpu_here: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 1)
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
+    # of a group of one, the exchange returns what it is given
+    monkeypatch.setattr(dist, "all_to_all_single", lambda received, sent, group: received.copy_(sent))
+    layer, batch = SequenceParallelAttention(4, 32, strategy=strategy), torch.zeros(1, 5, 4, 32)
+    assert layer(batch, batch, batch).shape == batch.shape and layer.local.selection.device.platform == "cpu"
 
 
 def test_a_latent_layer_on_the_host_of_a_machine_with_a_gpu(gpu_here: None) -> None:

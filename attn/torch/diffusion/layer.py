@@ -35,8 +35,11 @@ class DiffusionAttention(BaseDiffusionAttention, nn.Module):
             self._kept = {}
         return super()._apply(fn, recurse)
 
-    def _choose_once(self, name: str) -> None:
-        """Take another platform's backend, such as that of a GPU machine's host; it is chosen at the first call there."""
+    def follow(self, device: torch.device) -> None:
+        """Take the backend of a device's platform, such as a GPU machine's host; it is chosen at the first call there."""
+        name = platform_of(device.type)
+        if name is None or name == self.selection.device.platform:
+            return
         self._kept = {**self._kept, self.selection.device.platform: (self.backend, self.selection, self.impl)}
         if name in self._kept:
             self.backend, self.selection, self.impl = self._kept[name]
@@ -51,9 +54,7 @@ class DiffusionAttention(BaseDiffusionAttention, nn.Module):
         attn_metadata: DiffusionAttentionMetadata | None = None,
     ) -> torch.Tensor:
         """query: [B, S, H, D]; key, value: [B, M, K, D]. Returns [B, S, H, D]; see `DiffusionAttentionImpl.forward`."""
-        at = platform_of(query.device.type)
-        if at is not None and at != self.selection.device.platform:
-            self._choose_once(at)
+        self.follow(query.device)
         if lossy(query):
             with torch.autocast(query.device.type, enabled=False):
                 return self.impl.forward(query, key, value, attn_metadata)

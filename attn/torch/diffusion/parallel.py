@@ -49,6 +49,7 @@ class SequenceParallelAttention(BaseSequenceParallel, nn.Module):
             for name, array in arrays.items():
                 if array is not None and array.requires_grad:
                     raise UnsupportedError(f"{self.strategy}: {name} requires grad: exchanges between ranks have no gradients")
+        self.local.follow(query.device)
         return self._attend(query, key, value, attn_metadata)
 
     def _exchanged(self, x: torch.Tensor, split: int, join: int) -> torch.Tensor:
