@@ -253,8 +253,8 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def standins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """`standins("fa3", ...)`: these folders of stand-ins can be imported, as if the vendor were installed.
 
-    A stand-in requires what the vendor's kernel requires on a GPU, so rows are aligned on a CPU too. It computes on the host, also
-    of a machine with a GPU.
+    A stand-in requires what the vendor's kernel requires on a GPU, so rows are aligned on a CPU too. It computes on the
+    host, also of a machine with a GPU.
     """
     before = set(sys.modules)
 
