@@ -706,7 +706,7 @@ def test_29_no_valid_backend_and_no_reason_vllm_30214_31480_32732_55046_36846() 
 
 @pytest.mark.parametrize("variable", ["ATTN_BACKEND", "VLLM_ATTENTION_BACKEND"])
 def test_30_explicit_choice_replaced_vllm_13730_27424_18764_50292_tensorrt_llm_17698(
-    variable: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    variable: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, no_gpu: None
 ) -> None:
     """Catches a backend asked for by name that is replaced, a variable that is ignored, and a log that names another."""
     with caplog.at_level("INFO", "attn"):

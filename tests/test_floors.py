@@ -206,7 +206,7 @@ def test_f4_what_computes_never_asks_for_the_platform():
 #: Where a call begins, and the hooks that may choose: what they choose is kept, so that a call reaches them once at most (on
 #: each platform that a dense layer is called on).
 FORWARDS = {"forward", "forward_lse", "apply", "__call__", "do_kv_cache_update"}
-CHOOSES_ONCE = {"process_weights_after_loading", "_choose_once"}
+CHOOSES_ONCE = {"process_weights_after_loading", "follow"}
 
 
 class Calls(NamedTuple):

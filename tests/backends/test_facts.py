@@ -227,6 +227,7 @@ class WiredImpl(OldImpl):
     backend = OldBackend
 
 
+@pytest.mark.usefixtures("no_gpu")
 def test_a_backend_of_the_interface_alone_is_registered_chosen_and_listed() -> None:
     with registered_backend("OLD", OldBackend) as member:
         assert AttentionBackendEnum.complaint(OldBackend) == "" and member.get_class() is OldBackend

@@ -16,6 +16,9 @@ from attn.backends.registry import registered_backend  # noqa: E402
 from attn.errors import BackendLoadError, UnsupportedError  # noqa: E402
 from attn.integrations import vllm as integration  # noqa: E402
 
+#: Choices of a machine without a GPU, whatever this one has.
+pytestmark = pytest.mark.usefixtures("no_gpu")
+
 CONFIGURATION = {
     "head_size": 64,
     "dtype": torch.float32,

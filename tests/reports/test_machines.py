@@ -20,6 +20,10 @@ pytest.importorskip("torch")
 # names
 
 
+#: Choices of a machine without a GPU, whatever this one has.
+pytestmark = pytest.mark.usefixtures("no_gpu")
+
+
 @pytest.mark.parametrize(
     ("name", "framework", "device"),
     [

@@ -22,6 +22,10 @@ def test_every_member_of_the_three_registries_has_a_row():
     assert len(table) == len(table.rows)
 
 
+#: Choices of a machine without a GPU, whatever this one has.
+pytestmark = pytest.mark.usefixtures("no_gpu")
+
+
 @pytest.mark.parametrize("registry", report.REGISTRIES)
 def test_one_registry(registry):
     assert {row.registry for row in report.backends(registry)} == {registry}

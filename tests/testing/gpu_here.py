@@ -10,6 +10,7 @@ from typing import Any
 from attn.capabilities import Device
 from attn.torch import platforms
 
+_ITS = platforms.CudaPlatform.device
 GPU = Device("torch", "cuda", "NVIDIA H100 80GB HBM3", "sm_90")
 
 
@@ -17,7 +18,7 @@ def patch(set_attribute: Callable[[object, str, Any], None]) -> None:
     """Replace what tells the selector which device this machine has."""
     forget()
     set_attribute(platforms, "_present_platform", lambda: "cuda")
-    set_attribute(platforms.CudaPlatform, "device", lambda self: GPU)
+    set_attribute(platforms.CudaPlatform, "device", lambda self: GPU if platforms._present_platform() == "cuda" else _ITS(self))
 
 
 def forget() -> None:

@@ -2,8 +2,11 @@
 
 import collections
 import copy
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +29,7 @@ from attn.torch.diffusion.parallel import SequenceParallelAttention
 from attn.torch.metadata import check_device
 
 META = torch.device("meta")
+TESTS = Path(__file__).parents[1]
 BATCH = CommonAttentionMetadata.from_lens([5], [5], [[1]], 16)
 
 
@@ -253,6 +257,16 @@ def test_a_backend_of_the_host_refuses_a_call_on_a_gpu() -> None:
     backend, query = AttentionBackendEnum["CPU_ATTN"].get_class(), SimpleNamespace(device=torch.device("cuda", 1))
     with pytest.raises(DeviceError, match="CPU_ATTN: query is on cuda:1: must be on a device of cpu"):
         check_device(backend, None, query)  # type: ignore[arg-type]
+
+
+@pytest.mark.full
+def test_files_whose_tensors_are_on_the_host_pass_on_a_machine_with_a_gpu() -> None:
+    """Those that choose backends without saying for which device, in a process whose selector finds a GPU."""
+    names = "test_functional.py test_layer.py selection torch/test_layer.py torch/diffusion reports integrations/test_vllm.py"
+    files = [str(TESTS / name) for name in names.split()]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "tests.testing.gpu_here", *files]
+    done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, timeout=3000)
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
