@@ -14,7 +14,7 @@ _REGISTERS = {1: (232, 24), 2: (240, 24), 3: (160, 24)}
 #: registers of a multiprocessor.
 _REGISTERS_OF_ONE = {2: 128, 3: 80}
 #: Numbers of keys at which tiles or consumers change (`_keys`, `_consumers`).
-_BOUNDS = (400, 600, 1000, 2000, 2500, UNBOUNDED)
+_BOUNDS = (250, 1000, 2000, 2500, UNBOUNDED)
 
 
 class PrefillParams(NamedTuple):
@@ -165,7 +165,8 @@ def constants(sizes: tuple[int, ...], params: PrefillParams, variant: Variant, v
         "cap": params.cap, "left": params.left, "right": params.right, "min_query": params.min_query, "H": heads, "G": group,
         "D": size, "DV": width, "BLOCK_D": _padded(size), "BLOCK_V": min(_padded(width), 256), "P": page,
         "BOX": _box(page, keys), "BLOCK_Q": 64 * consumers // group, "BLOCK_N": keys,
-        "CONSUMERS": consumers, "STAGES": _stages(size, consumers), "Q_STAGES": _q_stages(size, variant.copied),
+        "CONSUMERS": consumers, "STAGES": _stages(size, width, variant.copied, consumers, keys),
+        "Q_STAGES": _q_stages(size, variant.copied),
         "COPIED": variant.copied, "PAGED": variant.paged, "RAGGED": variant.ragged, "EQUAL": variant.equal,
         "NEGATE": params.negate, "CHUNK": params.chunk, "SPAN_RIGHT": params.span_right,
         "HAS_LEFT": params.left < UNBOUNDED or params.chunk > 0,
@@ -188,37 +189,43 @@ def _keys(size: int, width: int, params: PrefillParams, copied: bool, group: int
     head.
 
     Measured on H200s: three consumers (heads of 64) are faster with 64 keys than with 128 below 2,000 keys seen (causal, 700 to
-    1,000 keys: 0.75 of the time). Without causality only batches of equal lengths were timed there.
+    1,000 keys: 0.75 of the time). Without causality only batches of equal lengths were timed there. Above 64: see `_consumers`.
     """
-    few = params.right < UNBOUNDED if params.keys_below is None else params.keys_below <= 2000
+    sees = params.keys_below
+    if size <= 64:
+        few = params.right < UNBOUNDED if sees is None else sees <= 2000
+    else:
+        few = sees is not None and sees <= (1000 if params.ends else 2000)
     # 128 keys of 192 columns and of 128 columns of values, two stages each, and queries of 192 take 208 KiB of 227.
-    tall = size <= (192 if copied else 128) and width <= 128 and not (size <= 64 and few)
+    tall = size <= (192 if copied else 128) and width <= 128 and not few
     return 128 if tall and _consumers(size, width, params, copied, group) > 1 else 64
 
 
 def _consumers(size: int, width: int, params: PrefillParams, copied: bool, group: int) -> int:
     """Consumers of a program, each of 64 rows: three where the exponentials take as long as the products, so that they keep
     both units busy, or two. Where rows see few keys, one, if two such programs share a multiprocessor: one computes while the
-    other begins or ends a unit, and short batches have more units. Arguments: as of `_keys`.
+    other begins or ends a unit, and short batches have more units. But each reads its own keys and values from the second-level
+    cache, twice as many bytes for a product as two consumers of a program. Arguments: as of `_keys`.
 
-    Where pages end with their keys the producer of values has less to do, which the programs of more consumers gain more by.
-    Set by 126 launches of equal lengths on an H100 with both numbers of consumers; on 44 drawn at random (heads of 32 to 128,
-    256 to 4,096 rows, causal or not) the choice takes 1.007 of the faster one's time (geometric mean; at most 1.12).
+    Above 64 the limits, here and of `_keys`, follow 164 launches of equal lengths on H100s, with one consumer, and with two and
+    64 or 128 keys a tile. On the 72 of them that were drawn at random (heads of 80 to 128; dense, ragged and over pages; 76 to
+    5,467 keys seen) the choice takes 1.008 of the fastest one's time (geometric mean; at most 1.14).
     """
-    few = (1000 if params.ends else 2500) if size <= 64 else (400 if params.ends else 600)
+    few = (1000 if params.ends else 2500) if size <= 64 else 250
     few = params.keys_below is not None and params.keys_below <= few
     # A unit is whole tokens, and one consumer's 64 rows hold none of more query heads.
-    if few and group <= 64 and _bytes_of_one(size, width, copied) <= _room(_resident(size)):
+    if few and group <= 64 and _held(size, width, copied, 1, 64) >= 2:
         return 1
     return 3 if size <= 64 else 2
 
 
-def _bytes_of_one(size: int, width: int, copied: bool) -> int:
-    """Shared memory of a program's tiles of 16-bit elements, with one consumer and 64 keys a tile."""
+def _held(size: int, width: int, copied: bool, consumers: int, keys: int) -> int:
+    """Tiles of so many keys, and of their values, that a program's shared memory holds beside the queries, of 16 bits."""
     # 129 to 192 columns are three tiles of 64, but not of queries that consumers store (`hopper_prefill`)
     columns = 192 if 128 < size <= 192 else _padded(size)
-    queries = 64 * (columns if copied else _padded(size)) * _q_stages(size, copied)
-    return 2 * (queries + 64 * (columns + min(_padded(width), 256)) * _stages(size, 1))
+    queries = 64 * consumers * (columns if copied else _padded(size)) * _q_stages(size, copied)
+    room = _room(_resident(size) if consumers == 1 else 1) // 2
+    return (room - queries) // (keys * (columns + min(_padded(width), 256)))
 
 
 def _resident(size: int) -> int:
@@ -228,8 +235,8 @@ def _resident(size: int) -> int:
 
 def _room(programs: int) -> int:
     """Bytes for the tiles of each of so many programs that share the 228 KiB of a multiprocessor, which keeps 1 KiB for each;
-    barriers and the description of units take less than 4 KiB."""
-    return 228 * 1024 // programs - 1024 - 4096
+    barriers, the description of units, and results that change threads take less than 7 KiB."""
+    return 228 * 1024 // programs - 1024 - 7 * 1024
 
 
 def _q_stages(size: int, copied: bool) -> int:
@@ -237,12 +244,11 @@ def _q_stages(size: int, copied: bool) -> int:
     return 2 if copied and size <= 128 else 1
 
 
-def _stages(size: int, consumers: int) -> int:
-    """Tiles of keys, and of values, in the ring buffer."""
-    if size <= 64:
-        return 3 if consumers == 1 else 4
-    # 64 keys of 512 columns and 256 columns of values fill the memory with one stage: 64 + 32 KiB beside 128 of queries.
-    return 2 if size <= 256 else 1
+def _stages(size: int, width: int, copied: bool, consumers: int, keys: int) -> int:
+    """Tiles of keys, and of values, in the ring buffer: 256 keys where memory holds them, or four tiles for heads of up to
+    64."""
+    # Heads of 512 fill the memory, 64 KiB of keys and 32 of values beside 128 of queries, into the room that others leave free.
+    return max(1, min(4 if size <= 64 else 256 // keys, _held(size, width, copied, consumers, keys)))
 
 
 def _box(page: int, keys: int) -> int:

@@ -199,7 +199,7 @@ MASKS = {
 @pytest.mark.parametrize("wild", [False, True])
 @pytest.mark.parametrize("name", MASKS)
 def test_rows_see_what_the_definition_says(name: str, wild: bool) -> None:
-    run(LENS, mask=MASKS[name], wild=wild, rules={"keys_below": 400 if wild else UNBOUNDED})  # tiles of 64 keys and of 128
+    run(LENS, mask=MASKS[name], wild=wild, rules={"keys_below": 250 if wild else UNBOUNDED})  # tiles of 64 keys and of 128
 
 
 @pytest.mark.parametrize("spans", [False, True])
@@ -226,12 +226,12 @@ def test_scores_of_any_size(name: str, few: bool) -> None:
     """In tiles without a mask the sums decide what is subtracted from scores."""
     lens = [(150, 277), (64, 512)]  # the first row sees nothing of its first tile, and all of the next one
     for mask in (MASKS["causal"], MASKS["both directions"]):
-        run(lens, mask=mask, rules={"keys_below": 400 if few else UNBOUNDED}, scores_of=SCORES[name], again="beyond" in name)
+        run(lens, mask=mask, rules={"keys_below": 250 if few else UNBOUNDED}, scores_of=SCORES[name], again="beyond" in name)
 
 
 @pytest.mark.parametrize("name", ["causal", "window", "everything"])
 def test_float16_needs_the_maximum(name: str) -> None:
-    run(LENS, mask=MASKS[name], bfloat16=None, rules={"keys_below": 400 if name == "window" else UNBOUNDED})
+    run(LENS, mask=MASKS[name], bfloat16=None, rules={"keys_below": 250 if name == "window" else UNBOUNDED})
 
 
 @pytest.mark.parametrize(
@@ -269,18 +269,24 @@ def test_slots_that_are_far_apart() -> None:
 @pytest.mark.parametrize("keys", [31, 97, 150])
 def test_pages_that_end_with_the_last_key(keys: int, size: int, few: bool) -> None:
     """The engine fills in zeros after them, so no value is overwritten."""
-    rules = {"keys_below": 400 if few else UNBOUNDED, "ends": True}
+    rules = {"keys_below": 250 if few else UNBOUNDED, "ends": True}
     for mask in (MASKS["causal"], MASKS["both directions"]):
         run([(keys, keys), (keys - 9, keys)], mask=mask, size=size, page=keys, rules=rules)
 
 
-@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize("below", [250, 1000, UNBOUNDED])  # above 64: one consumer, two with 64 keys a tile, two with 128
 @pytest.mark.parametrize("size", [64, 96, 256])
 @pytest.mark.parametrize("name", ["causal", "both directions", "window"])
-def test_equal_requests_have_no_lists(name: str, size: int, few: bool) -> None:
-    rules = {"keys_below": 400 if few else UNBOUNDED, "ends": name != "window"}
+def test_equal_requests_have_no_lists(name: str, size: int, below: int) -> None:
+    rules = {"keys_below": below, "ends": name != "window"}
     for rows in (31, 150):
-        run([(rows, rows)] * 3, mask=MASKS[name], size=size, page=rows, rules=rules, wild=few, equal=True)
+        run([(rows, rows)] * 3, mask=MASKS[name], size=size, page=rows, rules=rules, wild=below == 250, equal=True)
+
+
+@pytest.mark.parametrize(("heads", "size"), [((4, 2), 72), ((6, 2), 128), ((4, 2), 160)])
+def test_more_stages_of_fewer_keys(heads: tuple[int, int], size: int) -> None:
+    """Rings that are passed several times by a unit, and a consumer without rows."""
+    run([(70, 700), (65, 65), (129, 333)], mask=MASKS["causal"], heads=heads, size=size, rules={"keys_below": 1000})
 
 
 @pytest.mark.parametrize("size", [96, 512])
@@ -303,25 +309,26 @@ def test_tiles_are_smaller_where_rows_see_few_keys() -> None:
         return tiles(*arguments, **more)[0]
 
     assert [keys(size, 400) for size in (64, 96, 128)] == [64] * 3
-    assert [keys(size, 1000) for size in (64, 96, 128)] == [64, 128, 128]
+    assert [keys(size, 1999) for size in (64, 96, 128)] == [64] * 3
+    assert [keys(size, seen, ends=True) for size in (96, 128) for seen in (999, 1000)] == [64, 128] * 2
     assert [keys(size, 4000) for size in (64, 128, 256)] == [128, 128, 64]
     assert keys(192, 400, 128) == 64 and keys(192, 4000, 128) == 128 and keys(192, 4000) == 64
     assert [keys(size, None) for size in (64, 128)] == [64, 128]  # not known
     assert keys(128, 4000, left=256) == 64  # a window hides the others
     assert [keys(size, 300, right=UNBOUNDED) for size in (64, 128)] == [64, 64]
-    assert [keys(size, 700, right=UNBOUNDED) for size in (64, 128)] == [64, 128]
+    assert [keys(size, seen, right=UNBOUNDED) for size, seen in ((64, 2500), (96, 2000), (96, 1999))] == [128, 128, 64]
     for right in (0, UNBOUNDED):
         assert [tiles(64, seen, right=right)[1] for seen in (300, 2400, 2500, None)] == [1, 1, 3, 3]
         assert [tiles(64, seen, right=right, ends=True)[1] for seen in (300, 900, 1000)] == [1, 1, 3]
-        assert [tiles(128, seen, right=right)[1] for seen in (300, 500, 600, None)] == [1, 1, 2, 2]
-        assert [tiles(128, seen, right=right, ends=True)[1] for seen in (300, 400)] == [1, 2]
+        for ends in (False, True):
+            assert [tiles(128, seen, right=right, ends=ends)[1] for seen in (249, 250, None)] == [1, 2, 2]
     # two programs of wider heads do not fit in a multiprocessor's memory
-    assert [tiles(size, 300)[1] for size in (192, 256, 512)] == [2, 2, 2]
-    assert [tiles(192, 300, 128, copied)[1] for copied in (True, False)] == [1, 2]
+    assert [tiles(size, 200)[1] for size in (192, 256, 512)] == [2, 2, 2]
+    assert [tiles(192, 200, 128, copied)[1] for copied in (True, False)] == [1, 2]
 
 
 @pytest.mark.parametrize(
-    ("size", "below", "units", "programs"), [(64, 400, 64, 396), (128, 400, 64, 264), (128, 2000, 128, 132)]
+    ("size", "below", "units", "programs"), [(64, 250, 64, 396), (128, 250, 64, 264), (128, 1000, 128, 132)]
 )
 def test_programs_of_one_consumer_share_a_multiprocessor(size: int, below: int, units: int, programs: int) -> None:
     tokens, heads = 4000, 8
@@ -338,7 +345,7 @@ def test_programs_of_one_consumer_share_a_multiprocessor(size: int, below: int, 
         assert plan.resident * (used + 4096 + 1024) <= 228 * 1024
 
 
-@pytest.mark.parametrize("below", [None, 400, 2000])
+@pytest.mark.parametrize("below", [None, 250, 2000])
 @pytest.mark.parametrize("group", [1, 33, 64, 65, 71, 128])
 def test_a_unit_holds_a_token(group: int, below: int | None) -> None:
     """One consumer has 64 rows: fewer than a token's where a kv head has more query heads."""
@@ -352,7 +359,7 @@ def test_a_unit_holds_a_token(group: int, below: int | None) -> None:
     assert plan.resident == (3 if constants["CONSUMERS"] == 1 else 1)
 
 
-@pytest.mark.parametrize(("size", "below"), [(64, 400), (64, None), (128, None), (512, None), (72, 600)])
+@pytest.mark.parametrize(("size", "below"), [(64, 250), (64, None), (128, None), (512, None), (72, 1000)])
 def test_consumers_of_a_token_or_none(size: int, below: int | None) -> None:
     """64 rows are 32 tokens: of units of 64 or 96 tokens, the last one has one token of a later consumer, or none."""
     lens = [(32, 40), (33, 33), (64, 100), (65, 65), (97, 110), (160, 161)]
