@@ -426,22 +426,9 @@ def _produce(  # type: ignore[no-untyped-def]
         # consumers and the producer of values have read the unit two before, which was in this place
         mbarrier.wait(u_empty.index(wave % 2), wave // 2 & 1 ^ 1)
         unit = _describe(
-            number,
-            request,
-            before,
-            starts,
-            mask,
-            num_reqs,
-            K,
-            BLOCK_Q,
-            BLOCK_N,
-            PAGED,
-            RAGGED,
-            EQUAL,
-            HAS_RIGHT,
-            CHUNK,
+            number, request, before, starts, mask, num_reqs, K, BLOCK_Q, BLOCK_N, PAGED, RAGGED, EQUAL, HAS_RIGHT, CHUNK,
             SPAN_RIGHT,
-        )
+        )  # fmt: skip
         _publish(units_ring, u_full, wave, unit)
         unit = _read(units_ring, wave, 1)
     # A program adds 1 here after it has taken its last number, so the program that counts the last one knows that none reads

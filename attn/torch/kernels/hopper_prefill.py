@@ -104,12 +104,9 @@ class _PlannedLaunch(NamedTuple):
 def _planned(arrays: Sequence[Any], page: int, params: PrefillParams, ragged: bool = False) -> _PlannedLaunch:
     """arrays: of the kernel, without the counters. Requests without lists (`starts`) are equal: see `Variant`."""
     output, lse, query, key, value, starts, _, table, *_ = arrays
-    shapes, of, equal = (
-        (x.shape for x in (query, key, value)),
-        (x.stride() for x in (query, key, value, output)),
-        starts is None,
-    )
-    num_reqs, rows = (key.shape[0], key.shape[1]) if equal else (starts.shape[0] - 1, 0)
+    shapes, of = (x.shape for x in (query, key, value)), (x.stride() for x in (query, key, value, output))
+    equal = starts is None
+    num_reqs, rows = key.shape[:2] if equal else (starts.shape[0] - 1, 0)
     plan = plan_of(Arrays(*shapes, *of), num_reqs, page, equal or table is not None, params, not query.data_ptr() % 16)
     signature, copied = signature_of((*arrays, None), plan.strides), plan.maps[0] is not None
     kernel = _prepared(signature, plan.sizes, params, copied, ragged, plan.far)

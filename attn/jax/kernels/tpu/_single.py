@@ -165,10 +165,10 @@ def attend(cfg: RaggedConfig, refs: RaggedRefs, slot: jax.Array, tiles: Tiles, m
         if exact:  # a weight of 0 does not hide NaN
             row = keys.begin + lax.broadcasted_iota(jnp.int32, values.shape, 0)
             values = jnp.where(visible(keys, row), values, 0.0)
-        p, values = p.astype(dtype), values if unsigned else values.astype(dtype)
-        products = dot(p, values, 1, 0)
-        products = cleared(products, p) if unsigned else products
-        refs.acc1[at] = refs.acc1[at] * widen(rescale, cfg.join * cfg.lanes) + products
+        values = values if unsigned else values.astype(dtype)
+        rescaled, weights = refs.acc1[at] * widen(rescale, cfg.join * cfg.lanes), p.astype(dtype)
+        products = dot(weights, values, 1, 0)
+        refs.acc1[at] = rescaled + (cleared(products, weights) if unsigned else products)
 
     def stage(first_group: jax.Array, count: int) -> None:
         pending: list[tuple[jax.Array, int, Keys, jax.Array]] = []
