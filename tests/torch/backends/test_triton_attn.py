@@ -81,8 +81,8 @@ def test_the_plan_of_a_batch() -> None:
     # decodes that end soon are whole beside prompts too; the bytes of e4m3 were not timed
     short = [(1, 200 + 4 * i) for i in range(97)] + [(1000, 1000)]
     assert [plan(short, 28, 4, itemsize=itemsize)[2] for itemsize in (2, 1)] == [True, False]
-    assert [plan([(n, n)] * 4, 32, 8, size)[1] for n, size in ((800, 128), (2048, 64), (8192, 64))] == [600, 2000, UNBOUNDED]
-    assert [plan([(300, 300), (4096, 4096)], 32, 8, sliding_window=left)[1] for left in (256, None)] == [400, 2000]
+    assert [plan([(n, n)] * 4, 32, 8, size)[1] for n, size in ((800, 128), (2048, 64), (8192, 64))] == [1000, 2000, UNBOUNDED]
+    assert [plan([(300, 300), (4096, 4096)], 32, 8, sliding_window=left)[1] for left in (256, None)] == [250, 2000]
 
 
 @pytest.mark.triton_kernels
