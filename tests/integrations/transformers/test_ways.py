@@ -8,6 +8,7 @@ that compile cost seconds: `make test` draws one of them.
 """
 
 import copy
+import inspect
 import os
 
 import pytest
@@ -308,6 +309,8 @@ def test_keys_that_an_indexer_chose(way):
 
 @pytest.mark.parametrize("way", [greedy, left_padding, beams, chunked_prefill, static_cache], ids=named)
 def test_masks_that_are_added(way):
+    if "allow_is_causal_skip" not in inspect.signature(transformers.masking_utils.create_causal_mask).parameters:
+        pytest.skip("the model adds to a mask that it cannot ask for in this transformers, and that is not always there")
     agree(way, "doge", "attn")
 
 
