@@ -61,8 +61,8 @@ class BaseDiffusionAttention:
             key_mask=key_mask,
         )
         named: dict[str, Any] = {"role": role, "category": category, "config": config, "backend": backend}
-        # Kept for another choice: a torch layer selects again when its module is cast, under the same conditions but
-        # for the dtype.
+        # Kept for another choice: a torch layer selects again when its module is cast, or is called on another platform, under
+        # the same conditions but for that.
         self._select: Callable[..., Selection] = functools.partial(select_diffusion, framework=self.framework, **named)
         self._shape = (num_heads, head_size, softmax_scale, causal, num_kv_heads, prefix)
         self._choose(request)

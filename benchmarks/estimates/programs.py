@@ -49,7 +49,8 @@ def measure(row: Row, chip: str, page: int, kernel: str, dump: str, program: Any
 def program_digest(program: Any) -> str:
     """Return a digest of a program's kernels as JAX traces them: code that does not change it does not change their time.
 
-    Figures depend on nothing else: scalars of the batch are constants of the trace. Names of variables follow from their order.
+    Scalars of the batch are constants of the trace, and names of variables follow from their order. The method and the versions
+    of libtpu and JAX, which a figure depends on too, are not in it.
     """
     import jax
     import numpy as np

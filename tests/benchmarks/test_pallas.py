@@ -120,11 +120,13 @@ def test_a_digest_is_that_of_the_traced_program() -> None:
     assert len({programs.program_digest(x) for x in (plain, *others)}) == 4
 
 
-@pytest.mark.parametrize("is_same", [True, False])
+@pytest.mark.parametrize(("is_same", "failed"), [(True, False), (False, False), (True, True)])
 def test_a_program_that_is_the_same_is_not_measured_again(
-    is_same: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    is_same: bool, failed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    key, before = "decode 64 x 4k | v6e | 128 | attn", {"us": 700.0, "source": "before", "program": "abc", "date": "then"}
+    """An error is: it may have been that of a limit."""
+    key, outcome = "decode 64 x 4k | v6e | 128 | attn", {"error": "out of memory"} if failed else {"us": 700.0}
+    before = {**outcome, "source": "before", "program": "abc", "date": "then"}
     monkeypatch.setattr(pallas, "ours", lambda *_: _program(1))
     monkeypatch.setattr(pallas, "program_digest", lambda _: "abc" if is_same else "def")
     monkeypatch.setattr(pallas, "measure", lambda *_: {"us": 650.0})
@@ -144,7 +146,8 @@ def test_a_program_that_is_the_same_is_not_measured_again(
     pallas.main()
     made = json.loads(pallas.RESULTS.read_text())["rows"][key]
     assert made["source"] == programs.source("paged")
-    assert (made["us"], made["program"], made["date"] == "then") == ((700.0, "abc", True) if is_same else (650.0, "def", False))
+    kept, program = is_same and not failed, "abc" if is_same else "def"
+    assert (made["us"], made["program"], made["date"] == "then") == (700.0 if kept else 650.0, program, kept)
 
 
 def test_peers_receive_decodes_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,20 +124,9 @@ def run(
         for option in ("num_warps", "maxnreg", "enable_fp_fusion"):
             constants.pop(option, None)
         names = (
-            "o_t",
-            "o_h",
-            "q_t",
-            "q_h",
-            "k_block",
-            "k_slot",
-            "k_head",
-            "v_block",
-            "v_slot",
-            "v_head",
-            "lse_h",
-            "table_r",
+            "o_t", "o_h", "q_t", "q_h", "k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head", "lse_h", "table_r",
             "rows",
-        )
+        )  # fmt: skip
         module.prefill(
             **{name: None if x is None else gluon.Pointer(x) for name, x in arrays.items()},
             q_desc=None if q_map is None else gluon.Boxes(query, *q_map), k_desc=gluon.Boxes(key, *k_map),

@@ -446,10 +446,9 @@ def with_bias(call: ModuleCall) -> ModuleCall:
     mask: Any = call.mask
     if not isinstance(mask, torch.Tensor) or not mask.is_floating_point() or mask.ndim != 4 or hasattr(mask, "attn_described"):
         return call
-    hidden = _hidden(mask)
-    if once(mask, "is_flags", lambda: bool((hidden | (mask == 0)).all())):
+    if once(mask, "is_flags", lambda: bool((_hidden(mask) | (mask == 0)).all())):
         return call
-    return replaced(call, mask=~hidden, bias=mask if call.bias is None else call.bias + mask)
+    return replaced(call, mask=~_hidden(mask), bias=mask if call.bias is None else call.bias + mask)
 
 
 def _hidden(mask: torch.Tensor) -> torch.Tensor:

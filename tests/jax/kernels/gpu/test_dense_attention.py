@@ -44,18 +44,21 @@ def prefill(function, *arguments, rows):
 query, keys = (2, 512, 32, 128), (2, 512, 8, 128)
 prefill(causal, *shapes(query, keys), rows=1024)
 
-def ends(function, *more):
+def kinds(function, *more, keys=keys):
     made, constants = [], hopper_prefill.constants
     hopper_prefill.constants = lambda *a: made.append(constants(*a)) or made[-1]
     lowered("sm_90", function, *shapes(query, keys), *more)
     hopper_prefill.constants = constants
-    return [x["ENDS"] for x in made]
+    return [(x["EQUAL"], x["ENDS"]) for x in made]
 
-# no value is overwritten where each request has all keys, and no window hides the first ones
-assert ends(lambda *a: dot_product.dot_product_attention(*a)) == [True]
-assert ends(lambda *a: dot_product.dot_product_attention(*a, is_causal=True, local_window_size=100)) == [False]
+# No list is read where each request has as many rows as keys; no value is overwritten where it has all keys, and no window
+# hides the first ones.
+plain = lambda *a: dot_product.dot_product_attention(*a)
+assert kinds(plain) == [(True, True)]
+assert kinds(plain, keys=(2, 999, 8, 128)) == [(False, True)]
+assert kinds(lambda *a: dot_product.dot_product_attention(*a, is_causal=True, local_window_size=100)) == [(True, False)]
 lens = jax.ShapeDtypeStruct((2,), jnp.int32)
-assert ends(lambda q, k, v, n: dot_product.dot_product_attention(q, k, v, key_value_seq_lengths=n), lens) == [False]
+assert kinds(lambda q, k, v, n: dot_product.dot_product_attention(q, k, v, key_value_seq_lengths=n), lens) == [(False, False)]
 prefill(jax.vmap(causal), *shapes((3, *query), (3, *keys)), rows=3072)
 prefill(jax.vmap(causal, (0, None, None)), *shapes((3, *query), keys)[:1], *shapes(query, keys)[1:], rows=3072)
 prefill(lambda *a: dot_product.dot_product_attention(*a), *shapes(query, (2, 999, 8, 128)), rows=1024)
