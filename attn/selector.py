@@ -54,13 +54,16 @@ class _Key(NamedTuple):
     per_kind: _PerKind
     generation: int  #: of the registries
     environment: tuple[object, ...]
+    default_device: object  #: JAX's, whose platform is selected for
     measured: object  #: state of the file that `attn.selection.preferences` reads, if ATTN_PREFERENCES is set
 
     def now(self) -> "_Key":
         """Return the key of the same arguments and the current state."""
         environment = envs.selecting()
         measured = environment[_PREFERENCES] and _measuring(self.dtype)
-        return self._replace(generation=generation(), environment=environment, measured=measured)
+        return self._replace(
+            generation=generation(), environment=environment, default_device=_default_device(), measured=measured
+        )
 
 
 # Its raw value decides whether the file of times is looked at: unset costs nothing.
@@ -281,7 +284,7 @@ def _cached_get_attn_backend(
     # A plain tuple in `_Key`'s order: it equals the NamedTuple, whose constructor takes as long as the look-up.
     plain = (
         head_size, type(head_size), dtype, kv_cache_dtype, block_size, type(block_size), is_attention_free, is_blocksparse,
-        use_mla, loaded, _forced.get(), _per_kind.get(), generation(), environment,
+        use_mla, loaded, _forced.get(), _per_kind.get(), generation(), environment, _default_device(),
         environment[_PREFERENCES] and _measuring(dtype),
     )  # fmt: skip
     try:
@@ -305,6 +308,12 @@ def _cached_get_attn_backend(
                 _cache.clear()
             _cache[key] = backend
         return backend
+
+
+def _default_device() -> object:
+    """Return `jax.default_device`, which may differ between calls, in a process that has imported jax."""
+    config = getattr(sys.modules.get("jax"), "config", None)
+    return getattr(config, "jax_default_device", None)
 
 
 def _measuring(dtype: Any) -> object:

@@ -18,6 +18,7 @@ from attn.capabilities import Feature
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.diffusion.selector import make_diffusion_request, select_diffusion
 from attn.errors import DTypeError, ShapeError, UnsupportedError
+from attn.jax.platforms import platform_of
 from attn.kernels.paged_launch import LayerParams
 from attn.visibility import LayerMask, Visibility, Window
 
@@ -174,7 +175,8 @@ def _chosen(call: _DenseCall, backend: DiffusionAttentionBackendEnum | str | Non
         # Always: a caller may differentiate at any time, and a selection must not depend on it.
         features=[Feature.BACKWARD, *([Feature.MASK] if call.needs_mask else []), *features],
     )
-    chosen = select_diffusion(request, backend=backend, framework="jax")
+    place = next(filter(None, map(platform_of, call[:3])), None)
+    chosen = select_diffusion(request, backend=backend, framework="jax", platform=place)
     chosen.require()
     return _OF_JAX.get(chosen.name or "", chosen.name)
 

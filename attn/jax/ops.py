@@ -13,6 +13,7 @@ import numpy.typing as npt
 from attn.jax import kv_cache as caches
 from attn.jax.kernels.xla import unpacked
 from attn.jax.kernels.xla_mla import numbers
+from attn.jax.platforms import platform
 from attn.visibility import LayerMask
 
 Array = npt.NDArray[Any]
@@ -153,10 +154,10 @@ def bits_of(host: Array) -> Array:
 
 
 def on_tpu(x: jax.Array) -> bool:
-    """Whether x is on a TPU; for a tracer, whether the default backend is."""
+    """Whether x is on a TPU; for a tracer, whether the default device is."""
     # a tracer is on no device yet
     if isinstance(x, jax.core.Tracer):
-        return jax.default_backend() == "tpu"
+        return platform().name == "tpu"
     return {device.platform for device in x.devices()} == {"tpu"}
 
 

@@ -1,7 +1,7 @@
 """The platforms of jax: TPU, GPU and CPU, each with its priority list of backends and the reasons for the order.
 
-A platform is queried only when a layer is selected; nothing in this module runs at import. `jax.default_backend()`
-determines the current platform; the others can still be queried about devices that are not present.
+A platform is queried only when a layer is selected; nothing in this module runs at import. `jax.default_device`, else
+`jax.default_backend()` determines the current platform; the others can still be queried about devices that are not present.
 """
 
 import contextlib
@@ -47,9 +47,10 @@ class JaxPlatform(Platform):
 
     @functools.cache  # noqa: B019  (one platform object per process)
     def device(self) -> Device:
-        if jax.default_backend() != self.name:
+        try:
+            device = jax.devices(self.name)[0]
+        except RuntimeError:  # no such backend here
             return Device("jax", self.name, self.absent)
-        device = jax.devices()[0]
         return Device("jax", self.name, device.device_kind, self.arch(device))
 
     def arch(self, device: jax.Device) -> str:
@@ -157,10 +158,22 @@ def compiling_for(arch: str) -> Iterator[None]:
 
 
 @functools.cache
-def platform(name: str | None = None) -> JaxPlatform:
-    """The platform called `name`, or the one that `jax.default_backend()` runs on."""
-    if name is None:
-        name = jax.default_backend()
+def _named(name: str) -> JaxPlatform:
     if name not in PLATFORMS:
         raise ValueError(f"jax platform {name!r} is unknown; known: {', '.join(PLATFORMS)}")
     return PLATFORMS[name]()
+
+
+def platform(name: str | None = None) -> JaxPlatform:
+    """The platform called `name`, by default that of `jax.default_device`, else of `jax.default_backend()`."""
+    default = jax.config.jax_default_device  # type: ignore[attr-defined]
+    if name is None and default is not None:  # a device, or the name of a backend
+        name = (jax.devices(default)[0] if isinstance(default, str) else default).platform
+    return _named(jax.default_backend() if name is None else name)
+
+
+def platform_of(x: jax.Array) -> JaxPlatform | None:
+    """The platform of the device that an array is committed to; None if it is traced, or may be moved to the default device."""
+    if isinstance(x, jax.core.Tracer) or not x.committed:
+        return None
+    return platform(next(iter(x.devices())).platform)

@@ -4,8 +4,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+import attn.jax
 from attn import selector
 from attn.capabilities import Device, Request
 from attn.jax import platforms
@@ -24,6 +26,41 @@ def test_a_platform_that_is_not_here_answers_too(name: str) -> None:
     if jax.default_backend() == name:
         pytest.skip(f"a {name} is here")
     assert str(platforms.platform(name).device()) == f"{name.upper()} (none here) (jax)"
+
+
+@pytest.fixture
+def a_gpu_beside(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A machine whose default backend is a GPU, as the selector sees it; the host's device."""
+    gpu = Device("jax", "gpu", "NVIDIA H100 80GB HBM3", "sm_90")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(platforms.GpuPlatform, "device", lambda self: gpu)
+    return jax.devices("cpu")[0]
+
+
+def test_the_default_device_decides(a_gpu_beside: Any) -> None:
+    def chosen() -> list[str]:
+        explained = attn.explain(64, "float32", block_size=16, framework="jax")
+        cls = selector.get_attn_backend(64, jnp.float32, None, 16)
+        layer, dense = attn.jax.Attention(4, 64, backend="XLA_ATTN"), attn.jax.DiffusionAttention(4, 64, backend="XLA_ATTN")
+        places = [x.device.platform for x in (explained, layer.selection, dense.selection)]
+        return [platforms.platform().name, cls.get_name() if places[0] == "cpu" else "", *places]
+
+    assert chosen() == ["gpu", "", "gpu", "gpu", "gpu"]
+    for host in (a_gpu_beside, "cpu"):
+        with jax.default_device(host):
+            assert chosen() == ["cpu", "XLA_ATTN", "cpu", "cpu", "cpu"]
+    assert chosen() == ["gpu", "", "gpu", "gpu", "gpu"]
+
+
+def test_arrays_that_are_committed_are_served_where_they_are(a_gpu_beside: Any) -> None:
+    free = jnp.ones((1, 8, 2, 64), jnp.bfloat16)
+    there = jax.device_put(free, a_gpu_beside)
+    want = jax.nn.dot_product_attention(there, there, there)
+    assert (attn.jax.dot_product_attention(there, there, there) == want).all()
+    with jax.default_device(a_gpu_beside):
+        assert (jax.jit(attn.jax.dot_product_attention)(free, free, free) == want).all()
+    with pytest.raises(Exception, match="(?i)gpu|cudnn|cuda"):
+        attn.jax.dot_product_attention(free, free, free)
 
 
 @pytest.mark.parametrize(
