@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--jobs", type=int, metavar="N", help="number of worker processes (default: 1)")
     add("--part", type=_part, metavar="I/N", help="every N-th case from the I-th on")
     add("--record", action="store_const", const=True, help="write the result to attn/reports/evidence.json")
-    add("--fuzz", type=float, metavar="SECONDS", help="run random cases instead of the suite, for this long in total")
+    add("--fuzz", type=float, metavar="SECONDS", help="run random cases instead of the suite, for about this long in total")
     add("--seed", type=int, metavar="N", help="seed of --fuzz's cases (default: 0)")
     add("--repro", metavar="JSON", help="run this one case on the given backends")
     add("--json", action="store_true", help="machine-readable output")

@@ -208,6 +208,27 @@ def test_dense_backends_are_fuzzed_too(kernel: type[SDPAImpl], monkeypatch: pyte
     assert main(command) == 0, "the backend without the bug"
 
 
+def test_a_case_that_hangs_at_the_end_is_a_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the campaign's time runs out within it; the first case may only be slow, as its process starts."""
+    subject = fuzz_entries.subject_of("SCHEDULER")
+    clock, limits = [0.0], list[float]()
+    monkeypatch.setattr("attn.tools.fuzz.campaign.time.monotonic", lambda: clock[0])
+
+    def hangs(case: Any, limit: float) -> CaseOutcome:
+        limits.append(limit)
+        if len(limits) > quick:
+            clock[0] += limit
+            raise Lost(f"not done within {limit:g} s")
+        return CaseOutcome()
+
+    for quick in (2, 0):
+        clock[0] = 0.0
+        limits.clear()
+        report = campaign(subject, [hangs], 1, 9.0, FuzzReport("SCHEDULER", 1))
+        assert report.cases == (quick + 1 if quick else 0) and limits[-1] == (150 if quick else 9)
+        assert [(find.kind, find.text) for find in report.finds] == [("lost", "not done within 150 s")] * bool(quick)
+
+
 class Here:
     """In the place of a process: it runs its function in this one."""
 

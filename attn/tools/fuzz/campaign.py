@@ -141,7 +141,8 @@ def campaign(
     max_finds: int = sys.maxsize,
 ) -> FuzzReport:
     """Run programs on all examiners in parallel until `time.monotonic()` reaches `until`, or for `most` programs, or until
-    there are `max_finds` finds. `notify` is called with the report after each case. An interrupt ends it and is raised."""
+    there are `max_finds` finds; the last case may end later. `notify` is called with the report after each case. An interrupt
+    ends it and is raised."""
     begin, lock = time.monotonic(), threading.Lock()
     family = _family_of(subject)
     spent = [0.0]
@@ -168,13 +169,15 @@ def campaign(
                 if time.monotonic() >= until:
                     return
                 try:
-                    outcome = _within(examine, case, until)
+                    # The first case may only be slow, as its process starts. Any later one has its whole limit, also where
+                    # the campaign's time runs out within it, or a hang there would go unnoticed.
+                    outcome = _within(examine, case, math.inf if report.cases else until)
                 except Ended as error:
                     with lock:
                         # Not a find: a person or the out-of-memory killer has ended the process, not the case.
                         report.errors.append(f"{error}, while running {case.repro(report.backend)}")
                     continue
-                # The campaign's time has run out within the case, which says nothing about it.
+                # The campaign's time has run out within its first case, which says nothing about it.
                 if outcome is None:
                     return
                 with lock:
@@ -182,8 +185,8 @@ def campaign(
                     report.seconds = time.monotonic() - begin
                 if outcome.failed:
                     # Otherwise a backend that fails often would be minimised all the time, and few of its cases would run.
-                    may_minimise = spent[0] < _SHRINKING * (until - begin)
                     started = time.monotonic()
+                    may_minimise = started < until and spent[0] < _SHRINKING * (until - begin)
                     _add(subject, family, examine, case, outcome, report, lock, until if may_minimise else 0.0)
                     # The others run on meanwhile: only a share of the campaign's time is spent.
                     spent[0] += (time.monotonic() - started) / len(examiners)
