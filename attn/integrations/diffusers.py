@@ -10,6 +10,8 @@ diffusers' list of backends is a closed enum, to which members are added; everyt
 0.42: an incompatible dispatcher raises an error that says so.
 """
 
+import functools
+import warnings
 from typing import Any
 
 import torch
@@ -50,7 +52,31 @@ def register(*, error_budget: float = 0.0) -> tuple[str, ...]:
         member = enum._value2member_map_.get(value) or _member(enum, value)
         enum._value2member_map_[name] = member
         add(member, constraints=[])(_function(backend, error_budget))
+    _warn_of_own_attention()
     return tuple(names)
+
+
+@functools.cache
+def _warn_of_own_attention() -> None:
+    """Let `set_attention_backend` warn of layers outside the dispatcher, which diffusers leaves as they are."""
+    from diffusers import ModelMixin
+
+    models: Any = ModelMixin
+    set_backend = models.set_attention_backend
+
+    @functools.wraps(set_backend)
+    def set_and_warn(model: Any, backend: str) -> None:
+        set_backend(model, backend)
+        processors = [found for module in model.modules() if (found := getattr(module, "processor", None)) is not None]
+        own = [type(processor).__name__ for processor in processors if not hasattr(processor, "_attention_backend")]
+        if own and backend.lower().partition(":")[0] == _NAME:
+            warnings.warn(
+                f'{type(model).__name__}: "{backend}" has no effect on {len(own)} of {len(processors)} attention layers '
+                f"({', '.join(sorted(set(own)))}): they do not call diffusers' attention dispatcher",
+                stacklevel=2,
+            )
+
+    models.set_attention_backend = set_and_warn
 
 
 def _of_jax(name: str) -> bool:

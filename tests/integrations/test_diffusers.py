@@ -70,6 +70,25 @@ def _latents(model: Any, inputs: dict[str, Any], backend: str) -> torch.Tensor:
     return out
 
 
+def test_layers_outside_the_dispatcher_are_named() -> None:
+    """diffusers leaves them as they are, without a word."""
+    from diffusers import SD3Transformer2DModel
+
+    integration.register()
+    model = SD3Transformer2DModel(
+        sample_size=4, patch_size=1, in_channels=4, num_layers=1, attention_head_dim=8, num_attention_heads=2,
+        joint_attention_dim=16, caption_projection_dim=16, pooled_projection_dim=16, out_channels=4,
+    )  # fmt: skip
+    model.set_attention_backend("native")
+    words = r'SD3Transformer2DModel: "attn:TORCH_SDPA" has no effect on 1 of 1 attention layers \(JointAttnProcessor2_0\)'
+    with pytest.warns(UserWarning, match=words):
+        model.set_attention_backend("attn:TORCH_SDPA")
+    integration.register()
+    with pytest.warns(UserWarning) as seen:
+        model.set_attention_backend("attn")
+    assert len(seen) == 1
+
+
 @pytest.mark.parametrize("make", [_flux, _wan], ids=["flux", "wan"])
 @pytest.mark.parametrize("name", ["attn", "attn:TORCH_SDPA"])
 def test_latents_are_those_of_the_native_backend(make: Any, name: str) -> None:

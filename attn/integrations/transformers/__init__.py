@@ -42,6 +42,7 @@ From 5.24 on models store keys themselves and pass all of them on, gathered: `pa
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -67,7 +68,7 @@ from attn.integrations.transformers.batching import (
 )
 from attn.integrations.transformers.call import NAME, UNKNOWN, ModuleCall, refuse_unknown, request, requested
 from attn.integrations.transformers.dispatch import attend, facts_of, launch_of, launched, run_for, runs, selected, weights
-from attn.integrations.transformers.masks import keys_seen, mask
+from attn.integrations.transformers.masks import has_own_attention, keys_seen, mask
 from attn.integrations.transformers.packing import BOUNDARIES, sequences
 from attn.selector import selection_state
 from attn.torch.autocast import autocast
@@ -102,7 +103,30 @@ def register() -> tuple[str, ...]:
                 AttentionInterface.register(spelled, _function(backend))
                 # under the same name, or transformers would make masks of its own for these layers
                 AttentionMaskInterface.register(spelled, mask)
+    _warn_of_own_attention()
     return (NAME, *(f"{NAME}:{backend}" for backend in paged_backends()))
+
+
+@functools.cache
+def _warn_of_own_attention() -> None:
+    """Let transformers' check of a new model's implementation warn where its layers will not call it: such a model keeps its
+    own attention, and only those that ask for a mask are refused, at their first call."""
+    from transformers import PreTrainedModel
+
+    checks: Any = PreTrainedModel
+    check = checks._check_and_adjust_attn_implementation
+
+    @functools.wraps(check)
+    def warning_check(model: Any, implementation: Any, *args: Any, **kwargs: Any) -> Any:
+        if str(implementation).removeprefix(PREFIX).partition(":")[0] in (NAME, PAGED) and has_own_attention(type(model)):
+            warnings.warn(
+                f'{type(model).__name__}: attn_implementation="{implementation}" has no effect: its layers compute attention '
+                "without transformers' AttentionInterface",
+                stacklevel=2,
+            )
+        return check(model, implementation, *args, **kwargs)
+
+    checks._check_and_adjust_attn_implementation = warning_check
 
 
 @contextlib.contextmanager

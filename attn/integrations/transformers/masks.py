@@ -526,16 +526,24 @@ def _slices_masks(config_class: Any) -> bool:
 
 @functools.cache
 def _computes_itself(config_class: Any) -> str | None:
-    """Return the name of a configuration's model if its layers compute attention without transformers' AttentionInterface.
-
-    By the source of transformers' own model, as transformers checks it in `set_attn_implementation`, but not when a model is
-    created with `attn_implementation`. None for models that transformers does not know.
-    """
+    """Return the name of a configuration's model if some of its layers would not call the implementation; None for models that
+    transformers does not know."""
     model = _model_of(config_class)
-    if model is None:
+    if model is None or not (getattr(config_class, "model_type", None) in _PARTLY or has_own_attention(model)):
         return None
-    source = inspect.getsource(sys.modules[model.__module__])
-    if getattr(config_class, "model_type", None) in _PARTLY:
-        return str(model.__name__)
-    attention_class = re.search(r"^class \w*Attention\w*\(nn\.Module\):", source, re.MULTILINE)
-    return str(model.__name__) if attention_class and "ALL_ATTENTION_FUNCTIONS" not in source else None
+    return str(model.__name__)
+
+
+@functools.cache
+def has_own_attention(model: Any) -> bool:
+    """Whether the layers of a class of transformers compute attention without its AttentionInterface.
+
+    By the source of their module, as transformers checks it in `set_attn_implementation`, but not when a model is created with
+    `attn_implementation`.
+    """
+    module = sys.modules.get(model.__module__)
+    if module is None or not model.__module__.startswith("transformers."):
+        return False
+    source = inspect.getsource(module)
+    has_attention = re.search(r"^class \w*Attention\w*\(nn\.Module\):", source, re.MULTILINE) is not None
+    return has_attention and "ALL_ATTENTION_FUNCTIONS" not in source

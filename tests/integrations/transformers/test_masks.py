@@ -1,6 +1,7 @@
 """Chunks, and blocks of tokens that see each other, are recognised exactly: masks and models against eager's."""
 
 import inspect
+import warnings
 
 import pytest
 
@@ -553,7 +554,9 @@ def test_models_that_compute_attention_themselves_are_rejected(kind, padding):
     attn_transformers.register()
     config = getattr(transformers, f"{kind}Config")(vocab_size=64, pad_token_id=0, **OWN[kind])
     made = "eager" if kind == "Git" else "attn"  # transformers itself rejects the others in set_attn_implementation
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=made).eval()
+    with warnings.catch_warnings():  # see the next test
+        warnings.simplefilter("ignore")
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=made).eval()
     inputs = batch(padding)
     if model._supports_attention_backend:  # CodeGen from 5.24 on
         live = inputs["attention_mask"].bool()
@@ -563,6 +566,22 @@ def test_models_that_compute_attention_themselves_are_rejected(kind, padding):
     model.set_attn_implementation("attn")
     with pytest.raises(UnsupportedError, match=rf'{kind}Model: attn_implementation="attn" not supported.*"eager"'):
         model(**inputs)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("DebertaV2", "attn"), ("OpenAIGPT", "attn:TORCH_SDPA"), ("GPTNeo", "attn")])
+def test_models_that_never_ask_say_so_when_they_are_made(kind, name):
+    """They make no mask of transformers, so nothing of this package runs, and transformers checks its own names only."""
+    attn_transformers.register()
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 32}
+    layers = {"num_layers": 1, "attention_types": [[["global"], 1]], "num_heads": 2} if kind == "GPTNeo" else sizes
+    config = getattr(transformers, f"{kind}Config")(hidden_size=32, vocab_size=64, bos_token_id=1, eos_token_id=2, **layers)
+    with pytest.warns(UserWarning, match=f'{kind}Model: attn_implementation="{name}" has no effect: its layers compute'):
+        if kind == "GPTNeo":  # which looks the name up among its own
+            with pytest.raises(KeyError, match="attn"):
+                transformers.AutoModel.from_config(config, attn_implementation=name)
+        else:
+            transformers.AutoModel.from_config(config, attn_implementation=name)
+    transformers.AutoModel.from_config(config, attn_implementation="eager")
 
 
 UNSAID = {
