@@ -118,9 +118,10 @@ def _warn_of_own_attention() -> None:
 
     @functools.wraps(check)
     def warning_check(model: Any, implementation: Any, *args: Any, **kwargs: Any) -> Any:
-        if str(implementation).removeprefix(PREFIX).partition(":")[0] in (NAME, PAGED) and has_own_attention(type(model)):
+        model_class: Any = type(model)
+        if str(implementation).removeprefix(PREFIX).partition(":")[0] in (NAME, PAGED) and has_own_attention(model_class):
             warnings.warn(
-                f'{type(model).__name__}: attn_implementation="{implementation}" has no effect: its layers compute attention '
+                f'{model_class.__name__}: attn_implementation="{implementation}" has no effect: its layers compute attention '
                 "without transformers' AttentionInterface",
                 stacklevel=2,
             )
