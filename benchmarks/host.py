@@ -9,8 +9,8 @@ Needs Triton but no GPU: tensors are on the CPU, a placeholder driver stands for
 and a launch only counts. TRITON_ATTN makes the launches that it would on an H200. So a figure contains the checks, the launch
 rules, torch's operators and Triton's handling of the arguments, and excludes the driver's part, which is in proportion to the
 number of launches. Layers are tiny, and matrix products are replaced by their dispatch alone, because a CPU would compute
-them. "first" is the first layer's call over a batch, "us" that of the layers after it, which repeat its launches. With
---entries each kernel's function is also called alone, with the arguments that the layer's first call passes to it. --build
+them. "first" is the first layer's call over a batch, "us" that of the layers after it, which repeat its launches; of
+dense calls, which have no cache, the first of a layer, and those like it. With --entries each kernel's function is also called alone, with the arguments that the layer's first call passes to it. --build
 times what makes a batch instead: `from_lens` of lists of block ids, of arrays of them and of a table, and a builder of a
 device, from such a batch of arrays, from one whose table was padded, and from tensors on that device. That is one without
 memory (`meta`), for which launches cost nothing, unless --device names another. --adapters times a layer's call by
@@ -48,6 +48,7 @@ from attn.torch import kv_cache as caches
 from attn.torch.backends import _flash_providers
 from attn.torch.backends._triton import TritonPagedImpl
 from attn.torch.backends.mla.prefill.triton import TritonPrefillBackend
+from attn.torch.diffusion.backends.triton_attn import TritonAttentionImpl
 from attn.torch.kernels import direct, kept
 from attn.torch.kernels import driver as direct_driver
 from attn.torch.metadata import PagedAttentionMetadataBuilder
@@ -63,6 +64,8 @@ BATCHES = {
     "16 requests of 4 rows": [4] * 16,
     "4 prompts": [300] * 4,
 }
+#: Dense calls of two sequences: rows and keys of each.
+DENSE = {"2 sequences of 64 rows": (64, 64), "64 rows over 32 keys": (64, 32)}
 ROWS = [
     ("TRITON_ATTN", "auto"),
     ("TRITON_ATTN", "fp8"),
@@ -339,6 +342,15 @@ def counts(seen: list[str]) -> None:
             print(f"{row:44s}{len(operators):6d}{len(allocating):7d}{python:7d}{c:5d}  {', '.join(operators)}", flush=True)
 
 
+def dense_calls(rows: int, keys: int) -> Calls:
+    query, key = (torch.ones(2, n, HEADS, PAGE, dtype=torch.bfloat16) for n in (rows, keys))
+    impl = TritonAttentionImpl(HEADS, PAGE)
+    for _ in range(3):  # checked, made, and repeated
+        impl.forward(query, key, key)
+    first = lambda: TritonAttentionImpl(HEADS, PAGE).forward(query, key, key)  # noqa: E731
+    return Calls(first, lambda: impl.forward(query, key, key))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows whose backend contains this")
@@ -363,6 +375,8 @@ def main() -> None:
         rows |= {
             (*row, name): calls_of(*row, lens) for row in ROWS if arguments.only in row[0] for name, lens in BATCHES.items()
         }
+        if arguments.only in "TRITON_ATTN":
+            rows |= {("TRITON_ATTN", "none", name): dense_calls(*shape) for name, shape in DENSE.items()}
         if arguments.entries:
             rows |= {
                 (row[0], row[1], f"{row[2]}: {name}"): Calls(entry, entry)

@@ -141,7 +141,7 @@ def _function(backend: str | None, error_budget: float) -> Any:
         # NumPy's and torch's scalars too: the scale is a part of the choice's key
         scale = None if scale is None else float(scale)
         impl = impl_for(properties_of(query, key, scale, is_causal, mask, wants_grad, backend, error_budget))
-        meta = DiffusionAttentionMetadata(attn_mask=mask)
+        meta = None if mask is None else DiffusionAttentionMetadata(attn_mask=mask)
         if return_lse:
             out, lse = impl.forward_lse(query, key, value, meta)
             # [B, S, H], as diffusers' own functions return it

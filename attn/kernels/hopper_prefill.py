@@ -32,8 +32,9 @@ infinite, a consumer repeats its tile key by key, so that it affects only the ro
 
 Layouts: query [T, H, D], output [T, H, Dv]; caches [N, P, K, D] and [N, P, K, Dv] of any strides (multiples of 16 bytes; last
 dimension dense), or one array [2N, P, K, D] of both, or a call's own keys and values [m, K, D] and [m, K, Dv] as one page, of
-the rows or, `ragged`, of others; or, of `equal` requests, which have no lists, [R, rows, K, D] and [R, rows, K, Dv]; lse
-[H, T] float32, natural log. D is a multiple of 8 up to 512, Dv one that is not padded to more than D is, and G at most 128.
+the rows or, `ragged`, of others; or, of `equal` requests, which have no lists, [R, M, K, D] and [R, M, K, Dv], where M is
+`num_pages`; lse [H, T] float32, natural log. D is a multiple of 8 up to 512, Dv one that is not padded to more than D is, and G
+at most 128.
 """
 
 from typing import Any
@@ -117,7 +118,7 @@ def _seek(tile, request, before, query_start_loc, min_query, num_reqs, BLOCK_Q: 
 @gluon.jit
 def _find(tile, request, before, starts, min_query, num_reqs, BLOCK_Q: gl.constexpr, EQUAL: gl.constexpr):  # type: ignore[no-untyped-def]
     """`_seek`, by a division where requests are equal."""
-    query_start_loc, _, rows = starts
+    query_start_loc, _, rows, _ = starts
     if EQUAL:
         tiles = (rows + BLOCK_Q - 1) // BLOCK_Q
         request = tile // tiles
@@ -194,14 +195,14 @@ def _describe(  # type: ignore[no-untyped-def]
     """A unit: its request, -1 if there is none; one of K passes over kv heads (`_head`); the request's first token and number
     of tokens; the tile's first token; keys before the request's first token; first key if keys have no pages, or the one page
     of equal requests; first key of a tile of keys, last key + 1."""
-    query_start_loc, seq_lens, rows = starts
+    query_start_loc, seq_lens, rows, keys = starts
     # past the last request the last one's lengths are read, which exist; the number -1 says that there is no unit
     r = gl.minimum(request, num_reqs - 1)
     if EQUAL:  # no load, which the first copies of a program, and of each unit, would wait for
         begin = r * rows
         q_len = rows
         k_begin = r
-        seq_len = rows
+        seq_len = keys
     else:
         begin = gl.load(query_start_loc + r)
         q_len = gl.load(query_start_loc + r + 1) - begin
@@ -1303,7 +1304,7 @@ def prefill(  # type: ignore[no-untyped-def]
     # a decode of the same batch may start on the multiprocessors that this grid leaves free
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
     mask = spans, prefix, is_causal, left, right  # what rows see
-    starts = query_start_loc, seq_lens, rows
+    starts = query_start_loc, seq_lens, rows, num_pages  # equal requests have no lists of pages, but as many keys
     k_strides, v_strides = (k_block, k_slot, k_head), (v_block, v_slot, v_head)
     # each partition's arguments are written out: a constant cannot be assigned to a variable
     if CONSUMERS == 1:

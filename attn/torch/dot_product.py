@@ -120,7 +120,7 @@ def scaled_dot_product_attention(
     q, k, v = ((x.flatten(0, -4) if lead else x[None]).transpose(1, 2) for x in (query, key, value))
     wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     impl = impl_for(properties_of(q, k, scale, is_causal, mask, wants_grad, requested))
-    out: torch.Tensor = impl.forward(q, k, v, DiffusionAttentionMetadata(attn_mask=mask))
+    out: torch.Tensor = impl.forward(q, k, v, None if mask is None else DiffusionAttentionMetadata(attn_mask=mask))
     return out.transpose(1, 2)[..., :width].reshape(*lead, out.shape[2], rows, width)
 
 

@@ -22,6 +22,11 @@ with host.without_kernels() as seen, torch.no_grad():
         seen.clear()
         calls.again()
         assert seen == launches.split(), seen
+    for rows, keys in ((64, 64), (64, 32), (20, 300)):
+        calls = host.dense_calls(rows, keys)
+        seen.clear()
+        calls.again()
+        assert seen == ["prefill"], (rows, keys, seen)
     host.BATCHES = {"3 decodes": [1, 1, 1]}
     with contextlib.redirect_stdout(counted := io.StringIO()):
         host.counts(seen)

@@ -131,7 +131,8 @@ def run(
             **{name: None if x is None else gluon.Pointer(x) for name, x in arrays.items()},
             q_desc=None if q_map is None else gluon.Boxes(query, *q_map), k_desc=gluon.Boxes(key, *k_map),
             v_desc=gluon.Boxes(value, *v_map), factor=size**-0.5 * LOG2E, v_factor=1.0, num_reqs=len(lens),
-            num_pages=len(key), **{name: gluon.integer(x) for name, x in zip(names, sum(own, ()), strict=True)}, **constants,
+            num_pages=key.shape[1] if equal else len(key),
+            **{name: gluon.integer(x) for name, x in zip(names, sum(own, ()), strict=True)}, **constants,
         )  # fmt: skip
     assert counters.tolist() == [0, 0]
     for r, (n, m) in enumerate(lens):
@@ -268,8 +269,8 @@ def test_pages_that_end_with_the_last_key(keys: int, size: int, few: bool) -> No
 @pytest.mark.parametrize("name", ["causal", "both directions", "window"])
 def test_equal_requests_have_no_lists(name: str, size: int, below: int) -> None:
     rules = {"keys_below": below, "ends": name != "window"}
-    for rows in (31, 150):
-        run([(rows, rows)] * 3, mask=MASKS[name], size=size, page=rows, rules=rules, wild=below == 250, equal=True)
+    for rows, keys in ((31, 31), (150, 150), (40, 150), (150, 40)):
+        run([(rows, keys)] * 3, mask=MASKS[name], size=size, page=keys, rules=rules, wild=below == 250, equal=True)
 
 
 @pytest.mark.parametrize(("heads", "size"), [((4, 2), 72), ((6, 2), 128), ((4, 2), 160)])

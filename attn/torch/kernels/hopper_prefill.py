@@ -23,10 +23,19 @@ from attn.kernels.hopper_prefill_launch import (
     plan_of,
 )
 from attn.kernels.launch import LOG2E, UNBOUNDED
-from attn.torch.kernels.direct import Prepared, Repeated, Signature, memory_of_stream, multiprocessors, signature_of
+from attn.torch.kernels.direct import (
+    Prepared,
+    Repeated,
+    Signature,
+    memory_of_stream,
+    multiprocessors,
+    on_device,
+    signature_of,
+)
 
 _ARRAYS = 12  #: of the kernel, without the counters
 _NO_LISTS = (None,) * 7  #: in place of the arrays behind the values, where requests are equal
+_KEPT = 64  #: plans of an `EqualPrompts`
 
 
 def serves(
@@ -66,7 +75,8 @@ def prefill(
 class _PlannedLaunch(NamedTuple):
     """A launch for arrays of certain shapes, strides and dtypes.
 
-    numbers: requests, pages, strides of the log-sum-exp and the block table, and the rows of each of equal requests.
+    numbers: requests, pages, strides of the log-sum-exp and the block table, and 0; of equal requests, the keys of each in
+    place of pages, and the rows of each in place of 0.
     """
 
     kernel: Prepared
@@ -106,49 +116,47 @@ def _planned(arrays: Sequence[Any], page: int, params: PrefillParams, ragged: bo
     output, lse, query, key, value, starts, _, table, *_ = arrays
     shapes, of = (x.shape for x in (query, key, value)), (x.stride() for x in (query, key, value, output))
     equal = starts is None
-    num_reqs, rows = key.shape[:2] if equal else (starts.shape[0] - 1, 0)
+    num_reqs = key.shape[0] if equal else starts.shape[0] - 1
     plan = plan_of(Arrays(*shapes, *of), num_reqs, page, equal or table is not None, params, not query.data_ptr() % 16)
     signature, copied = signature_of((*arrays, None), plan.strides), plan.maps[0] is not None
     kernel = _prepared(signature, plan.sizes, params, copied, ragged, plan.far)
     of_lists = 0 if lse is None else lse.stride(0), 0 if table is None else table.stride(0)
-    return _PlannedLaunch(kernel, plan, (num_reqs, key.shape[0], *of_lists, rows))
+    keys, rows = (key.shape[1], query.shape[0] // num_reqs) if equal else (key.shape[0], 0)
+    return _PlannedLaunch(kernel, plan, (num_reqs, keys, *of_lists, rows))
 
 
 class EqualPrompts:
-    """Prompts of equal lengths whose keys are read where they are, for repeated calls: shapes are examined when they change."""
+    """Requests of equal lengths whose keys are read where they are: shapes are examined once. Where there are more keys than
+    rows, causal rows are the last ones."""
 
     def __init__(self, scale: float, causal: bool) -> None:
-        self._factors = abs(scale) * LOG2E, 1.0
+        self._of = scale, causal
+        self.factors = abs(scale) * LOG2E, 1.0
         self._params = PrefillParams(negate=scale < 0, right=0 if causal else UNBOUNDED, ends=True)
-        #: Shapes, strides and dtypes of the last call; its plan, and whether queries are copied.
-        self._last: tuple[Any, tuple[_PlannedLaunch, bool] | None] = None, None
+        #: By shapes, strides and dtypes: the plan, and whether queries are copied.
+        self._plans: dict[Any, tuple[_PlannedLaunch, bool] | None] = {}
 
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
-        """Return [B, S, H, D] of query [B, H, S, D] and key, value [B, K, S, D]; None if the kernel does not support their
-        shapes, dtypes and addresses."""
-        planned = self._plan_of(query, key, value)
-        # The plan is of arrays at multiples of 16 bytes, which shapes and strides do not tell.
-        if planned is None or (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15:
-            return None
-        plan, copied = planned
-        batch, heads, rows, size = query.shape
-        # [B, H, S, D] whose batch and rows are not one dimension of a constant stride, as the kernel's [T, H, D] has to be
-        if copied:
-            query = query.transpose(1, 2).contiguous()
-        output = query.new_empty((batch, rows, heads, size))
-        plan((output, None, query, key, value, *_NO_LISTS), self._factors, multiprocessors(query.device))
-        return output
+    def __reduce__(self) -> tuple[Any, ...]:
+        return EqualPrompts, self._of  # a copy of a layer plans its own launches, whose kernels are the process's
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lse: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Return [B, S, H, D] of query [B, H, S, D] and key, value [B, K, M, D], and fill lse [H, B * S].
+
+        None if the kernel does not support their shapes, dtypes and addresses."""
+        return _equal_prompts(query, key, value, lse, self)
 
     def bound(self, general: Repeated, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Repeated:
         """Return `general`, which makes such calls, for arrays of these shapes, strides and dtypes: see `Prepared.again`."""
-        planned = self._plan_of(query, key, value) if hopper.is_on("hopper_prefill") else None
+        planned = self.plan_of(query, key, value, None)
         # a launch that is repeated has no copy of the queries before it
         if planned is None or planned[1]:
             return general
         plan, _ = planned
         batch, heads, rows, size = query.shape
         operands = None, None, query, key, value, *_NO_LISTS
-        programs, arrays, numbers = plan.launch(operands, self._factors, multiprocessors(query.device))
+        programs, arrays, numbers = plan.launch(operands, self.factors, multiprocessors(query.device))
         addresses = [0 if x is None else x.data_ptr() for x in arrays]
         # The maps follow the addresses; that of queries is of keys (2) where the engine does not copy queries (`launch`).
         n, q_map = len(addresses), 1 if plan.plan.maps[0] is not None else 2
@@ -157,27 +165,55 @@ class EqualPrompts:
             general, query.device, (batch, rows, heads, size), (programs, 1), (*addresses, *numbers), changing, arrays[-1]
         )
 
-    def _plan_of(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[_PlannedLaunch, bool] | None:
-        """Return `_planned`, which is that of the last call if shapes, strides and dtypes are."""
-        seen, planned = self._last
-        shapes, strides = (query.shape, key.shape, value.shape), (query.stride(), key.stride(), value.stride())
-        now = *shapes, strides, query.dtype, key.dtype, value.dtype, query.device
-        if now != seen:
-            planned = self._planned(query, key, value)
-            self._last = now, planned
-        return planned
+    def plan_of(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lse: torch.Tensor | None
+    ) -> tuple[_PlannedLaunch, bool] | None:
+        """Return the launch for such arrays, and whether it takes a copy of the queries.
 
-    def _planned(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[_PlannedLaunch, bool] | None:
+        None if the kernel does not support their shapes and dtypes, or is off."""
+        if not hopper.is_on("hopper_prefill"):  # also since a launch failed to compile
+            return None
+        shapes, strides = (query.shape, key.shape, value.shape), (query.stride(), key.stride(), value.stride())
+        kind = *shapes, *strides, query.dtype, key.dtype, value.dtype, query.device, lse is None
+        try:
+            return self._plans[kind]
+        except KeyError:
+            if len(self._plans) >= _KEPT:
+                self._plans.clear()
+            planned = self._plans[kind] = self._planned(query, key, value, lse)
+            return planned
+
+    def _planned(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lse: torch.Tensor | None
+    ) -> tuple[_PlannedLaunch, bool] | None:
         heads, rows = query.shape[1:3]
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         dense = query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
-        if not dense or key.shape[2] != rows or not serves(q, k, v, heads // key.shape[1], ONE_PAGE, self._params.negate):
+        if not dense or not serves(q, k, v, heads // key.shape[1], ONE_PAGE, self._params.negate):
             return None
         flat = q.flatten(0, 1)
         # the plan needs the output's strides alone, and each call makes one of its own
-        arrays = torch.empty_like(flat, memory_format=torch.contiguous_format), None, flat, k, v, *_NO_LISTS
+        arrays = torch.empty_like(flat, memory_format=torch.contiguous_format), lse, flat, k, v, *_NO_LISTS
         # `flatten` returns a view where it can: another address says that it copied
-        return _planned(arrays, ONE_PAGE, self._params.seeing(rows, rows)), flat.data_ptr() != q.data_ptr()
+        return _planned(arrays, ONE_PAGE, self._params.seeing(key.shape[2], rows)), flat.data_ptr() != q.data_ptr()
+
+
+@on_device
+def _equal_prompts(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lse: torch.Tensor | None, prompts: EqualPrompts
+) -> torch.Tensor | None:
+    planned = prompts.plan_of(query, key, value, lse)
+    # The plan is of arrays at multiples of 16 bytes, which shapes and strides do not tell.
+    if planned is None or (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15:
+        return None
+    plan, copied = planned
+    batch, heads, rows, size = query.shape
+    # [B, H, S, D] whose batch and rows are not one dimension of a constant stride, as the kernel's [T, H, D] has to be
+    if copied:
+        query = query.transpose(1, 2).contiguous()
+    output = query.new_empty((batch, rows, heads, size))
+    plan((output, lse, query, key, value, *_NO_LISTS), prompts.factors, multiprocessors(query.device))
+    return output
 
 
 @functools.lru_cache(maxsize=1024)

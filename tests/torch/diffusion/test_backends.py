@@ -1,6 +1,8 @@
 """The diffusion backends under torch: the dense suite, on the device at hand or on stand-ins."""
 
+import copy
 import importlib.util
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -103,6 +105,48 @@ def test_calls_without_rows_or_keys_have_a_log_sum_exp(
     assert out.shape == query.shape and not out.any() and out.dtype == query.dtype
     assert lse.shape == (batch, 4, rows) and lse.isneginf().all()
     assert impl.forward(query, key, key).shape == query.shape
+
+
+@pytest.mark.parametrize("changed", ["nothing", "length", "strides", "dtype", "mask", "grad"])
+def test_a_call_like_one_before_is_not_checked_again(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    impl, checked = SDPABackend.get_impl_cls()(2, 64, -0.2), list[int]()
+    prepare = SDPAImpl._prepared
+    monkeypatch.setattr(SDPAImpl, "_prepared", lambda *args: checked.append(1) or prepare(*args))
+    tensors = [torch.randn(2, 8, 2, 64) for _ in range(3)]
+    outputs = [impl.forward(*tensors) for _ in range(4)]
+    assert len(checked) == 2 and all(torch.equal(out, outputs[0]) for out in outputs)  # once by the call, once for its launch
+    others, meta = [torch.randn(2, 8, 2, 64) for _ in range(3)], None
+    if changed == "length":
+        others[1:] = (x[:, :5] for x in others[1:])
+    if changed == "strides":
+        others = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in others]
+    if changed == "dtype":
+        others = [x.double() for x in others]
+    if changed == "mask":
+        meta = DiffusionAttentionMetadata(kv_lens=[3, 8])
+    if changed == "grad":
+        others[0].requires_grad_()
+    got = impl.forward(*others, meta)
+    assert torch.equal(got, SDPABackend.get_impl_cls()(2, 64, -0.2).forward(*others, meta))
+    assert len(checked) == (3 if changed == "nothing" else 4)
+    assert got.requires_grad == (changed == "grad")
+
+
+def test_an_invalid_call_is_refused_each_time() -> None:
+    impl = SDPABackend.get_impl_cls()(2, 64)
+    query, short = torch.zeros(2, 8, 2, 64), torch.zeros(2, 7, 2, 64)
+    for _ in range(3):
+        with pytest.raises(ShapeError, match="key has 8 rows, value 7"):
+            impl.forward(query, query, short)
+
+
+def test_a_copy_of_an_implementation_makes_launches_of_its_own() -> None:
+    layer = DiffusionAttention(2, 64, backend="TORCH_SDPA")
+    tensors = [torch.randn(1, 8, 2, 64) for _ in range(3)]
+    want = [layer(*tensors) for _ in range(3)][0]
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer.impl)), copy.copy(layer.impl)):
+        impl = getattr(twin, "impl", twin)
+        assert not impl._launches and torch.equal(impl.forward(*tensors), want)
 
 
 def test_nan_behind_a_mask_of_keys_reaches_nothing() -> None:

@@ -83,16 +83,16 @@ def _attend(
         return jnp.zeros_like(query), jnp.full(query.shape[:3], -jnp.inf) if return_lse else None
     # NumPy's arrays are constants of the program: nothing computes them at each call
     starts = np.arange(0, (batch + 1) * rows, rows, dtype=np.int32)
-    flat, whole = query.reshape(-1, heads, size), np.full(batch, length, np.int32) if lens is None else lens
+    flat = query.reshape(-1, heads, size)
     outputs = None
     if rows > _FEW and target()[0] == "sm_90" and hopper.is_on("hopper_prefill"):
         # few rows are a decode: its keys are split, which the prefill kernel cannot
-        lists = {} if lens is None and rows == length else {"starts": starts, "lens": whole}
-        outputs = _on_hopper(flat, key, value, layer, return_lse, **lists)
+        outputs = _on_hopper(flat, key, value, layer, return_lse, None if lens is None else starts, lens)
     if outputs is None:
         keys = KVInputs(keys=key.reshape(-1, kv_heads, size), values=value.reshape(-1, kv_heads, size))
         # With equal lengths each request sees its own rows' keys; otherwise a table says where its keys begin.
         if lens is not None or rows != length:
+            whole = np.full(batch, length, np.int32) if lens is None else lens
             keys = keys._replace(lens=whole, table=np.arange(0, batch * length, length, dtype=np.int32)[:, None])
         outputs = paged_attention(flat, starts, keys, layer, BatchBounds(rows, length), return_lse=return_lse)
     out, lse = outputs
@@ -105,17 +105,15 @@ def _on_hopper(
     value: jax.Array,
     layer: LayerParams,
     return_lse: bool,
-    starts: Any = None,
-    lens: Any = None,
+    starts: Any,
+    lens: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None] | None:
-    """Return the Hopper kernel's results; None if it does not support these arrays, or the installed Triton not it. Requests
-    without `starts` and `lens` have as many rows as keys, all as many."""
+    """Return the Hopper kernel's results; None if it does not support these arrays, or the installed Triton not it.
+
+    starts, lens: None where each request attends all of its keys."""
     from attn.jax.kernels.gpu.hopper_prefill import Out, Prompts, prefill, serves
 
-    equal = starts is None
-    table = None if equal else np.arange(key.shape[0], dtype=np.int32)[:, None]
-    # `_attend` makes the lengths of requests that have all keys, at trace time
-    whole = equal or isinstance(lens, np.ndarray)
+    table = None if lens is None else np.arange(key.shape[0], dtype=np.int32)[:, None]
     prompts = Prompts(query, starts, key, value, lens=lens, table=table, one_page=True)
     if not serves(prompts, layer.scale < 0):
         return None
@@ -123,7 +121,7 @@ def _on_hopper(
     out = Out(jnp.empty(query.shape, query.dtype), lse, jnp.zeros(2, jnp.int32))
     rules = layer.of_prompts(0).seeing(key.shape[1], query.shape[0] / key.shape[0])
     # a window or a chunk hides earlier keys, whose values are overwritten
-    rules = rules._replace(ends=whole and layer.left is None and layer.chunk_size is None)
+    rules = rules._replace(ends=lens is None and layer.left is None and layer.chunk_size is None)
     try:
         outputs = prefill(out, prompts, rules, layer.factor(1.0), *target())
     except hopper.CannotCompile:

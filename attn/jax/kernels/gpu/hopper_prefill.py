@@ -19,7 +19,7 @@ _STRIDES = ("o_t", "o_h", "q_t", "q_h", "k_block", "k_slot", "k_head", "v_block"
 class Prompts(NamedTuple):
     """A batch of requests.
 
-    query: [T, H, D]; starts: [R + 1] int32, or None of equal requests (`Variant`): keys [R, S, K, D] and values [R, S, K, Dv]
+    query: [T, H, D]; starts: [R + 1] int32, or None of equal requests (`Variant`): keys [R, M, K, D] and values [R, M, K, Dv]
     then, and no other list. keys: [T, K, D] and values: [T, K, Dv], where each request sees its own rows; or
     [m, K, D] and [m, K, Dv], and key_starts: [R + 1] int32, where each request's keys begin; or keys: [2, N, P, K, D], keys,
     then values, or both as [N, P, K, D] and [N, P, K, Dv], with lens: [R] and table: [R, B], int32. sinks: [H] float32 or None.
@@ -75,7 +75,7 @@ def prefill(out: Out, batch: Prompts, params: PrefillParams, factor: float, arch
     """
     query, keys, values = batch.query, batch.keys, batch.values
     equal = batch.starts is None
-    num_reqs, rows = keys.shape[:2] if equal else (batch.starts.shape[0] - 1, 0)
+    num_reqs = keys.shape[0] if equal else batch.starts.shape[0] - 1
     # keys and values in one array are one list of pages, in which the values' begin at `pages`
     pages = 0
     if values is None:
@@ -105,10 +105,10 @@ def prefill(out: Out, batch: Prompts, params: PrefillParams, factor: float, arch
         "factor": factor,
         "v_factor": 1.0,
         "num_reqs": num_reqs,
-        "num_pages": keys.shape[0],
+        "num_pages": keys.shape[1 if equal else 0],
         "lse_h": 0 if out.lse is None else out.lse.shape[1],
         "table_r": 0 if batch.table is None else batch.table.shape[1],
-        "rows": rows,
+        "rows": query.shape[0] // num_reqs if equal else 0,
         **dict(zip(_STRIDES, plan.strides, strict=True)),
         **constants(plan.sizes, params, Variant(paged, ragged, has[0], has[1], has[2], has[3], plan.far, equal), pages),
     }

@@ -20,6 +20,8 @@ from attn.torch import graphs
 from attn.torch.alignment import aligned
 from attn.torch.ops import Ops
 
+_KEPT = 64  #: launches of an implementation, which layers of several shapes share
+
 
 class DenseImpl(DenseAttentionImpl):
     framework, ops = "torch", Ops
@@ -32,6 +34,11 @@ class DenseImpl(DenseAttentionImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.graph_key = graphs.dense_key(self)
+        #: Launches of calls without masks, by what decides them; None: such a call was made once, and checked.
+        self._launches: dict[Any, Callable[..., torch.Tensor] | None] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_launches": {}}  # a copy makes its own
 
     def forward(
         self,
@@ -40,10 +47,35 @@ class DenseImpl(DenseAttentionImpl):
         value: torch.Tensor,
         attn_metadata: DiffusionAttentionMetadata | None = None,
     ) -> torch.Tensor:
+        if attn_metadata is None and (out := self._repeated(query, key, value)) is not None:
+            return out
         # Checked before the operator all the same (`_prepared`): an error then shows where the graph is traced.
         if self.traceable or not torch.compiler.is_compiling() or (self.traces_rows and query.shape[1] == 1):
             return super().forward(query, key, value, attn_metadata)
         return graphs.dense(self, self._prepared(query, key, value, attn_metadata))
+
+    def _repeated(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
+        """Compute a call like one before, which was checked; None for a first one and where calls are traced."""
+        # tensors of other types, and of a graph, take the way that has all checks
+        if not type(query) is type(key) is type(value) is torch.Tensor or torch.compiler.is_compiling():
+            return None
+        if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+            return None
+        shapes, strides = (query.shape, key.shape, value.shape), (query.stride(), key.stride(), value.stride())
+        kind = *shapes, *strides, query.dtype, key.dtype, value.dtype, query.device, key.device, value.device
+        launch, arrays = self._launches.get(kind), (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+        if launch is None:
+            if kind not in self._launches:
+                if query.numel() and key.numel():  # others need no kernel
+                    if len(self._launches) >= _KEPT:
+                        self._launches.clear()
+                    self._launches[kind] = None
+                return None
+            launch = self.launcher(query, key, value)
+            # without one more look at shapes and strides, which are those of `kind`
+            bound = getattr(launch, "bound", None)
+            launch = self._launches[kind] = launch if bound is None else bound(*arrays)
+        return launch(*arrays)
 
     def _prepared(self, *args: Any) -> DenseCall:
         call = super()._prepared(*args)

@@ -1,12 +1,14 @@
 """TRITON_ATTN: this package's own Triton kernel on dense batches: exact, any head size, on NVIDIA and AMD GPUs.
 
-It is the paged kernel; repeated decodes (`launcher`) have a kernel of their own. A sequence that attends itself is passed
-directly, as for encoders; other keys are passed as a cache with pages in order. For such a cache, the length is padded to a
-multiple of a page, and the present keys are moved to the start.
+It is the paged kernel; repeated decodes (`launcher`) have a kernel of their own. On Hopper, rows that attend all keys are
+passed to its kernel directly (`EqualPrompts`). Elsewhere a sequence that attends itself is passed directly, as for encoders;
+other keys are passed as a cache with pages in order. For such a cache, the length is padded to a multiple of a page, and the
+present keys are moved to the start.
 """
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -20,6 +22,7 @@ from attn.torch.backends import _hopper
 from attn.torch.diffusion.backends._dense import state_of_nothing
 from attn.torch.diffusion.backends._triton import TritonBackend, TritonImpl, present_first
 
+_FEW = 16  #: rows of a decode, whose keys are split among programs
 _PAGE = 128  #: keys per page; the Hopper kernel copies a tile of 128 at once from pages of that size
 
 
@@ -39,34 +42,32 @@ class TritonAttentionImpl(TritonImpl, backend=TritonAttentionBackend):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
         general = super().launcher(query, key, value)
-        # Prompts that attend themselves have a launch of their own on Hopper; other rows over other keys take the general way.
-        if query.shape[1] > 1:
-            return self._prompts(general) if query.shape[1] == key.shape[1] else general
-        from attn.torch.kernels.dense_decode import decoder
+        if query.shape[1] == 1:
+            from attn.torch.kernels.dense_decode import decoder
 
-        shape = self.num_heads, self.num_kv_heads, self.head_size
-        return decoder(query.device, query.dtype, shape, self.signed_scale)
-
-    def _prompts(self, general: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Return a launch of the Hopper kernel alone, which reads keys where they are; `general` where it does not serve."""
-        from attn.torch.kernels.direct import arch, on_device
-
-        # `is_on` logs why not, so it is asked on Hopper only
-        if arch() != "sm_90" or not hopper.is_on("hopper_prefill"):
+            shape = self.num_heads, self.num_kv_heads, self.head_size
+            return decoder(query.device, query.dtype, shape, self.signed_scale)
+        if not _has_launch_of_its_own(query, key):
             return general
-        from attn.torch.kernels import hopper_prefill
+        prompts = self._equal_prompts(self.signed_scale)
 
-        prompts = hopper_prefill.EqualPrompts(self.signed_scale, self.causal)
-
-        @on_device
         def launch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            # asked again: a launch that failed to compile turns the kernel off, and `on_device` repeats the call
-            out = prompts(query, key, value) if hopper.is_on("hopper_prefill") else None
+            out = prompts(query, key, value)
             return general(query, key, value) if out is None else out
 
         # `Decoder` has `bound` too: callers ask for it where a step repeats
         launch.bound = functools.partial(prompts.bound, launch)  # type: ignore[attr-defined]
         return launch
+
+    def _equal_prompts(self, scale: float) -> Any:
+        from attn.torch.kernels.hopper_prefill import EqualPrompts
+
+        return EqualPrompts(scale, self.causal)
+
+    @functools.cached_property
+    def _prompts(self) -> Any:
+        """The Hopper kernel's launch; the sign of the scale is the query's by now."""
+        return self._equal_prompts(self.scale)
 
     def _launch(self, call: DenseCall, lse: torch.Tensor | None) -> torch.Tensor:
         from attn.torch.kernels.paged_attention import paged_attention
@@ -83,6 +84,11 @@ class TritonAttentionImpl(TritonImpl, backend=TritonAttentionBackend):
             if lse is not None:
                 lse.copy_(nothing[1])
             return nothing[0]
+        if call.present is None and _has_launch_of_its_own(query, key):
+            state = None if lse is None else lse.transpose(0, 1).flatten(1)
+            out = self._prompts(*(x.transpose(1, 2) for x in (query, key, value)), state)
+            if out is not None:
+                return out  # type: ignore[no-any-return]
         lens: torch.Tensor | None = None
         pages: torch.Tensor | None = None
         if call.present is None and rows == length:
@@ -113,3 +119,12 @@ class TritonAttentionImpl(TritonImpl, backend=TritonAttentionBackend):
             keys_below=keys_below(length, rows, UNBOUNDED, 0 if self.causal else UNBOUNDED),
         )
         return out.unflatten(0, (batch, rows))
+
+
+def _has_launch_of_its_own(query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Whether rows [B, S, H, D] that attend all keys [B, M, K, D] are the Hopper kernel's, which reads both where they are."""
+    from attn.torch.kernels.direct import arch
+
+    # `is_on` logs why not, so it is asked on Hopper only
+    rows = query.shape[1]
+    return (rows > _FEW or rows == key.shape[1]) and arch() == "sm_90" and hopper.is_on("hopper_prefill")

@@ -47,3 +47,25 @@ def test_a_prompt_is_the_formula(
         others = [x.clone() for x in (query, key, value)]
         torch.testing.assert_close(prepared(*others).float(), want, rtol=2e-2, atol=2e-2)
     assert (len(outputs) == made) == (order == "tokens first"), "where nothing is copied, no call is examined"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("rows", "keys"), [(300, 77), (130, 130), (64, 517), (17, 4000), (5, 300)])
+@pytest.mark.parametrize("scale", [None, -0.3])
+def test_rows_over_other_keys_are_the_formula(rows: int, keys: int, scale: float | None, causal: bool) -> None:
+    """Their number of keys is no page's multiple; the second call finds the first one's plan, the third its launch."""
+    torch.manual_seed(0)
+    impl = TritonAttentionImpl(8, 128, scale, causal, 2)
+    for _ in range(3):
+        query, key, value = (
+            torch.randn(2, n, h, 128, device="cuda", dtype=torch.bfloat16) for n, h in ((rows, 8), (keys, 2), (keys, 2))
+        )
+        want = attention(query.float(), key.float(), value.float(), causal=causal, scale=scale, layout="BSHD")
+        torch.testing.assert_close(impl.forward(query, key, value).float(), want, rtol=2e-2, atol=2e-2)
+        out, lse = impl.forward_lse(query, key, value)
+        torch.testing.assert_close(out.float(), want, rtol=2e-2, atol=2e-2)
+        scores = torch.einsum("bshd,bmhd->bhsm", query.float(), key.float().repeat_interleave(4, 2)) * (scale or 128**-0.5)
+        if causal:
+            scores.masked_fill_(torch.ones(rows, keys, dtype=torch.bool, device="cuda").triu(keys - rows + 1), -torch.inf)
+        torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=2e-2, atol=2e-2)
