@@ -5,20 +5,21 @@
     python -m benchmarks.host --adapters
     python -m benchmarks.host --count
 
-Needs Triton but no GPU: tensors are on the CPU, a placeholder driver stands for a GPU (sm_90), for which kernels are compiled,
-and a launch only counts. TRITON_ATTN makes the launches that it would on an H200. So a figure contains the checks, the launch
-rules, torch's operators and Triton's handling of the arguments, and excludes the driver's part, which is in proportion to the
-number of launches. Layers are tiny, and matrix products are replaced by their dispatch alone, because a CPU would compute
-them. "first" is the first layer's call over a batch, "us" that of the layers after it, which repeat its launches; of
-dense calls, which have no cache, the first of a layer, and those like it. With --entries each kernel's function is also called alone, with the arguments that the layer's first call passes to it. --build
-times what makes a batch instead: `from_lens` of lists of block ids, of arrays of them and of a table, and a builder of a
-device, from such a batch of arrays, from one whose table was padded, and from tensors on that device. That is one without
-memory (`meta`), for which launches cost nothing, unless --device names another. --adapters times a layer's call by
-FLASH_ATTN and FLASHINFER instead, of 64 decodes of which nothing is written, around a vendor's function that does nothing.
---count counts instead of timing: of a repeated call without an output, on a stream of its own, and of a builder, torch's
-operators and how many of them allocate, launches and other calls of the driver, functions of Python, and calls of functions in
-C (NumPy's operators, which are none, left out).
-Figures are the least of several runs, in processor time; torch's own attention over one key, in the same run, gives the scale.
+Needs Triton but no GPU: tensors are on the CPU, a placeholder driver stands for a GPU (sm_90), for which kernels are
+compiled, and a launch only counts. TRITON_ATTN makes the launches that it would on an H200. So a figure contains the
+checks, the launch rules, torch's operators and Triton's handling of the arguments, and excludes the driver's part, which is
+in proportion to the number of launches. Layers are tiny, and matrix products are replaced by their dispatch alone, because
+a CPU would compute them. "first" is the first layer's call over a batch, "us" that of the layers after it, which repeat its
+launches; of dense calls, which have no cache, the first of a layer, and those like it. With --entries each kernel's
+function is also called alone, with the arguments that the layer's first call passes to it. --build times what makes a batch
+instead: `from_lens` of lists of block ids, of arrays of them and of a table, and a builder of a device, from such a batch
+of arrays, from one whose table was padded, and from tensors on that device. That is one without memory (`meta`), for which
+launches cost nothing, unless --device names another. --adapters times a layer's call by FLASH_ATTN and FLASHINFER instead,
+of 64 decodes of which nothing is written, around a vendor's function that does nothing. --count counts instead of timing:
+of a repeated call without an output, on a stream of its own, and of a builder, torch's operators and how many of them
+allocate, launches and other calls of the driver, functions of Python, and calls of functions in C (NumPy's operators, which
+are none, left out). Figures are the least of several runs, in processor time; torch's own attention over one key, in the
+same run, gives the scale.
 """
 
 import argparse

@@ -26,6 +26,7 @@ from jax.experimental.pallas import tpu as pltpu
 from attn.capabilities import Device, Feature
 from attn.dtypes import kv_cache_element
 from attn.jax.ops import bits_of
+from attn.jax.platforms import platform
 from attn.testing import Call, Result, bits, cache_spec
 from attn.testing.case import Case
 from attn.testing.prefill import PrefillArrays, results
@@ -129,8 +130,8 @@ class JaxRunner(BaseRunner):
 
     def __init__(self, backend: Any, device: Device | None = None) -> None:
         self.backend, self.device = backend, device
-        platform = jax.default_backend() if device is None else device.platform
-        self.is_interpreted = platform in getattr(backend, "interpreted_on", ())
+        name = platform().name if device is None else device.platform
+        self.is_interpreted = name in getattr(backend, "interpreted_on", ())
         # by the cache's shape, which all calls of a case share
         self._places: dict[tuple[int, ...], tuple[Array, Array]] = {}
 
