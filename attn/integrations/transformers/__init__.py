@@ -114,7 +114,9 @@ def _warn_of_own_attention() -> None:
     from transformers import PreTrainedModel
 
     checks: Any = PreTrainedModel
-    check = checks._check_and_adjust_attn_implementation
+    check = getattr(checks, "_check_and_adjust_attn_implementation", None)
+    if check is None:  # private: another version may have another
+        return
 
     @functools.wraps(check)
     def warning_check(model: Any, implementation: Any, *args: Any, **kwargs: Any) -> Any:
