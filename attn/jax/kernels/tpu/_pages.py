@@ -10,6 +10,7 @@ eight pages spent a tenth of its time in it. Single-row and longer items share t
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -90,11 +91,12 @@ def wait(copies: list[Any]) -> None:
 def writing(cfg: PagedConfig, refs: PagedRefs, attend: Callable[[], None]) -> None:
     """Write the new rows into the cache, and attend.
 
-    Pages that new rows fill are copied from HBM to HBM while items are processed, which read the new rows instead. Singles do
-    not, so a page that one of them sees is waited for. Other rows are written before anything is attended, or, where all of
-    their tiles fit the ring, after: pages are then loaded at once, and new rows are put among their keys in VMEM (`begin`,
-    `Loads.renew`, `end`).
+    Pages that new rows fill, and tiles that they fill of a request's last page, are copied from HBM to HBM while items are
+    processed, which read the new rows instead. Singles do not, so a page that one of them sees is waited for. Other rows are
+    written before anything is attended, or, where all of their tiles fit the ring, after: pages are then loaded at once, and
+    new rows are put among their keys in VMEM (`begin`, `Loads.renew`, `end`), unless all are of such last pages.
     """
+    tiles = Tiles(cfg, refs)
     if cfg.num_runs:
         last = refs.counts.shape[0] - 1
         count, seen = refs.counts[last - 1], refs.counts[last] > 0
@@ -106,10 +108,28 @@ def writing(cfg: PagedConfig, refs: PagedRefs, attend: Callable[[], None]) -> No
         def finish(do: jax.Array) -> None:
             lax.fori_loop(0, jnp.where(do, count, 0), lambda n, _: run(n).wait(), None)
 
+        def of_lasts(do: Callable[[Any], None]) -> None:
+            """Call do(copy) for the parts of all last pages: the sizes of copies are static."""
+            per_page = cfg.page // cfg.tile
+
+            def one(n: jax.Array, _: None) -> None:
+                columns, base = (_plan.PAGE, _plan.RUN_SOURCE, _plan.RUN_TILES), 2 * cfg.num_runs
+                page, first, number = (refs.runs[base + column * cfg.num_requests + n] for column in columns)
+                for bit in range((per_page - 1).bit_length() - 1, -1, -1):
+                    before = (number >> (bit + 1)) << (bit + 1)
+                    to, source = (pl.multiple_of(x + before * cfg.tile, cfg.tile) for x in (0, first))
+                    size = cfg.tile << bit
+                    rows = refs.fresh.at[:, :, pl.ds(source, size), :]
+                    part = copy(rows, refs.cache.at[page, :, :, pl.ds(to, size), :], refs.run_sem)
+                    pl.when((number >> bit) & 1 > 0)(functools.partial(do, part))
+
+            lax.fori_loop(0, refs.counts[last - 3], one, None)
+
         # Before the tiles, so that these long copies run beside the tiles' short ones.
         lax.fori_loop(0, count, lambda n, _: run(n).start(), None)
         finish(seen)
-    tiles = Tiles(cfg, refs)
+        of_lasts(lambda part: part.start())
+        tiles.each(tiles.read, tiles.alone)
     if cfg.late:
         tiles.each(tiles.read)
     elif cfg.write:
@@ -117,6 +137,7 @@ def writing(cfg: PagedConfig, refs: PagedRefs, attend: Callable[[], None]) -> No
     attend()
     if cfg.num_runs:
         finish(jnp.logical_not(seen))
+        of_lasts(lambda part: part.wait())
 
 
 def new_page(cfg: PagedConfig, refs: PagedRefs, first: jax.Array) -> Ref:
@@ -150,9 +171,14 @@ def end(cfg: PagedConfig, refs: PagedRefs, wait_for_outputs: Callable[[], None])
     tiles = Tiles(cfg, refs)
     if cfg.late:
         tiles.each(tiles.start_write, tiles.seen == 0)
+    if cfg.num_runs:
+        for do in (tiles.merge, tiles.start_write):
+            tiles.each(do, tiles.alone)
     wait_for_outputs()
     if cfg.late:
         tiles.each(tiles.wait_for_write, tiles.seen == 0)
+    if cfg.num_runs:
+        tiles.each(tiles.wait_for_write, tiles.alone)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +196,11 @@ class Tiles:
     def seen(self) -> jax.Array:
         """Where writes are late, 1 if another request sees a page of a tile, and otherwise 0."""
         return self.refs.counts[self.refs.counts.shape[0] - 1]  # type: ignore[no-any-return]
+
+    @property
+    def alone(self) -> Any:
+        """Where new rows fill pages, whether no key is read from the page of a tile, so that all may be written at the end."""
+        return self.refs.counts[self.refs.counts.shape[0] - 3] > 0 if self.cfg.num_runs else False
 
     def field(self, column: int, t: jax.Array) -> jax.Array:
         return self.refs.tiles[column * self.cfg.num_tiles + t]  # type: ignore[no-any-return]
@@ -239,7 +270,7 @@ class Tiles:
         lax.fori_loop(0, jnp.where(when, self.count, 0), one, None)
 
     def write_all(self) -> None:
-        """Write every tile into the cache."""
+        """Write every tile into the cache, unless that is done at the end."""
         # Three stages share a ring of buffers: tile t is read, tile t - lag merged and its write started, tile t - ring waited
         # for. So a read has half a ring of steps to arrive, and a write the other half before its buffer is read into again.
         lag, count = self.cfg.ring // 2, self.count
@@ -262,7 +293,8 @@ class Tiles:
                     self.merge(u)
                     self.start_write(u)
 
-        lax.fori_loop(0, count + self.cfg.ring, step, None)
+        steps = count + self.cfg.ring
+        lax.fori_loop(0, jnp.where(self.alone, 0, steps) if self.cfg.num_runs else steps, step, None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,8 +30,8 @@ GROUP, GROUP_LAST, READ = CLEAR, CLEAR_STOP, MORE
 NEW_TILE, NEW_AT = -2, -1
 #: The columns of a tile.
 PAGE, OFFSET, SOURCE, FIRST, STOP = range(5)
-#: The columns of a run: PAGE, and its first row among the new ones.
-RUN_SOURCE = 1
+#: The columns of a run: PAGE, and its first row among the new ones; of a request's last page also how many tiles new rows fill.
+RUN_SOURCE, RUN_TILES = 1, 2
 #: CONTEXT of an item without a tree: no key is at or past it.
 NO_TREE = 2**31 - 1
 #: The first key and the stop of a range without keys.
@@ -92,10 +92,12 @@ class Plan(NamedTuple):
     tiles: jax.Array  # [5 * X]
     counts: jax.Array  # how many of each are real, with a line how many items are singles, which come first, and its blocks
     # [R * B plus the pages of a block]: entries may be read before it is known whether they are used; -1 - n for a page that
-    # a run fills and a long request sees, whose first row is in tile n of the new rows
+    # a long request reads from the new rows, where its first row is in tile n
     table: jax.Array
-    runs: jax.Array | None  # [2 * Y] pages that new rows fill; their number is the last count but one, and the last is whether
-    # a single sees one
+    # [2 * Y] pages that new rows fill, and [3 * R] last pages of which they fill tiles. Of the last four counts, two are how
+    # many of the latter and of the former are real, each followed by a flag: that no key is read from a page of `tiles`, all
+    # of which fit the ring; and that a single sees a page that is filled.
+    runs: jax.Array | None
     rows: RowMap
     token_of_slot: jax.Array  # [X * tile] which token each row of new keys and values holds (0 for none)
     ranges: jax.Array | None  # [I, 8, large]: of each row of an item, first key and stop of each of its ranges
@@ -131,7 +133,7 @@ def make(cfg: PagedConfig, batch: Batch) -> Plan:
     """Make the plan of a batch. Requests of more than one row are split into items of `cfg.large` rows."""
     rows, region = _rows(cfg, batch)
     items, counts, ranges = _items(cfg, batch, rows, region)
-    tiles, runs, token_of_slot, new = _tiles(cfg, batch, rows)
+    tiles, runs, lasts, token_of_slot, new = _tiles(cfg, batch, rows)
     table, listed = batch.block_table, None
     counts.insert(1, tiles.number)
     if cfg.late:
@@ -143,13 +145,15 @@ def make(cfg: PagedConfig, batch: Batch) -> Plan:
         page, stop = tiles.columns[PAGE], tiles.columns[STOP]
         of_tile = used & (table == page[:, None, None]) & (stop > tiles.columns[FIRST])[:, None, None]
         counts.append((jnp.sum(of_tile, dtype=jnp.int32) > jnp.sum(stop > tiles.columns[FIRST])).astype(jnp.int32))
-    if runs:
-        listed = runs.columns.reshape(-1)
+    if runs and lasts:
+        listed = jnp.concatenate([runs.columns.reshape(-1), lasts.columns.reshape(-1)])
         page, source = jnp.where(jnp.arange(cfg.num_runs) < runs.number, runs.columns, -1)
         source_tile = jnp.max(jnp.where(table == page[:, None, None], source[:, None, None] // cfg.tile, -1), axis=0)
         single = batch.query_lens[:, None] == 1
         table = jnp.where((source_tile >= 0) & ~single, -1 - source_tile, table)
-        counts += [runs.number, jnp.any((source_tile >= 0) & single).astype(jnp.int32)]
+        at_last = lasts.is_new[:, None] & (jnp.arange(cfg.columns) == lasts.at[:, None])
+        table = jnp.where(at_last, -1 - lasts.source[:, None] // cfg.tile, table)
+        counts += [lasts.number, lasts.alone, runs.number, jnp.any((source_tile >= 0) & single).astype(jnp.int32)]
     table = jnp.pad(table.reshape(-1), (0, cfg.kv_block // cfg.page))
     return Plan(items.reshape(-1), tiles.columns.reshape(-1), jnp.stack(counts), table, listed, rows, token_of_slot, ranges)
 
@@ -294,17 +298,28 @@ class _Copies(NamedTuple):
     number: jax.Array
 
 
+class _LastPages(NamedTuple):
+    """The last pages of requests, of which new rows fill tiles, and which of them are read from the new rows."""
+
+    columns: jax.Array
+    number: jax.Array
+    is_new: jax.Array  # [R] bool
+    at: jax.Array  # [R], the page's column of the table
+    source: jax.Array  # [R], its first row among the new ones
+    alone: jax.Array  # the flag of `Plan.runs`
+
+
 def _tiles(
     cfg: PagedConfig, batch: Batch, rows: RowMap
-) -> tuple[_Copies, _Copies | None, jax.Array, tuple[jax.Array, jax.Array]]:
-    """(tiles of the rows at positions [context, seq) that have a slot, pages that such rows fill, `token_of_slot`, of each
-    request its first tile and the position of that).
+) -> tuple[_Copies, _Copies | None, _LastPages | None, jax.Array, tuple[jax.Array, jax.Array]]:
+    """(tiles of the rows at positions [context, seq) that have a slot, pages that such rows fill, last pages of which they
+    fill tiles, `token_of_slot`, of each request its first tile and the position of that).
 
-    Tiles of a page that is filled are among the new rows, but not in the list.
+    Tiles that are in the second or third list are among the new rows, but not in the first.
     """
     if not cfg.write:  # in cross attention the slots are not those of these rows
         none = jnp.zeros(0, jnp.int32)
-        return _Copies(jnp.zeros((5, cfg.num_tiles), jnp.int32), jnp.int32(0)), None, none, (none, none)
+        return _Copies(jnp.zeros((5, cfg.num_tiles), jnp.int32), jnp.int32(0)), None, None, none, (none, none)
     start, context, request = batch.start, batch.context, rows.request
     first = jnp.maximum(context, 0) // cfg.tile  # rows before the first key have no slot in the cache
     per_request = jnp.where(batch.query_lens > 0, -(-batch.seq_lens // cfg.tile) - first, 0)
@@ -325,8 +340,9 @@ def _tiles(
     owner, p = r[slot // cfg.tile], at[slot // cfg.tile] + slot % cfg.tile
     fresh = real[slot // cfg.tile] & (p >= context[owner]) & (p < batch.seq_lens[owner])
     token_of_slot = jnp.where(fresh, start[owner] + p - context[owner], 0)
-    runs, source = None, index * cfg.tile
+    runs, lasts, source = None, None, index * cfg.tile
     if cfg.num_runs:
+        token_of_slot = jnp.pad(token_of_slot, (0, cfg.page - cfg.tile))  # the last page is read as a whole
         per_page = cfg.page // cfg.tile
         from_page = -(-jnp.minimum(written_from, written_to + cfg.page) // cfg.page)
         whole = jnp.maximum(written_to // cfg.page - from_page, 0)
@@ -336,16 +352,32 @@ def _tiles(
         run_at = from_page[owner] + run - (stops - whole)[owner]
         run_source = (begin[owner] - first[owner]) * cfg.tile + run_at * cfg.page
         runs = _Copies(jnp.stack([page_of(owner, run_at * cfg.page), run_source]), stops[-1])
-        left = per_request - whole * per_page
+        # a last page whose rows are all new and written; what other requests see of it may not be
+        last_at, rest = written_to // cfg.page, written_to % cfg.page
+        last_page = page_of(jnp.arange(cfg.num_requests), last_at * cfg.page)
+        is_used = jnp.arange(cfg.columns) * cfg.page < batch.seq_lens[:, None]
+        users = jnp.sum(is_used & (batch.block_table == last_page[:, None, None]), axis=(1, 2))
+        is_new = (written_to == batch.seq_lens) & (rest > 0) & (last_at >= from_page)
+        is_new &= (users == 1) & (batch.query_lens > 1)
+        last_source = (begin - first) * cfg.tile + last_at * cfg.page
+        filled = jnp.where(is_new, rest // cfg.tile, 0)
+        stops = jnp.cumsum(filled > 0, dtype=jnp.int32)
+        owner, _ = _owner(stops, jnp.arange(cfg.num_requests))
+        of_lasts = jnp.stack([last_page, last_source, filled])[:, owner]
+        left = per_request - whole * per_page - filled
         ends = jnp.cumsum(left, dtype=jnp.int32)
         r, real = _owner(ends, index)
         nth = index - (ends - left)[r]
-        nth += jnp.where(nth >= (from_page * per_page - first)[r], (whole * per_page)[r], 0)
+        nth += jnp.where(nth >= (from_page * per_page - first)[r], (whole * per_page + filled)[r], 0)
         at, source = (first[r] + nth) * cfg.tile, (begin[r] + nth) * cfg.tile
     page = jnp.where(real, page_of(r, at), 0)
     written = [jnp.clip(end[r] - at, 0, cfg.tile) for end in (written_from, written_to)]
+    if runs:
+        is_read = real & (written[0] < written[1]) & ~(is_new[r] & (at >= (last_at * cfg.page)[r]))
+        alone = (~jnp.any(is_read) & (ends[-1] <= cfg.ring)).astype(jnp.int32)
+        lasts = _LastPages(of_lasts, stops[-1], is_new, last_at, last_source, alone)
     tiles = _Copies(jnp.stack([page, at % cfg.page, source, *written]), ends[-1])
-    return tiles, runs, token_of_slot, (begin, first * cfg.tile)
+    return tiles, runs, lasts, token_of_slot, (begin, first * cfg.tile)
 
 
 def _round_up(x: jax.Array, multiple: int) -> jax.Array:

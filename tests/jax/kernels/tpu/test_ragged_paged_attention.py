@@ -284,6 +284,20 @@ CASES: dict[str, dict[str, Any]] = {
         "same_page": ((4, 0, 0, 1),),
         "blocks": BLOCKS._replace(large=32),
     },
+    # last pages that are read from the new rows: two tiles of them and a part, one, and whole tiles alone
+    "last_pages": {
+        "page": 64,
+        "lens": ((150, 100, 112), (150, 164, 112)),
+        "blocks": BLOCKS._replace(large=32, kv_block=128),
+    },
+    # one that another request sees, some of whose rows are older, beside a single whose own row is read from the cache
+    "last_page_of_another": {
+        "page": 32,
+        "lens": ((90, 1, 32), (90, 33, 64)),
+        "same_page": ((2, 0, 0, 2),),
+        "mode": "eager",
+        "blocks": BLOCKS._replace(large=32),
+    },
     # items that share a block: the last step of the first one ends in a page that only the second one sees; two of a request
     # whose third has two blocks
     "shared_blocks": {
@@ -334,6 +348,8 @@ KEPT += (
     "whole_blocks",
     "whole_pages",
     "whole_pages_of_a_single",
+    "last_pages",
+    "last_page_of_another",
     "late",
     "late_of_another",
     "shared_blocks",
