@@ -48,49 +48,45 @@ MUTANTS: dict[str, type[SimulatedKernel]] = {}
 NOTED = Path(__file__).with_name("killers.json")
 
 
-def mutant(cls: type[SimulatedKernel]) -> type[SimulatedKernel]:
-    """Put a class on the list under its own name."""
-    MUTANTS[cls.__name__] = cls
-    return cls
+class Mutant(SimulatedKernel):
+    """A kernel with one mistake; a subclass is on the list under its own name."""
+
+    def __init_subclass__(cls) -> None:
+        MUTANTS[cls.__name__] = cls
 
 
 # masks
 
 
-@mutant
-class CausalOneTooMany(SimulatedKernel):
+class CausalOneTooMany(Mutant):
     """Row p sees key p + 1."""
 
     def is_past(self, p: Array, j: Array) -> Array:
         return j <= p + 1
 
 
-@mutant
-class CausalOneTooFew(SimulatedKernel):
+class CausalOneTooFew(Mutant):
     """Row p does not see its own key."""
 
     def is_past(self, p: Array, j: Array) -> Array:
         return j < p
 
 
-@mutant
-class CausalTopLeft(SimulatedKernel):
+class CausalTopLeft(Mutant):
     """Causality counted from the first key, as torch's is_causal does."""
 
     def positions(self, n: int, m: int) -> Array:
         return np.arange(n)
 
 
-@mutant
-class NonCausalIgnored(SimulatedKernel):
+class NonCausalIgnored(Mutant):
     """Every batch is causal."""
 
     def is_causal(self, r: int) -> bool:
         return True
 
 
-@mutant
-class WindowLeftOneMore(SimulatedKernel):
+class WindowLeftOneMore(Mutant):
     """W + 1 keys instead of W."""
 
     def window(self) -> tuple[int | None, int | None]:
@@ -98,8 +94,7 @@ class WindowLeftOneMore(SimulatedKernel):
         return (None if left is None else left + 1), right
 
 
-@mutant
-class WindowLeftOneLess(SimulatedKernel):
+class WindowLeftOneLess(Mutant):
     """W - 1 keys instead of W."""
 
     def window(self) -> tuple[int | None, int | None]:
@@ -107,8 +102,7 @@ class WindowLeftOneLess(SimulatedKernel):
         return (None if left is None else left - 1), right
 
 
-@mutant
-class WindowRightOneMore(SimulatedKernel):
+class WindowRightOneMore(Mutant):
     """The right bound is one too far."""
 
     def window(self) -> tuple[int | None, int | None]:
@@ -116,8 +110,7 @@ class WindowRightOneMore(SimulatedKernel):
         return left, (None if right is None else right + 1)
 
 
-@mutant
-class WindowRightOneLess(SimulatedKernel):
+class WindowRightOneLess(Mutant):
     """The right bound is one too near."""
 
     def window(self) -> tuple[int | None, int | None]:
@@ -125,24 +118,21 @@ class WindowRightOneLess(SimulatedKernel):
         return left, (right - 1 if right else right)
 
 
-@mutant
-class WindowInPrefillOnly(SimulatedKernel):
+class WindowInPrefillOnly(Mutant):
     """Decodes see everything (vllm#23969)."""
 
     def in_window(self, p: Array, j: Array) -> Array:
         return super().in_window(p, j) if len(p) > 1 else np.ones(np.broadcast_shapes(p.shape, j.shape), np.bool_)
 
 
-@mutant
-class WindowIgnored(SimulatedKernel):
+class WindowIgnored(Mutant):
     """The layer's window never reaches the kernel (sglang#31501)."""
 
     def window(self) -> tuple[int | None, int | None]:
         return None, None
 
 
-@mutant
-class EncoderWindowOneSided(SimulatedKernel):
+class EncoderWindowOneSided(Mutant):
     """An encoder's window of W keys looks back only."""
 
     def window(self) -> tuple[int | None, int | None]:
@@ -150,24 +140,21 @@ class EncoderWindowOneSided(SimulatedKernel):
         return (left, 0) if self.case.is_encoder and right else (left, right)
 
 
-@mutant
-class FirstKeyDropped(SimulatedKernel):
+class FirstKeyDropped(Mutant):
     """Key 0 is never seen."""
 
     def in_window(self, p: Array, j: Array) -> Array:
         return super().in_window(p, j) & (j > 0)
 
 
-@mutant
-class LastKeyDropped(SimulatedKernel):
+class LastKeyDropped(Mutant):
     """The loop over keys ends one early, except for the shortest."""
 
     def allowed(self, r: int, p: Array, j: Array, m: int) -> Array:
         return super().allowed(r, p, j, m) & ((j < m - 1) | (m < 3))
 
 
-@mutant
-class ExtraKey(SimulatedKernel):
+class ExtraKey(Mutant):
     """One slot past the end is read, where there is one."""
 
     def length(self, r: int) -> int:
@@ -175,8 +162,7 @@ class ExtraKey(SimulatedKernel):
         return m + 1 if m % self.case.block_size else m
 
 
-@mutant
-class StaleTailRead(SimulatedKernel):
+class StaleTailRead(Mutant):
     """Whole pages are read, the last one's unused slots included (vllm#47305); causality hides them from prefills."""
 
     def length(self, r: int) -> int:
@@ -190,8 +176,7 @@ class StaleTailRead(SimulatedKernel):
         return super().positions(n, m - (self.shift if n > 1 else 0))
 
 
-@mutant
-class LastPartialPageSkipped(SimulatedKernel):
+class LastPartialPageSkipped(Mutant):
     """Only full pages are read."""
 
     def allowed(self, r: int, p: Array, j: Array, m: int) -> Array:
@@ -199,16 +184,14 @@ class LastPartialPageSkipped(SimulatedKernel):
         return super().allowed(r, p, j, m) & ((j < whole) | (whole == 0))
 
 
-@mutant
-class TreeIgnored(SimulatedKernel):
+class TreeIgnored(Mutant):
     """A tree is taken for a chain."""
 
     def tree(self, r: int) -> Array | None:
         return None
 
 
-@mutant
-class TreeTransposed(SimulatedKernel):
+class TreeTransposed(Mutant):
     """Nodes see their descendants."""
 
     def tree(self, r: int) -> Array | None:
@@ -216,40 +199,35 @@ class TreeTransposed(SimulatedKernel):
         return None if tree is None else tree.T
 
 
-@mutant
-class TreeOfFirstRequest(SimulatedKernel):
+class TreeOfFirstRequest(Mutant):
     """All requests use request 0's tree."""
 
     def tree(self, r: int) -> Array | None:
         return super().tree(0)
 
 
-@mutant
-class TreeHidesContext(SimulatedKernel):
+class TreeHidesContext(Mutant):
     """Tree tokens do not see the last token of the context."""
 
     def in_tree(self, tree: Array, p: Array, j: Array, m: int) -> Array:
         return super().in_tree(tree, p, j, m) & (j != m - len(p) - 1)
 
 
-@mutant
-class SpansIgnored(SimulatedKernel):
+class SpansIgnored(Mutant):
     """Image tokens are causal."""
 
     def in_span(self, spans: Array, p: Array, j: Array) -> Array:
         return np.zeros_like(j < spans[:, :1])
 
 
-@mutant
-class SpanEndsEarly(SimulatedKernel):
+class SpanEndsEarly(Mutant):
     """A span's last key is taken for the end of a range that excludes it."""
 
     def in_span(self, spans: Array, p: Array, j: Array) -> Array:
         return super().in_span(spans, p, j) & (j != spans[:, 1:])
 
 
-@mutant
-class SpansOfFirstRows(SimulatedKernel):
+class SpansOfFirstRows(Mutant):
     """Rows of later requests read the spans of the batch's first rows."""
 
     def in_span(self, spans: Array, p: Array, j: Array) -> Array:
@@ -257,8 +235,7 @@ class SpansOfFirstRows(SimulatedKernel):
         return super().in_span(self.call.batch.spans[: len(spans)], p, j)
 
 
-@mutant
-class SpanAlwaysInWindow(SimulatedKernel):
+class SpanAlwaysInWindow(Mutant):
     """The window cuts spans whatever the layer says."""
 
     def in_span(self, spans: Array, p: Array, j: Array) -> Array:
@@ -267,94 +244,82 @@ class SpanAlwaysInWindow(SimulatedKernel):
         return inside if left is None else inside & (j >= p - left)
 
 
-@mutant
-class SpanNeverInWindow(SimulatedKernel):
+class SpanNeverInWindow(Mutant):
     """The window never cuts spans."""
 
     def in_span(self, spans: Array, p: Array, j: Array) -> Array:
         return (j >= spans[:, :1]) & (j <= spans[:, 1:])
 
 
-@mutant
-class PrefixInclusive(SimulatedKernel):
+class PrefixInclusive(Mutant):
     """One key more than the prefix is seen."""
 
     def in_prefix(self, prefix: int, j: Array) -> Array:
         return j <= prefix
 
 
-@mutant
-class PrefixWithinWindow(SimulatedKernel):
+class PrefixWithinWindow(Mutant):
     """The loop over keys starts at the window and misses the prefix."""
 
     def in_prefix(self, prefix: int, j: Array) -> Array:
         return super().in_prefix(prefix, j) & (self.window()[0] is None)
 
 
-@mutant
-class ChunkOfLastRow(SimulatedKernel):
+class ChunkOfLastRow(Mutant):
     """All rows of a tile use the chunk of its last row."""
 
     def in_chunk(self, p: Array, j: Array) -> Array:
         return super().in_chunk(p[-1:], j) & (p == p)
 
 
-@mutant
-class ChunkAsWindow(SimulatedKernel):
+class ChunkAsWindow(Mutant):
     """A chunk is taken for a window of as many keys."""
 
     def in_chunk(self, p: Array, j: Array) -> Array:
         return j > p - self.case.chunk_size
 
 
-@mutant
-class CausalityOfFirstRequest(SimulatedKernel):
+class CausalityOfFirstRequest(Mutant):
     """The first request's causality is taken for all."""
 
     def is_causal(self, r: int) -> bool:
         return super().is_causal(0)
 
 
-@mutant
-class SentinelMinusTenThousand(SimulatedKernel):
+class SentinelMinusTenThousand(Mutant):
     """-1e4 for masked scores: true scores below it lose, and rows without keys average what they must not see."""
 
     sentinel = -1e4
 
 
-@mutant
-class SentinelFiniteMin(SimulatedKernel):
+class SentinelFiniteMin(Mutant):
     """finfo.min for masked scores: a row without keys becomes the mean of V."""
 
     sentinel = float(np.finfo(np.float32).min)
 
 
-@mutant
-class MaskedValueMultiplied(SimulatedKernel):
+class MaskedValueMultiplied(Mutant):
     """Weights of 0 meet masked values: 0 * NaN (FA #1745)."""
 
     def weigh(self, weights: Array, allowed: Array, v: Array) -> Array:
         return weights @ v
 
 
-@mutant
-class HiddenValueMultiplied(SimulatedKernel):
+class HiddenValueMultiplied(Mutant):
     """As above, but only for values that some row of the tile sees: 0 * NaN for the rows that do not."""
 
     def weigh(self, weights: Array, allowed: Array, v: Array) -> Array:
         return weights @ np.where(allowed.any(1)[..., None], v, 0)
 
 
-@mutant
-class AdditiveMask(SimulatedKernel):
+class AdditiveMask(Mutant):
     """Masking by adding -inf, which a NaN key survives."""
 
     def masked(self, scores: Array, allowed: Array) -> Array:
         return scores + np.where(allowed, np.float32(0), np.float32(-np.inf))
 
 
-@mutant
-class LongQueryUnmasked(SimulatedKernel):
+class LongQueryUnmasked(Mutant):
     """Rows before the sequence begins (q_len > kv_len) see its first key."""
 
     def positions(self, n: int, m: int) -> Array:
@@ -364,24 +329,21 @@ class LongQueryUnmasked(SimulatedKernel):
 # pages, slots, the cache
 
 
-@mutant
-class WrongSecondPage(SimulatedKernel):
+class WrongSecondPage(Mutant):
     """The second page of a sequence is its first again."""
 
     def page(self, r: int, index: Array) -> Array:
         return super().page(r, np.where(index == 1, 0, index))
 
 
-@mutant
-class PagesOfNeighbour(SimulatedKernel):
+class PagesOfNeighbour(Mutant):
     """Pages after the first come from the table row above."""
 
     def page(self, r: int, index: Array) -> Array:
         return np.where(index == 0, super().page(r, index), super().page(max(r - 1, 0), index))
 
 
-@mutant
-class PhysicalPagesAssumedUnique(SimulatedKernel):
+class PhysicalPagesAssumedUnique(Mutant):
     """A page that two requests share belongs to the first of them (vllm#30915)."""
 
     def page(self, r: int, index: Array) -> Array:
@@ -390,16 +352,14 @@ class PhysicalPagesAssumedUnique(SimulatedKernel):
         return np.where(taken, (own + 1) % len(self.call.key_cache if self.call.key_cache is not None else own), own)
 
 
-@mutant
-class PadWritesLastSlot(SimulatedKernel):
+class PadWritesLastSlot(Mutant):
     """Slot -1 is an index (vllm#43810)."""
 
     def is_written(self, slots: Array) -> Array:
         return slots >= -1
 
 
-@mutant
-class WriteOneSlotOff(SimulatedKernel):
+class WriteOneSlotOff(Mutant):
     """New tokens land one slot late."""
 
     def slots(self, slot_mapping: Array) -> Array:
@@ -407,8 +367,7 @@ class WriteOneSlotOff(SimulatedKernel):
         return np.where(slot_mapping >= 0, (slot_mapping + 1) % total, slot_mapping)
 
 
-@mutant
-class LastTokenNotWritten(SimulatedKernel):
+class LastTokenNotWritten(Mutant):
     """The write kernel's grid is one short."""
 
     def is_written(self, slots: Array) -> Array:
@@ -417,40 +376,35 @@ class LastTokenNotWritten(SimulatedKernel):
         return live
 
 
-@mutant
-class SharedCacheWritten(SimulatedKernel):
+class SharedCacheWritten(Mutant):
     """A layer that shares another's cache writes to it."""
 
     def writes(self) -> bool:
         return True
 
 
-@mutant
-class KeysWrittenAsValues(SimulatedKernel):
+class KeysWrittenAsValues(Mutant):
     """Both halves of the cache get the keys."""
 
     def write(self, call: Call) -> tuple[Array, Array]:
         return super().write(call.but(value=call.key))
 
 
-@mutant
-class HeadZeroWritten(SimulatedKernel):
+class HeadZeroWritten(Mutant):
     """All kv heads are written with head 0's values."""
 
     def encode(self, values: Array, scale: Array) -> Array:
         return super().encode(np.repeat(values[:, :1], values.shape[1], 1), scale)
 
 
-@mutant
-class KScaleDropped(SimulatedKernel):
+class KScaleDropped(Mutant):
     """Scores are computed from raw codes (vllm#42580)."""
 
     def scores(self, q: Array, k: Array, p: Array, j: Array) -> Array:
         return super().scores(q, k / self.per_query_head(self.k_scale()), p, j)
 
 
-@mutant
-class VScaleDropped(SimulatedKernel):
+class VScaleDropped(Mutant):
     """The output is in codes."""
 
     def close(self, piece: Piece) -> tuple[Array, Array]:
@@ -458,8 +412,7 @@ class VScaleDropped(SimulatedKernel):
         return out / self.per_query_head(self.v_scale()), lse
 
 
-@mutant
-class ScalesSwapped(SimulatedKernel):
+class ScalesSwapped(Mutant):
     """k_scale and v_scale change places, in writing and in reading."""
 
     def k_scale(self) -> Array:
@@ -469,40 +422,35 @@ class ScalesSwapped(SimulatedKernel):
         return scale_array(self.case.k_scale)
 
 
-@mutant
-class ScaleOfWrongHead(SimulatedKernel):
+class ScaleOfWrongHead(Mutant):
     """Per-head scales are indexed by query head modulo kv heads."""
 
     def per_query_head(self, scale: Array) -> Array:
         return np.resize(np.broadcast_to(scale, (self.case.num_kv_heads,)), self.case.num_heads)[:, None, None]
 
 
-@mutant
-class FirstScaleForAllHeads(SimulatedKernel):
+class FirstScaleForAllHeads(Mutant):
     """A scale per head is taken for one scale."""
 
     def per_query_head(self, scale: Array) -> Array:
         return np.full((self.case.num_heads, 1, 1), scale.reshape(-1)[0], np.float32)
 
 
-@mutant
-class WrittenUnscaled(SimulatedKernel):
+class WrittenUnscaled(Mutant):
     """Codes are stored without dividing by the scale."""
 
     def encode(self, values: Array, scale: Array) -> Array:
         return super().encode(values, np.ones_like(scale))
 
 
-@mutant
-class Int8ZeroPoint(SimulatedKernel):
+class Int8ZeroPoint(Mutant):
     """int8 codes are read with a zero point of 1."""
 
     def decode(self, stored: Array) -> Array:
         return super().decode(stored) + np.float32(self.case.element == "int8")
 
 
-@mutant
-class Int8Truncated(SimulatedKernel):
+class Int8Truncated(Mutant):
     """int8 codes are cut off towards zero and not rounded."""
 
     def encode(self, values: Array, scale: Array) -> Array:
@@ -511,8 +459,7 @@ class Int8Truncated(SimulatedKernel):
         return np.clip(np.trunc(values / (scale[:, None] if scale.ndim else scale)), -127, 127).astype(np.int8)
 
 
-@mutant
-class Fp8OverflowsToNan(SimulatedKernel):
+class Fp8OverflowsToNan(Mutant):
     """What is beyond an fp8's range becomes NaN and does not saturate."""
 
     def encode(self, values: Array, scale: Array) -> Array:
@@ -522,8 +469,7 @@ class Fp8OverflowsToNan(SimulatedKernel):
         return np.where(np.abs(values / (scale[:, None] if scale.ndim else scale)) > 464, np.uint8(0x7F), codes)
 
 
-@mutant
-class OwnScaleOfTheFirstHead(SimulatedKernel):
+class OwnScaleOfTheFirstHead(Mutant):
     """Where each token and head has a scale of its own, all heads are read with the first one's."""
 
     def decode(self, stored: Array) -> Array:
@@ -532,16 +478,14 @@ class OwnScaleOfTheFirstHead(SimulatedKernel):
         return super().decode(stored)
 
 
-@mutant
-class OutputScaleMultiplied(SimulatedKernel):
+class OutputScaleMultiplied(Mutant):
     """An fp8 output is multiplied by its scale and not divided."""
 
     def output_codes(self, output: Array, scale: float) -> Array:
         return super().output_codes(output, 1 / scale)
 
 
-@mutant
-class OutputWraps(SimulatedKernel):
+class OutputWraps(Mutant):
     """What is beyond an fp8 output's range becomes NaN and does not saturate."""
 
     def output_codes(self, output: Array, scale: float) -> Array:
@@ -549,8 +493,7 @@ class OutputWraps(SimulatedKernel):
         return np.where(np.abs(output / scale) > 464, np.uint8(0x7F), codes)
 
 
-@mutant
-class PaddingRowsWritten(SimulatedKernel):
+class PaddingRowsWritten(Mutant):
     """Rows past the last token are zeroed."""
 
     def store(self, output: Array) -> Array:
@@ -562,48 +505,42 @@ class PaddingRowsWritten(SimulatedKernel):
 # heads and scores
 
 
-@mutant
-class HeadsModulo(SimulatedKernel):
+class HeadsModulo(Mutant):
     """Head h reads kv head h % K."""
 
     def kv_head(self) -> Array:
         return np.arange(self.case.num_heads) % self.case.num_kv_heads
 
 
-@mutant
-class ValueHeadsModulo(SimulatedKernel):
+class ValueHeadsModulo(Mutant):
     """The same for the values alone."""
 
     def value_head(self) -> Array:
         return np.arange(self.case.num_heads) % self.case.num_kv_heads
 
 
-@mutant
-class ScaleMissing(SimulatedKernel):
+class ScaleMissing(Mutant):
     """Scores are not scaled."""
 
     def scale(self) -> float:
         return 1.0
 
 
-@mutant
-class ScaleOfPaddedHead(SimulatedKernel):
+class ScaleOfPaddedHead(Mutant):
     """The default scale is that of the head size padded to a power of two."""
 
     def scale(self) -> float:
         return self.case.scale or (1 << (self.case.head_size - 1).bit_length()) ** -0.5
 
 
-@mutant
-class ScaleAlwaysDefault(SimulatedKernel):
+class ScaleAlwaysDefault(Mutant):
     """The layer's own scale is not used."""
 
     def scale(self) -> float:
         return self.case.head_size**-0.5
 
 
-@mutant
-class CapBeforeScale(SimulatedKernel):
+class CapBeforeScale(Mutant):
     """cap * tanh(dot / cap) * scale."""
 
     def scores(self, q: Array, k: Array, p: Array, j: Array) -> Array:
@@ -614,16 +551,14 @@ class CapBeforeScale(SimulatedKernel):
         return super().cap(s / self.now, cap) * self.now
 
 
-@mutant
-class CapMissing(SimulatedKernel):
+class CapMissing(Mutant):
     """The soft cap is dropped (vllm#8660)."""
 
     def capped(self, s: Array) -> Array:
         return s
 
 
-@mutant
-class CapAfterBias(SimulatedKernel):
+class CapAfterBias(Mutant):
     """ALiBi goes under the cap, as in FlashInfer."""
 
     def scores(self, q: Array, k: Array, p: Array, j: Array) -> Array:
@@ -633,8 +568,7 @@ class CapAfterBias(SimulatedKernel):
         return self.capped(s + self.slopes()[:, None, None] * self.distance(p[:, None], j[None, :]))
 
 
-@mutant
-class CapByExponential(SimulatedKernel):
+class CapByExponential(Mutant):
     """tanh from exp(x) and exp(-x): NaN once a score is 89 caps away."""
 
     def cap(self, s: Array, cap: np.float32) -> Array:
@@ -642,48 +576,42 @@ class CapByExponential(SimulatedKernel):
         return cap * (up - down) / (up + down)
 
 
-@mutant
-class CapLinear(SimulatedKernel):
+class CapLinear(Mutant):
     """Scores are clipped at the cap and not bent."""
 
     def cap(self, s: Array, cap: np.float32) -> Array:
         return np.clip(s, -cap, cap)
 
 
-@mutant
-class AlibiSign(SimulatedKernel):
+class AlibiSign(Mutant):
     """Far keys are favoured."""
 
     def distance(self, p: Array, j: Array) -> Array:
         return -super().distance(p, j)
 
 
-@mutant
-class AlibiShifted(SimulatedKernel):
+class AlibiShifted(Mutant):
     """Distance from the row's index in its batch: same output, shifted lse."""
 
     def distance(self, p: Array, j: Array) -> Array:
         return super().distance(p, j) if not self.call.batch.causal else (j - np.arange(len(p))[:, None]).astype(np.float32)
 
 
-@mutant
-class AlibiNotAbsolute(SimulatedKernel):
+class AlibiNotAbsolute(Mutant):
     """Without causality, keys to the right are favoured."""
 
     def distance(self, p: Array, j: Array) -> Array:
         return (j - p).astype(np.float32)
 
 
-@mutant
-class AlibiOfNextHead(SimulatedKernel):
+class AlibiOfNextHead(Mutant):
     """Slopes are off by one head."""
 
     def slopes(self) -> Array:
         return np.roll(super().slopes(), 1)
 
 
-@mutant
-class AlibiRecomputed(SimulatedKernel):
+class AlibiRecomputed(Mutant):
     """Slopes are computed in the kernel and not taken from the layer (flashinfer#5101)."""
 
     def slopes(self) -> Array:
@@ -693,24 +621,21 @@ class AlibiRecomputed(SimulatedKernel):
 # sinks
 
 
-@mutant
-class SinkScaled(SimulatedKernel):
+class SinkScaled(Mutant):
     """The sink is multiplied by the softmax scale."""
 
     def sink(self, out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:
         return super().sink(out, lse, sinks * self.scale())
 
 
-@mutant
-class SinkCapped(SimulatedKernel):
+class SinkCapped(Mutant):
     """The sink goes under the soft cap."""
 
     def sink(self, out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:
         return super().sink(out, lse, self.capped(sinks))
 
 
-@mutant
-class SinkPerSplit(SimulatedKernel):
+class SinkPerSplit(Mutant):
     """Every split of the keys gets the sink."""
 
     def merge(self, states: list[tuple[Array, Array]]) -> tuple[Array, Array]:
@@ -723,32 +648,28 @@ class SinkPerSplit(SimulatedKernel):
         return out, lse
 
 
-@mutant
-class SinkIgnored(SimulatedKernel):
+class SinkIgnored(Mutant):
     """Sinks are accepted and dropped (vllm#28561)."""
 
     def sink(self, out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:
         return out, lse
 
 
-@mutant
-class SinkInLse(SimulatedKernel):
+class SinkInLse(Mutant):
     """The lse includes the sink, as FA4's does."""
 
     def sink(self, out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:
         return super().sink(out, lse, sinks)[0], np.logaddexp(lse, sinks)
 
 
-@mutant
-class SinkOfKvHead(SimulatedKernel):
+class SinkOfKvHead(Mutant):
     """Sinks are indexed by kv head."""
 
     def sink(self, out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:
         return super().sink(out, lse, sinks[self.kv_head()])
 
 
-@mutant
-class SinkInEmptyRow(SimulatedKernel):
+class SinkInEmptyRow(Mutant):
     """A row without keys divides by zero."""
 
     def sink(self, out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:
@@ -758,8 +679,7 @@ class SinkInEmptyRow(SimulatedKernel):
 # softmax and merging
 
 
-@mutant
-class LseBaseTwo(SimulatedKernel):
+class LseBaseTwo(Mutant):
     """The lse is a log2 (sglang#40903)."""
 
     def sequence(self, r: int, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
@@ -767,8 +687,7 @@ class LseBaseTwo(SimulatedKernel):
         return out, lse / np.float32(np.log(2))
 
 
-@mutant
-class LseWithoutMaximum(SimulatedKernel):
+class LseWithoutMaximum(Mutant):
     """The lse is the log of the rescaled sum alone."""
 
     def sequence(self, r: int, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
@@ -780,8 +699,7 @@ class LseWithoutMaximum(SimulatedKernel):
         return super().merge(states)
 
 
-@mutant
-class LsePositiveInfinity(SimulatedKernel):
+class LsePositiveInfinity(Mutant):
     """A row without keys has an lse of +inf, as FlashMLA's and FA2's (vllm#15492)."""
 
     def sequence(self, r: int, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
@@ -789,8 +707,7 @@ class LsePositiveInfinity(SimulatedKernel):
         return out, np.where(np.isneginf(lse), np.inf, lse)
 
 
-@mutant
-class LseInHalf(SimulatedKernel):
+class LseInHalf(Mutant):
     """The lse is kept in bfloat16."""
 
     def sequence(self, r: int, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
@@ -798,16 +715,14 @@ class LseInHalf(SimulatedKernel):
         return out, rounded(lse, "bfloat16")
 
 
-@mutant
-class MergeUnweighted(SimulatedKernel):
+class MergeUnweighted(Mutant):
     """Splits are averaged."""
 
     def merge(self, states: list[tuple[Array, Array]]) -> tuple[Array, Array]:
         return np.mean([state[0] for state in states], 0), super().merge(states)[1]
 
 
-@mutant
-class MergeOfEmptyParts(SimulatedKernel):
+class MergeOfEmptyParts(Mutant):
     """exp(-inf - -inf) when all splits are empty (vllm#27491)."""
 
     def merge(self, states: list[tuple[Array, Array]]) -> tuple[Array, Array]:
@@ -817,8 +732,7 @@ class MergeOfEmptyParts(SimulatedKernel):
         return summed / weights.sum(0)[..., None], lse.max(0) + np.log(weights.sum(0))
 
 
-@mutant
-class MergeInBaseTwo(SimulatedKernel):
+class MergeInBaseTwo(Mutant):
     """Natural lses are merged by powers of two."""
 
     def merge(self, states: list[tuple[Array, Array]]) -> tuple[Array, Array]:
@@ -827,16 +741,14 @@ class MergeInBaseTwo(SimulatedKernel):
         return out, super().merge(states)[1]
 
 
-@mutant
-class LastSplitLost(SimulatedKernel):
+class LastSplitLost(Mutant):
     """The last split is not merged, unless it is the only one with keys."""
 
     def merge(self, states: list[tuple[Array, Array]]) -> tuple[Array, Array]:
         return super().merge(states[:-1] if np.isfinite(states[0][1]).all() else states)
 
 
-@mutant
-class NotRescaled(SimulatedKernel):
+class NotRescaled(Mutant):
     """The accumulator is not rescaled when a new maximum comes."""
 
     def accumulate(self, piece: Piece, scores: Array, allowed: Array, v: Array) -> None:
@@ -846,8 +758,7 @@ class NotRescaled(SimulatedKernel):
         piece.acc = np.where(piece.acc == 0, 0, piece.acc * np.minimum(grown, 1e6)[..., None])
 
 
-@mutant
-class SoftmaxWithoutMaximum(SimulatedKernel):
+class SoftmaxWithoutMaximum(Mutant):
     """exp of the raw scores."""
 
     def guard(self, top: Array) -> Array:
@@ -858,8 +769,7 @@ class SoftmaxWithoutMaximum(SimulatedKernel):
         return super().close(piece)
 
 
-@mutant
-class NotNormalised(SimulatedKernel):
+class NotNormalised(Mutant):
     """The sum of weights is not divided by."""
 
     def close(self, piece: Piece) -> tuple[Array, Array]:
@@ -867,8 +777,7 @@ class NotNormalised(SimulatedKernel):
         return out * piece.total[..., None], lse
 
 
-@mutant
-class AccumulatedInHalf(SimulatedKernel):
+class AccumulatedInHalf(Mutant):
     """The output accumulator is kept in the inputs' 16 bits."""
 
     tile = 4
@@ -877,13 +786,11 @@ class AccumulatedInHalf(SimulatedKernel):
         return rounded(acc, self.case.dtype)
 
 
-@mutant
-class ScoresInHalf(EagerKernel):
+class ScoresInHalf(Mutant, EagerKernel):
     """Scores are rounded to the inputs' 16 bits: what rule C alone would let pass."""
 
 
-@mutant
-class RowsSwapped(SimulatedKernel):
+class RowsSwapped(Mutant):
     """Two rows of a long enough query change places."""
 
     def sequence(self, r: int, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
@@ -893,8 +800,7 @@ class RowsSwapped(SimulatedKernel):
         return out, lse
 
 
-@mutant
-class HeadsSwapped(SimulatedKernel):
+class HeadsSwapped(Mutant):
     """The output's first two heads change places."""
 
     def store(self, output: Array) -> Array:
@@ -904,8 +810,7 @@ class HeadsSwapped(SimulatedKernel):
         return output
 
 
-@mutant
-class DependsOnNeighbours(SimulatedKernel):
+class DependsOnNeighbours(Mutant):
     """The split count depends on the batch: correct, but not batch invariant although it is declared."""
 
     def sequence(self, r: int, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
@@ -913,8 +818,7 @@ class DependsOnNeighbours(SimulatedKernel):
         return super().sequence(r, query, key, value)
 
 
-@mutant
-class DependsOnLongestQuery(SimulatedKernel):
+class DependsOnLongestQuery(Mutant):
     """A decode is split only in a batch of decodes."""
 
     def sequence(self, r: int, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
@@ -922,8 +826,7 @@ class DependsOnLongestQuery(SimulatedKernel):
         return super().sequence(r, query, key, value)
 
 
-@mutant
-class DependsOnLongestContext(SimulatedKernel):
+class DependsOnLongestContext(Mutant):
     """The number of splits follows the batch's bound on the length, which a captured graph keeps larger."""
 
     def sequence(self, r: int, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
@@ -931,8 +834,7 @@ class DependsOnLongestContext(SimulatedKernel):
         return super().sequence(r, query, key, value)
 
 
-@mutant
-class DependsOnPlace(SimulatedKernel):
+class DependsOnPlace(Mutant):
     """The last requests of a large batch are computed by smaller tiles."""
 
     def sequence(self, r: int, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
@@ -940,8 +842,7 @@ class DependsOnPlace(SimulatedKernel):
         return super().sequence(r, query, key, value)
 
 
-@mutant
-class DependsOnNumberOfDecodes(SimulatedKernel):
+class DependsOnNumberOfDecodes(Mutant):
     """Many decodes at once are computed without splits, as they fill the device."""
 
     def sequence(self, r: int, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
@@ -949,8 +850,7 @@ class DependsOnNumberOfDecodes(SimulatedKernel):
         return super().sequence(r, query, key, value)
 
 
-@mutant
-class VectorsOfAnotherLayer(SimulatedKernel):
+class VectorsOfAnotherLayer(Mutant):
     """Layers that share a batch use the slopes and sinks of the one that ran first."""
 
     def metadata(self, call: Call) -> dict[str, Any]:
