@@ -16,10 +16,10 @@ from typing import ClassVar
 import torch
 
 from attn.capabilities import MASK_FEATURES, Device, Feature, Request, arch_matches
+from attn.kernels import hopper
 from attn.selection.platforms import Platform
 
 Orders = Mapping[str, tuple[str, ...]]
-_SLOWER = ("SAGE_ATTN", "TRITON_ATTN", "TORCH_SDPA", "TRITON_INT8_ATTN")  #: the rest of Hopper's lists of dense backends
 
 
 class TorchPlatform(Platform):
@@ -57,8 +57,8 @@ def _order(orders: Orders, device: Device) -> tuple[str, ...]:
 
 
 def rows_that_decide(rows: int) -> int:
-    """Return the class of a number of rows for the order of dense backends: 0 unknown, 1 one, 2 up to 16k, 3 more."""
-    return min(rows, 2) if rows <= 1 << 14 else 3
+    """Return the class of a number of rows for the order of dense backends: 0 unknown, 1 one, 2 more."""
+    return min(rows, 2)
 
 
 class CudaPlatform(TorchPlatform):
@@ -125,9 +125,7 @@ class CudaPlatform(TorchPlatform):
         if request.features & {Feature.MLA, Feature.SPARSE_MLA}:
             return order
         if request.features & MASK_FEATURES:  # for these FlashAttention 4 computes tiles that no row sees
-            others = [name for name in order if name != "FLASH_ATTN"]
-            after = others.index("TRITON_ATTN") + 1
-            return *others[:after], "FLASH_ATTN", *others[after:]
+            return _moved(order, "FLASH_ATTN", behind="TRITON_ATTN")
         return order
 
     mla: ClassVar[Orders] = {
@@ -175,6 +173,17 @@ class CudaPlatform(TorchPlatform):
             "TORCH_SDPA",
             "TRITON_INT8_ATTN",
         ),
+        "sm_90": (
+            # measured on an H100, shapes of images and video of 1k to 33k rows: 1.03 to 1.35x as fast as cuDNN; FlashInfer was
+            # timed on an H200: 629 TFLOP/s at Flux and 660 at Wan 480p, where this is 755 and 775
+            "TRITON_ATTN",
+            "FLASHINFER_ATTN",
+            "CUDNN_ATTN",
+            "FLASH_ATTN",
+            "SAGE_ATTN",
+            "TORCH_SDPA",
+            "TRITON_INT8_ATTN",
+        ),
         "*": (
             "CUDNN_ATTN",
             "FLASHINFER_ATTN",
@@ -185,33 +194,27 @@ class CudaPlatform(TorchPlatform):
             "TRITON_INT8_ATTN",  # only when requested by name, until measured to be faster
         ),
     }
-    #: Measured on Hopper in two runs (TFLOP/s at Flux 4.6k rows x 128, SD3 4.3k x 64, Wan 33k x 128, Wan 76k x 128): cuDNN
-    #: 612-655, 390, 568, 564; FlashInfer's FA3 608-629, 457, 660, 645-656; FlashAttention 3 and 4 503-532, 291-329, 649-659,
-    #: 655-659; TRITON_ATTN 528, 355, 471, 465; int8 in Triton is not faster there. The number of rows at which FlashAttention
-    #: overtakes cuDNN, between 5k and 33k, was not measured; 16k is an assumption.
-    diffusion_hopper: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "up to 16k rows of heads up to 64": ("FLASHINFER_ATTN", "CUDNN_ATTN", "FLASH_ATTN", *_SLOWER),
-        "up to 16k rows": ("CUDNN_ATTN", "FLASHINFER_ATTN", "FLASH_ATTN", *_SLOWER),
-        "more": ("FLASHINFER_ATTN", "FLASH_ATTN", "CUDNN_ATTN", *_SLOWER),
-    }
 
     def diffusion_priorities(self, request: Request, device: Device) -> tuple[str, ...]:
-        rows_class, order = rows_that_decide(getattr(request, "rows", None) or 0), super().diffusion_priorities(request, device)
-        if rows_class == 1:
+        order = super().diffusion_priorities(request, device)
+        on_hopper = arch_matches(device.arch, "sm_90")
+        if rows_that_decide(getattr(request, "rows", None) or 0) == 1:
             # A decoded token. cuDNN builds a plan at each new number of keys (60 to 900 ms, measured on an H100); TRITON_ATTN
             # and FlashAttention, which TORCH_SDPA launches, do not. TRITON_ATTN takes 0.67 to 1.5x cuDNN's time there.
-            first = ("TRITON_ATTN", "TORCH_SDPA") if arch_matches(device.arch, "sm_90") else ("TORCH_SDPA",)
+            first = ("TRITON_ATTN", "TORCH_SDPA") if on_hopper else ("TORCH_SDPA",)
             return (*first, *(name for name in order if name not in first))
-        if arch_matches(device.arch, "sm_90"):
-            few = "up to 16k rows of heads up to 64" if request.head_size <= 64 else "up to 16k rows"
-            order = self.diffusion_hopper["more" if rows_class == 3 else few]
-            if not getattr(request, "causal", False):
-                return order
+        if on_hopper and hopper.why_off("hopper_prefill"):  # the general kernel takes 1.1 to 1.4x cuDNN's time
+            order = _moved(order, "TRITON_ATTN", behind="SAGE_ATTN")
+        if on_hopper and getattr(request, "causal", False):
             # Prompts, whose lengths seldom repeat, unlike images': cuDNN builds a plan for each length (75 to 900 ms).
-            others = [name for name in order if name != "CUDNN_ATTN"]
-            position = others.index("TRITON_ATTN") + 1
-            return (*others[:position], "CUDNN_ATTN", *others[position:])
+            order = _moved(order, "CUDNN_ATTN", behind="FLASH_ATTN")
         return order
+
+
+def _moved(order: tuple[str, ...], name: str, behind: str) -> tuple[str, ...]:
+    others = [other for other in order if other != name]
+    after = others.index(behind) + 1
+    return (*others[:after], name, *others[after:])
 
 
 class RocmPlatform(TorchPlatform):

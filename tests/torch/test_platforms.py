@@ -90,6 +90,6 @@ def test_prompts_on_hopper_do_not_wait_for_plans_of_their_length(rows: int, head
         for causal in (True, False)
     )
     assert sorted(causal) == sorted(images)
-    assert causal.index("CUDNN_ATTN") == causal.index("TRITON_ATTN") + 1
-    assert images.index("CUDNN_ATTN") < images.index("TRITON_ATTN")
+    assert causal.index("CUDNN_ATTN") == causal.index("FLASH_ATTN") + 1
+    assert images.index("CUDNN_ATTN") < images.index("FLASH_ATTN")
     assert [name for name in causal if name != "CUDNN_ATTN"] == [name for name in images if name != "CUDNN_ATTN"]
