@@ -70,10 +70,14 @@ class BaseDiffusionAttention:
     def _choose(self, request: Any, platform: Platform | None = None) -> None:
         """Select the backend for a request, and make its implementation. platform: None is the framework's current one."""
         selection = self._select(request, platform=platform)
-        chosen = selection.require()
-        impl = chosen.get_impl_cls()(*self._shape)
+        impl = self._impl_of(selection)
         # together: a constructor that raises leaves a layer that is cast as it was
-        self.backend, self.selection, self.impl = chosen, selection, impl
+        self.backend, self.selection, self.impl = selection.require(), selection, impl
+
+    def _impl_of(self, selection: Selection) -> DiffusionAttentionImpl:
+        """Make the implementation of what was selected. Raises `UnsupportedError` with all reasons if nothing was."""
+        impl: DiffusionAttentionImpl = selection.require().get_impl_cls()(*self._shape)
+        return impl
 
     @staticmethod
     def _default_dtype() -> Any:

@@ -9,6 +9,7 @@ import functools
 import os
 import platform as host
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
@@ -172,8 +173,9 @@ def platform(name: str | None = None) -> JaxPlatform:
     return _named(jax.default_backend() if name is None else name)
 
 
-def platform_of(x: jax.Array) -> JaxPlatform | None:
-    """The platform of the device that an array is committed to; None if it is traced, or may be moved to the default device."""
-    if isinstance(x, jax.core.Tracer) or not x.committed:
+def platform_of(x: Any) -> JaxPlatform | None:
+    """The platform of the device that an array is committed to; None if it is traced, may be moved to the default device, or is
+    no array of JAX."""
+    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) or not x.committed:
         return None
     return platform(next(iter(x.devices())).platform)

@@ -59,8 +59,13 @@ def test_arrays_that_are_committed_are_served_where_they_are(a_gpu_beside: Any) 
     assert (attn.jax.dot_product_attention(there, there, there) == want).all()
     with jax.default_device(a_gpu_beside):
         assert (jax.jit(attn.jax.dot_product_attention)(free, free, free) == want).all()
-    with pytest.raises(Exception, match="(?i)gpu|cudnn|cuda"):
-        attn.jax.dot_product_attention(free, free, free)
+    layer = attn.jax.DiffusionAttention(2, 64, dtype=jnp.bfloat16)
+    assert layer.selection.device.platform == "gpu"
+    for _ in range(2):
+        assert (layer(there, there, there) == want).all() and layer.selection.device.platform == "gpu"
+    for call in (attn.jax.dot_product_attention, layer):
+        with pytest.raises(Exception, match="(?i)gpu|cudnn|cuda"):
+            call(free, free, free)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
-"""`attn.jax.DiffusionAttention`: dense attention as an nnx module, whose backend is chosen once, on construction."""
+"""`attn.jax.DiffusionAttention`: dense attention as an nnx module, whose backend is chosen once, on construction, and once more
+for arrays that are committed to a device of another platform."""
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +12,10 @@ from flax.nnx import reprlib
 
 from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
 from attn.diffusion.layer import BaseDiffusionAttention
+from attn.jax.platforms import platform_of
+
+#: Each layer's implementations for other platforms, by their names. Outside the layers: they are no part of a module's state.
+_elsewhere: "weakref.WeakKeyDictionary[Any, dict[str, Any]]" = weakref.WeakKeyDictionary()
 
 
 class DiffusionAttention(BaseDiffusionAttention, nnx.Module):
@@ -30,4 +36,10 @@ class DiffusionAttention(BaseDiffusionAttention, nnx.Module):
         self, query: jax.Array, key: jax.Array, value: jax.Array, attn_metadata: DiffusionAttentionMetadata | None = None
     ) -> jax.Array:
         """query: [B, S, H, D]; key, value: [B, M, K, D]. Returns [B, S, H, D]; see `DiffusionAttentionImpl.forward`."""
-        return self.impl.forward(query, key, value, attn_metadata)
+        impl, place = self.impl, platform_of(query)
+        if place is not None and place.name != self.selection.device.platform:
+            kept = _elsewhere.setdefault(self.impl, {})
+            if place.name not in kept:
+                kept[place.name] = self._impl_of(self._select(self.selection.request, platform=place))
+            impl = kept[place.name]
+        return impl.forward(query, key, value, attn_metadata)
