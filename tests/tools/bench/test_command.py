@@ -38,7 +38,7 @@ def test_a_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_columns_is_obeyed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     results = Path(__file__).parents[3] / "benchmarks/results"
-    two = [str(results / f"{name}_h200_2026-11-22.json") for name in ("every_peer", "peers")]
+    two = [str(results / f"every_peer_{name}.json") for name in ("h200_2026-11-22", "h100_2026-11-26")]
     for argv in (["--judge", two[0]], ["compare", *two]):
         main(["bench", *argv])
         assert max(map(len, capsys.readouterr().out.splitlines())) <= 60
