@@ -165,7 +165,7 @@ def blocks_for(name: str, shape: PagedShape) -> RaggedBlocks:
     last = key_tile // 2 if itemsize == 2 and 0 < large < key_tile == 256 and max_query_len < 16 * large else 0
     ordered = shape.mask.causal and left is None and chunk is None and not shape.ranges
     fused, rows = 1, large * group * (1 if wide > 1 else heads)
-    most = min(4 if wide > 1 and itemsize == 2 else 2, min(kv_block, 1024) // key_tile)
+    most = min(4 if itemsize == 2 else 2, min(kv_block, 1024) // key_tile)
     while large and ordered and fused < most and (fused + 1) * key_tile * rows <= STRETCH // 2:
         fused += 1
     return RaggedBlocks(kv_block, large, min(kv_block, 1024), key_tile, row_tile, segment, slots, stretch, last, fused)

@@ -701,13 +701,13 @@ def test_short_last_steps() -> None:
 
 
 def test_steps_of_several_tiles() -> None:
-    """Where each row sees all before it: two where eight heads have 512 rows, or fewer heads more; of wide heads up to four."""
+    """Where each row sees all before it: two where eight heads have 512 rows, up to four where fewer have as many or more."""
 
     def fused(max_query_len: int, **sizes: Any) -> int:
         return blocks_for("v6e", dataclasses.replace(SHAPE, max_query_len=max_query_len, **sizes)).fused
 
     assert [fused(n) for n in (1, 512, 2048)] == [1, 2, 1]
-    assert fused(2048, num_kv_heads=1, group=8) == 2
+    assert [fused(2048, num_kv_heads=heads, group=8) for heads in (1, 2, 4)] == [4, 4, 2]
     masks = (LayerMask(False), LayerMask(True, window=(600, None)), LayerMask(True, chunk_size=600))
     assert {fused(512, mask=mask) for mask in masks} == {1} and fused(512, ranges=1) == 1
     assert [fused(1000, num_kv_heads=heads, lanes=512, group=8) for heads in (1, 2, 4)] == [4, 4, 2]
