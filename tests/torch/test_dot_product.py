@@ -12,6 +12,7 @@ from attn.diffusion.backends.registry import register_diffusion_backend
 from attn.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
 from attn.tools.fuzz import entries as fuzz_entries
 from attn.tools.fuzz import on_torch
+from attn.torch import dot_product
 from attn.torch.diffusion.backends.sdpa import SDPABackend, SDPAImpl
 
 SHAPES = [(8, 8, 16), (5, 9, 16), (9, 5, 16), (8, 8, 24), (8, 8, 8), (1, 7, 16)]
@@ -85,6 +86,23 @@ def test_the_environment_is_asked_at_each_call(monkeypatch):
     monkeypatch.setenv("ATTN_DIFFUSION_BACKEND", "CUDNN_ATTN")
     with pytest.raises(UnsupportedError, match="ATTN_DIFFUSION_BACKEND"):
         attn.torch.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("scale", [None, 0.4, -0.4, 1])
+@pytest.mark.parametrize(("rows", "keys", "width"), [(5, 5, 16), (3, 7, 16), (7, 3, 16), (5, 5, 24), (1, 9, 16)])
+def test_a_call_like_earlier_ones_is_chosen_for_once(rows, keys, width, scale, causal, monkeypatch):
+    asked, choose = list[int](), dot_product.impl_for
+    monkeypatch.setattr(dot_product, "impl_for", lambda call: asked.append(1) or choose(call))
+    for _ in range(4):
+        q, k, v = (torch.randn(2, 4, n, d) for n, d in ((rows, 16), (keys, 16), (keys, width)))
+        negated = scale is not None and scale < 0  # torch's own result is NaN under causality
+        want = F.scaled_dot_product_attention(-q if negated else q, k, v, is_causal=causal, scale=scale and abs(scale))
+        torch.testing.assert_close(attn.torch.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale), want)
+    # arrays that are changed before the launch, and integers as a scale, take the long way each time
+    plain = width == 16 and not (causal and rows != keys) and type(scale) is not int and not (scale and scale < 0)
+    assert len(asked) <= 2 if plain else len(asked) == 4  # once where another case made the launch
 
 
 def test_mistakes_are_sentences():

@@ -42,7 +42,10 @@ def test_a_graph_has_the_choice_as_a_constant(dynamic):
 
 
 #: Caches that miss at each decoded token, and why.
-PER_STEP = {"attn.integrations.transformers.packing._batch": "a step's batch, which the layers of the step share"}
+PER_STEP = {
+    "attn.integrations.transformers.packing._batch": "a step's batch, which the layers of the step share",
+    "attn.torch.dot_product._launches": "the launch of a step's shapes, which the layers of the step share; 256 at most",
+}
 
 
 def misses():

@@ -47,15 +47,20 @@ class DenseImpl(DenseAttentionImpl):
         value: torch.Tensor,
         attn_metadata: DiffusionAttentionMetadata | None = None,
     ) -> torch.Tensor:
-        if attn_metadata is None and (out := self._repeated(query, key, value)) is not None:
-            return out
+        if attn_metadata is None and (launch := self.repeated(query, key, value)) is not None:
+            return launch(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
         # Checked before the operator all the same (`_prepared`): an error then shows where the graph is traced.
         if self.traceable or not torch.compiler.is_compiling() or (self.traces_rows and query.shape[1] == 1):
             return super().forward(query, key, value, attn_metadata)
         return graphs.dense(self, self._prepared(query, key, value, attn_metadata))
 
-    def _repeated(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
-        """Compute a call like one before, which was checked; None for a first one and where calls are traced."""
+    def repeated(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
+        """Return what `launcher` does for calls without masks like an earlier one, which was checked; None for a first one.
+
+        Calls are alike if shapes, strides, dtypes and devices are. None too where a call is traced or needs gradients.
+        """
         # tensors of other types, and of a graph, take the way that has all checks
         if not type(query) is type(key) is type(value) is torch.Tensor or torch.compiler.is_compiling():
             return None
@@ -63,19 +68,20 @@ class DenseImpl(DenseAttentionImpl):
             return None
         shapes, strides = (query.shape, key.shape, value.shape), (query.stride(), key.stride(), value.stride())
         kind = *shapes, *strides, query.dtype, key.dtype, value.dtype, query.device, key.device, value.device
-        launch, arrays = self._launches.get(kind), (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
-        if launch is None:
-            if kind not in self._launches:
-                if query.numel() and key.numel():  # others need no kernel
-                    if len(self._launches) >= _KEPT:
-                        self._launches.clear()
-                    self._launches[kind] = None
-                return None
+        launch = self._launches.get(kind)
+        if launch is not None:
+            return launch
+        if kind in self._launches:
             launch = self.launcher(query, key, value)
             # without one more look at shapes and strides, which are those of `kind`
-            bound = getattr(launch, "bound", None)
-            launch = self._launches[kind] = launch if bound is None else bound(*arrays)
-        return launch(*arrays)
+            if (bound := getattr(launch, "bound", None)) is not None:
+                launch = bound(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+            self._launches[kind] = launch
+        elif query.numel() and key.numel():  # others need no kernel
+            if len(self._launches) >= _KEPT:
+                self._launches.clear()
+            self._launches[kind] = None
+        return launch
 
     def _prepared(self, *args: Any) -> DenseCall:
         call = super()._prepared(*args)
