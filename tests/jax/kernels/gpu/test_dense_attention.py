@@ -51,11 +51,10 @@ def kinds(function, *more, keys=keys):
     hopper_prefill.constants = constants
     return [(x["EQUAL"], x["ENDS"]) for x in made]
 
-# No list is read where each request has as many rows as keys; no value is overwritten where it has all keys, and no window
-# hides the first ones.
+# No list is read where each request has all keys, and no value is overwritten where no window hides the first ones either.
 plain = lambda *a: dot_product.dot_product_attention(*a)
 assert kinds(plain) == [(True, True)]
-assert kinds(plain, keys=(2, 999, 8, 128)) == [(False, True)]
+assert kinds(plain, keys=(2, 999, 8, 128)) == [(True, True)]
 assert kinds(lambda *a: dot_product.dot_product_attention(*a, is_causal=True, local_window_size=100)) == [(True, False)]
 lens = jax.ShapeDtypeStruct((2,), jnp.int32)
 assert kinds(lambda q, k, v, n: dot_product.dot_product_attention(q, k, v, key_value_seq_lengths=n), lens) == [(False, False)]
