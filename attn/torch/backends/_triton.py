@@ -156,7 +156,11 @@ class TritonPagedImpl(PagedAttentionImpl):
         return (*super()._constants(), self.fixed_split_size, None if pattern is None else tuple(pattern))
 
     def _kind_of_batch(self, attn_metadata: PagedAttentionMetadata, kv_cache: Any) -> Any:
-        plan, keys = _UNKNOWN if kv_cache is None else self._plan(attn_metadata, kv_cache), attn_metadata.max_seq_len
+        if kv_cache is None:
+            plan = _UNKNOWN._replace(keys_below=self._keys_below(attn_metadata))
+        else:
+            plan = self._plan(attn_metadata, kv_cache)
+        keys = attn_metadata.max_seq_len
         if not self._fixed_split():
             # Bounds above it are launched alike, so that a step with another longest request is of a known kind.
             keys = min(keys, MIN_KEYS_TO_SPLIT)
@@ -315,7 +319,21 @@ class TritonPagedImpl(PagedAttentionImpl):
         from attn.torch.kernels.paged_attention import paged_attention
 
         common = self._common(call, call.key, call.value)
-        paged_attention(**common, seq_lens=None, block_table=None, max_seq_len=call.meta.max_query_len, tree_right=None)
+        lists = {"seq_lens": None, "block_table": None, "max_seq_len": call.meta.max_query_len}
+        paged_attention(**common, **lists, tree_right=None, keys_below=self._keys_below(call.meta))
+
+    def _keys_below(self, attn_metadata: PagedAttentionMetadata) -> int | None:
+        """Return `keys_below` of the rows of requests that attend their own rows, once per batch; None if not known."""
+        start = attn_metadata.query_start_loc_cpu
+        # as in `_plan`
+        if self._fixed_split() or torch.compiler.is_compiling() or start is None:
+            return None
+        plans, rule = attn_metadata.kept().plans, ("own rows", self.window)
+        if rule not in plans:
+            lens = (start[1:] - start[:-1]).astype(np.float64)
+            keys = float(lens.dot(lens)) / max(1.0, float(lens.sum()))  # of the request that a row belongs to, on average
+            plans[rule] = keys_below(keys, keys, *(UNBOUNDED if bound is None else bound for bound in self.window))
+        return plans[rule]  # type: ignore[no-any-return]
 
     def _common(self, call: PagedCall, keys: torch.Tensor, values: torch.Tensor) -> dict[str, Any]:
         """Return the launch's arguments that do not depend on where the keys are."""

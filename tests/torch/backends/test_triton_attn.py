@@ -85,6 +85,24 @@ def test_the_plan_of_a_batch() -> None:
     assert [plan([(300, 300), (4096, 4096)], 32, 8, sliding_window=left)[1] for left in (256, None)] == [250, 2000]
 
 
+def test_rows_over_their_own_keys_are_planned_by_their_lengths() -> None:
+    """An encoder's tiles follow the keys that its rows see on average, unless a request's bits must not depend on others."""
+    pytest.importorskip("triton")
+    builder = TritonAttentionBackend.get_builder_cls()(
+        KVCacheSpec(4096, 1, 32, "float32"), ["layer"], None, torch.device("cpu")
+    )
+
+    def below(lens: list[int], captured: bool = False, fixed: int = 0, **more: Any) -> int | None:
+        impl = TritonAttentionBackend.get_impl_cls()(4, 64, 0.1, 4, attn_type="encoder_only", **more)
+        impl.fixed_split_size = fixed
+        batch = CommonAttentionMetadata.from_lens(lens, lens, np.arange(len(lens), dtype=np.int32)[:, None], 4096, causal=False)
+        return impl._keys_below(builder.build_for_cudagraph_capture(batch) if captured else builder.build(0, batch))
+
+    assert [below(lens) for lens in ([200] * 20, [100, 100, 700], [3000], [1, 2])] == [250, 1000, UNBOUNDED, 190]
+    assert below([3000], sliding_window=300) == 1000
+    assert below([200], captured=True) is below([200], fixed=64) is None
+
+
 @pytest.mark.triton_kernels
 @quiet
 def test_fixed_split_is_batch_invariant() -> None:
