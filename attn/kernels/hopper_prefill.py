@@ -81,7 +81,7 @@ def most_columns(columns: int) -> int:
 
 @gluon.jit
 def _head(unit, PASSES: gl.constexpr):  # type: ignore[no-untyped-def]
-    """A unit's kv head, and the first of its columns of values."""
+    """Which of the units that have the same rows a unit is, and the first of its columns of values."""
     return unit[1] // PASSES, unit[1] % PASSES * 256
 
 
@@ -385,7 +385,7 @@ def _produce(  # type: ignore[no-untyped-def]
     K: gl.constexpr, PASSES: gl.constexpr, G: gl.constexpr, PIECES: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr,
     BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     COPIED: gl.constexpr, PAGED: gl.constexpr, RAGGED: gl.constexpr, EQUAL: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    CHUNK: gl.constexpr, SPAN_RIGHT: gl.constexpr,
+    CHUNK: gl.constexpr, SPAN_RIGHT: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """Producer of one warp: look up units of work, and copy their queries, and their keys into the ring, in the order in
     which the consumers use them. The next unit is looked up while the consumers compute the tiles that the ring holds. When a
@@ -406,7 +406,7 @@ def _produce(  # type: ignore[no-untyped-def]
     while unit[0] >= 0:
         kv_head, _ = _head(unit, PASSES)
         r, head, begin, q_len, first, context, k_begin, low, high = unit
-        of_keys = r, kv_head, context + q_len, k_begin
+        of_keys = r, kv_head // SHARED, context + q_len, k_begin
         tiles = (high - low + BLOCK_N - 1) // BLOCK_N
         start = low + (tiles - 1) * BLOCK_N
         # Queries are copied first where there are two places for them. With one place the consumers must first end the unit
@@ -444,7 +444,7 @@ def _produce_values(  # type: ignore[no-untyped-def]
     v_desc, v_ring, units_ring, u_bars, v_bars, v_raw, block_table, mask, num_pages, table_r,
     BLOCK_V: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr,
     PASSES: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr, EQUAL: gl.constexpr, VALUES_AT: gl.constexpr,
-    CHUNK: gl.constexpr, SPAN_RIGHT: gl.constexpr, ENDS: gl.constexpr,
+    CHUNK: gl.constexpr, SPAN_RIGHT: gl.constexpr, ENDS: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """Producer of one warp: copy the units' values into the ring, and overwrite those that no row sees. ENDS: as
     `PrefillParams.ends`; then no value is overwritten."""
@@ -478,7 +478,7 @@ def _produce_values(  # type: ignore[no-untyped-def]
                 now += VALUES_AT
                 pages = _pages_of(table, start - BLOCK_N, seq_len, num_pages, P, BOX, BLOCK_N)
             stage = count % STAGES
-            origin = start, kv_head, column
+            origin = start, kv_head // SHARED, column
             mbarrier.wait(v_empty.index(stage), count // STAGES & 1 ^ 1)
             # Scores of such keys are selected away, but their values would be multiplied by a weight of 0, and 0 times a NaN in
             # unused memory is NaN. So the engine reports to a barrier of this warp alone, which overwrites them before it tells
@@ -904,9 +904,9 @@ def _consume(  # type: ignore[no-untyped-def]
     G: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr, P: gl.constexpr,
     BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, COPIED: gl.constexpr, PAGED: gl.constexpr,
-    EQUAL: gl.constexpr, NEGATE: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, CHUNK: gl.constexpr,
-    SPAN_RIGHT: gl.constexpr, PASSES: gl.constexpr, CONSUMER: gl.constexpr,
+    EQUAL: gl.constexpr, NEGATE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, CHUNK: gl.constexpr,
+    SPAN_RIGHT: gl.constexpr, PASSES: gl.constexpr, SHARED: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Consumer of four warps: 64 rows of each of the program's tiles."""
     ROWS: gl.constexpr = CONSUMER * 64
@@ -1008,10 +1008,11 @@ def _consume(  # type: ignore[no-untyped-def]
                     mbarrier.wait(v_full.index(_stage(count, STAGES)), count // STAGES & 1)
                 sums = _narrow(weights, dtype, WIDTH), acc, alpha, m_i, l_i
                 count += 1
-                for _i in range(1, right_of):
-                    start -= BLOCK_N
-                    sums = _step(sums, count, inputs, start, seen, scaling, 1, HAS_LEFT, D, WIDTH)
-                    count += 1
+                if HAS_RIGHT or TWO:  # else the last tile alone has keys that no row sees, behind the last one
+                    for _i in range(1, right_of):
+                        start -= BLOCK_N
+                        sums = _step(sums, count, inputs, start, seen, scaling, 1, HAS_LEFT, D, WIDTH)
+                        count += 1
                 # The loop without maxima keeps what it subtracts beside each thread's sums, [64, 8]; -inf, of rows without a
                 # key, would make its scores infinite.
                 if ALL:
@@ -1066,7 +1067,8 @@ def _consume(  # type: ignore[no-untyped-def]
                     also = _span(spans, begin + first + row // G, valid, position, left, CHUNK, SPAN_RIGHT)
                     seen = upper, lower, also[0], also[1]  # type: ignore[assignment]
                 queries = query + begin.to(gl.int64) * q_t, q_t, q_h, valid
-                caches = key_cache, value_cache + column, k_strides, v_strides, block_table, table_r
+                k_at, v_at = kv_head // SHARED * k_strides[2], kv_head // SHARED * v_strides[2] + column
+                caches = key_cache + k_at, value_cache + v_at, k_strides, v_strides, block_table, table_r
                 acc, most, total = _nan_safe(
                     queries, caches, unit, kv_head, row, seen, scaling, WIDTH, BLOCK_V, P, D, G, NEGATE, PAGED, EQUAL, HAS_LEFT
                 )
@@ -1174,8 +1176,8 @@ def _nan_safe(  # type: ignore[no-untyped-def]
     """The weighted sum of values, the maximum and the sum of weights, one key at a time: keys that a row does not see are
     selected away, not multiplied by 0."""
     key_cache, value_cache, k_strides, v_strides, block_table, table_r = caches
-    k_block, k_slot, k_head = k_strides
-    v_block, v_slot, v_head = v_strides
+    k_block, k_slot, _ = k_strides
+    v_block, v_slot, _ = v_strides
     factor, cap = scaling
     r, _, begin, q_len, first, context, k_begin, low, high = unit
     TWO: gl.constexpr = len(seen) == 4
@@ -1216,7 +1218,7 @@ def _nan_safe(  # type: ignore[no-untyped-def]
         s = gl.zeros([64], gl.float32, ROW)
         for h in range(0, D, 64):  # few columns at a time, read again for each key, so that this needs few registers
             q = gl.load(query + at[:, None] + h + d[None, :], mask=in_bounds & (h + d < D)[None, :], other=0.0)
-            k = gl.load(key_cache + k_at + kv_head * k_head + h + d, mask=h + d < D, other=0.0)
+            k = gl.load(key_cache + k_at + h + d, mask=h + d < D, other=0.0)
             s += gl.sum(q.to(gl.float32) * k.to(gl.float32)[None, :], 1)
         s = s * factor
         if cap is not None:
@@ -1232,7 +1234,7 @@ def _nan_safe(  # type: ignore[no-untyped-def]
         p = gl.where(allowed, gl.exp2(s - guard), 0.0)
         l_i = l_i * alpha + p
         m_i = m_new
-        acc = _add_value(acc, p, alpha, allowed, value_cache + v_at + kv_head * v_head, DV, BLOCK_V)
+        acc = _add_value(acc, p, alpha, allowed, value_cache + v_at, DV, BLOCK_V)
     return acc, m_i, l_i
 
 
@@ -1260,6 +1262,7 @@ def prefill(  # type: ignore[no-untyped-def]
     EQUAL: gl.constexpr, NEGATE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CAP: gl.constexpr,
     HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
     VALUES_AT: gl.constexpr, CHUNK: gl.constexpr, SPAN_RIGHT: gl.constexpr, FAR: gl.constexpr, ENDS: gl.constexpr,
+    SHARED: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = query.dtype.element_ty
     # Heads may be outermost and far apart, and a page may hold all of a request: offsets in them are of their strides' type.
@@ -1301,7 +1304,9 @@ def prefill(  # type: ignore[no-untyped-def]
         mbarrier.init(v_bars[1].index(i), count=CONSUMERS)
     mbarrier.init(v_raw, count=1)
     fence_async_shared()
-    # a decode of the same batch may start on the multiprocessors that this grid leaves free
+    # A launch may begin before the one before it has ended (`launch_pdl`), whose results are not read, nor its memory written,
+    # before it has. Then a decode of the same batch may start on the multiprocessors that this grid leaves free.
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
     mask = spans, prefix, is_causal, left, right  # what rows see
     starts = query_start_loc, seq_lens, rows, num_pages  # equal requests have no lists of pages, but as many keys
@@ -1314,16 +1319,16 @@ def prefill(  # type: ignore[no-untyped-def]
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_bars, u_bars, k_bars,
                     v_bars, block_table, sinks, factor, v_factor, cap, mask, o_t, o_h, lse_h, q_t, q_h, k_strides, v_strides,
                     table_r, G, D, DV, BLOCK_D, BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED,
-                    EQUAL, NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, 0,
+                    EQUAL, NEGATE, HAS_LEFT, HAS_RIGHT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, SHARED, 0,
                 )),
                 (_produce, (
                     q_desc, k_desc, q_ring, k_ring, units_ring, q_bars, u_bars, k_bars, counters, starts, block_table, mask,
                     min_query, num_reqs, num_pages, table_r, H // G * PASSES, PASSES, G, PIECES, P, BOX, BLOCK_Q, BLOCK_N,
-                    CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, RAGGED, EQUAL, HAS_RIGHT, CHUNK, SPAN_RIGHT,
+                    CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, RAGGED, EQUAL, HAS_RIGHT, CHUNK, SPAN_RIGHT, SHARED,
                 )),
                 (_produce_values, (
                     v_desc, v_ring, units_ring, u_bars, v_bars, v_raw, block_table, mask, num_pages, table_r, BLOCK_V, P, BOX,
-                    BLOCK_Q, BLOCK_N, PASSES, STAGES, PAGED, EQUAL, VALUES_AT, CHUNK, SPAN_RIGHT, ENDS,
+                    BLOCK_Q, BLOCK_N, PASSES, STAGES, PAGED, EQUAL, VALUES_AT, CHUNK, SPAN_RIGHT, ENDS, SHARED,
                 )),
             ],
             [1, 1],
@@ -1336,22 +1341,22 @@ def prefill(  # type: ignore[no-untyped-def]
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_bars, u_bars, k_bars,
                     v_bars, block_table, sinks, factor, v_factor, cap, mask, o_t, o_h, lse_h, q_t, q_h, k_strides, v_strides,
                     table_r, G, D, DV, BLOCK_D, BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED,
-                    EQUAL, NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, 0,
+                    EQUAL, NEGATE, HAS_LEFT, HAS_RIGHT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, SHARED, 0,
                 )),
                 (_consume, (
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_bars, u_bars, k_bars,
                     v_bars, block_table, sinks, factor, v_factor, cap, mask, o_t, o_h, lse_h, q_t, q_h, k_strides, v_strides,
                     table_r, G, D, DV, BLOCK_D, BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED,
-                    EQUAL, NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, 1,
+                    EQUAL, NEGATE, HAS_LEFT, HAS_RIGHT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, SHARED, 1,
                 )),
                 (_produce, (
                     q_desc, k_desc, q_ring, k_ring, units_ring, q_bars, u_bars, k_bars, counters, starts, block_table, mask,
                     min_query, num_reqs, num_pages, table_r, H // G * PASSES, PASSES, G, PIECES, P, BOX, BLOCK_Q, BLOCK_N,
-                    CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, RAGGED, EQUAL, HAS_RIGHT, CHUNK, SPAN_RIGHT,
+                    CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, RAGGED, EQUAL, HAS_RIGHT, CHUNK, SPAN_RIGHT, SHARED,
                 )),
                 (_produce_values, (
                     v_desc, v_ring, units_ring, u_bars, v_bars, v_raw, block_table, mask, num_pages, table_r, BLOCK_V, P, BOX,
-                    BLOCK_Q, BLOCK_N, PASSES, STAGES, PAGED, EQUAL, VALUES_AT, CHUNK, SPAN_RIGHT, ENDS,
+                    BLOCK_Q, BLOCK_N, PASSES, STAGES, PAGED, EQUAL, VALUES_AT, CHUNK, SPAN_RIGHT, ENDS, SHARED,
                 )),
             ],
             [4, 1, 1],
@@ -1364,28 +1369,28 @@ def prefill(  # type: ignore[no-untyped-def]
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_bars, u_bars, k_bars,
                     v_bars, block_table, sinks, factor, v_factor, cap, mask, o_t, o_h, lse_h, q_t, q_h, k_strides, v_strides,
                     table_r, G, D, DV, BLOCK_D, BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED,
-                    EQUAL, NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, 0,
+                    EQUAL, NEGATE, HAS_LEFT, HAS_RIGHT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, SHARED, 0,
                 )),
                 (_consume, (
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_bars, u_bars, k_bars,
                     v_bars, block_table, sinks, factor, v_factor, cap, mask, o_t, o_h, lse_h, q_t, q_h, k_strides, v_strides,
                     table_r, G, D, DV, BLOCK_D, BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED,
-                    EQUAL, NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, 1,
+                    EQUAL, NEGATE, HAS_LEFT, HAS_RIGHT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, SHARED, 1,
                 )),
                 (_consume, (
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_bars, u_bars, k_bars,
                     v_bars, block_table, sinks, factor, v_factor, cap, mask, o_t, o_h, lse_h, q_t, q_h, k_strides, v_strides,
                     table_r, G, D, DV, BLOCK_D, BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED,
-                    EQUAL, NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, 2,
+                    EQUAL, NEGATE, HAS_LEFT, HAS_RIGHT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, SHARED, 2,
                 )),
                 (_produce, (
                     q_desc, k_desc, q_ring, k_ring, units_ring, q_bars, u_bars, k_bars, counters, starts, block_table, mask,
                     min_query, num_reqs, num_pages, table_r, H // G * PASSES, PASSES, G, PIECES, P, BOX, BLOCK_Q, BLOCK_N,
-                    CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, RAGGED, EQUAL, HAS_RIGHT, CHUNK, SPAN_RIGHT,
+                    CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, RAGGED, EQUAL, HAS_RIGHT, CHUNK, SPAN_RIGHT, SHARED,
                 )),
                 (_produce_values, (
                     v_desc, v_ring, units_ring, u_bars, v_bars, v_raw, block_table, mask, num_pages, table_r, BLOCK_V, P, BOX,
-                    BLOCK_Q, BLOCK_N, PASSES, STAGES, PAGED, EQUAL, VALUES_AT, CHUNK, SPAN_RIGHT, ENDS,
+                    BLOCK_Q, BLOCK_N, PASSES, STAGES, PAGED, EQUAL, VALUES_AT, CHUNK, SPAN_RIGHT, ENDS, SHARED,
                 )),
             ],
             [4, 4, 1, 1],

@@ -1,5 +1,6 @@
 """Launch rules of `hopper_prefill`: its tiles, rings, registers and copies, from shapes and strides. They need no Triton."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ _REGISTERS = {1: (232, 24), 2: (240, 24), 3: (160, 24)}
 #: registers of a multiprocessor.
 _REGISTERS_OF_ONE = {2: 128, 3: 80}
 #: Numbers of keys at which tiles or consumers change (`_keys`, `_consumers`).
-_BOUNDS = (250, 1000, 2000, 2500, UNBOUNDED)
+_BOUNDS = (190, 250, 1000, 2000, 2500, UNBOUNDED)
 
 
 class PrefillParams(NamedTuple):
@@ -80,13 +81,13 @@ class PrefillPlan(NamedTuple):
     """What a launch for `Arrays` needs of them.
 
     maps: of the query, None if the engine does not copy it, and of keys and values; strides: the kernel's; sizes: query heads,
-    those of a kv head, sizes of keys and of values, the page; tiles: more units of work than there are; resident: programs that
-    a multiprocessor holds at once; far: as of `Variant`.
+    those of a unit of work, units that share a kv head, sizes of keys and of values, the page; tiles: more units of work than
+    there are; resident: programs that a multiprocessor holds at once; far: as of `Variant`.
     """
 
     maps: tuple[Map | None, Map, Map]
     strides: tuple[int, ...]
-    sizes: tuple[int, int, int, int, int]
+    sizes: tuple[int, int, int, int, int, int]
     tiles: int
     resident: int
     far: bool
@@ -142,15 +143,19 @@ def plan_of(arrays: Arrays, num_reqs: int, page: int, paged: bool, params: Prefi
         k_shape, v_shape = (1, *k_shape), (1, *v_shape)
     kv_heads, width = k_shape[2], v_shape[3]
     group = heads // kv_heads
-    copied = copies(group, arrays.of_query, params.negate, aligned)
-    consumers = _consumers(size, width, params, copied, group)
-    box = 1, _box(page, _keys(size, width, params, copied, group)), 1, 64
-    # four dimensions, as keys have, so that one layout of boxes serves all: a box is 64 / group tokens of one group's heads
-    q_map = ((1, tokens, heads, size), (tokens * q_t, q_t, q_h, 1), (1, 64 // group, group, 64)) if copied else None
+    packed = math.gcd(group, 64)
+    copied = copies(packed, arrays.of_query, params.negate, aligned)
+    if not copied or not _pays(packed, group, tokens / max(1, num_reqs), size, width, params):
+        packed, copied = group, copied and packed == group
+    consumers = _consumers(size, width, params, copied, packed)
+    box = 1, _box(page, _keys(size, width, params, copied, packed)), 1, 64
+    # four dimensions, as keys have, so that one layout of boxes serves all: a box is 64 / packed tokens of a unit's heads
+    q_map = ((1, tokens, heads, size), (tokens * q_t, q_t, q_h, 1), (1, 64 // packed, packed, 64)) if copied else None
     strides = o_t, o_h, q_t, q_h, *k_strides[:3], *v_strides[:3]
     # a bound on units by extents alone: each request may end in a tile that is not full
-    tiles = (tokens // (64 * consumers // group) + num_reqs) * kv_heads * passes(width)
-    maps, sizes = (q_map, (k_shape, k_strides, box), (v_shape, v_strides, box)), (heads, group, size, width, page)
+    tiles = (tokens // (64 * consumers // packed) + num_reqs) * (heads // packed) * passes(width)
+    maps = q_map, (k_shape, k_strides, box), (v_shape, v_strides, box)
+    sizes = heads, packed, group // packed, size, width, page
     of_heads = heads * max(o_h, q_h), kv_heads * max(k_strides[2], v_strides[2])
     far = max(*of_heads, k_shape[1] * k_strides[1], v_shape[1] * v_strides[1]) >= 1 << 31
     return PrefillPlan(maps, strides, sizes, tiles, _resident(size) if consumers == 1 else 1, far)
@@ -158,11 +163,12 @@ def plan_of(arrays: Arrays, num_reqs: int, page: int, paged: bool, params: Prefi
 
 def constants(sizes: tuple[int, ...], params: PrefillParams, variant: Variant, values_at: int = 0) -> dict[str, Any]:
     """Constants and options of a launch. sizes: `PrefillPlan`'s; values_at: the page at which the array of keys has values."""
-    heads, group, size, width, page = sizes
+    heads, group, shared, size, width, page = sizes
     consumers = _consumers(size, width, params, variant.copied, group)
     registers, keys = _REGISTERS[consumers], _keys(size, width, params, variant.copied, group)
     return {
         "cap": params.cap, "left": params.left, "right": params.right, "min_query": params.min_query, "H": heads, "G": group,
+        "SHARED": shared,
         "D": size, "DV": width, "BLOCK_D": _padded(size), "BLOCK_V": min(_padded(width), 256), "P": page,
         "BOX": _box(page, keys), "BLOCK_Q": 64 * consumers // group, "BLOCK_N": keys,
         "CONSUMERS": consumers, "STAGES": _stages(size, width, variant.copied, consumers, keys),
@@ -175,6 +181,25 @@ def constants(sizes: tuple[int, ...], params: PrefillParams, variant: Variant, v
         "FAR": variant.far, "ENDS": params.ends,
         "num_warps": 4, **({"maxnreg": _REGISTERS_OF_ONE[_resident(size)]} if consumers == 1 else {}), **FUSED,
     }  # fmt: skip
+
+
+def _pays(part: int, group: int, rows: float, size: int, width: int, params: PrefillParams) -> bool:
+    """Whether units of `part` of a kv head's query heads, which divide a consumer's 64 rows, so that the engine copies their
+    queries, replace units of all heads, whose queries consumers store: a third of a short unit, and nothing of a long one.
+    rows: of a request, on average.
+
+    Few rows of fewer heads leave more of a unit empty. Where the host does not know lengths, all batches are packed alike.
+    """
+    below = params.keys_below
+    if part == group or below is None or below == UNBOUNDED:
+        return part == group
+
+    def computed(heads: int, copied: bool) -> float:
+        """Rows of a request's units for a kv head, empty ones included."""
+        consumers = _consumers(size, width, params, copied, heads)
+        return consumers * (group // heads) * math.ceil(rows / (64 * consumers // heads))
+
+    return computed(part, True) <= (1.25 if below <= 1000 else 1.1) * computed(group, False)
 
 
 def _padded(size: int) -> int:
@@ -209,9 +234,11 @@ def _consumers(size: int, width: int, params: PrefillParams, copied: bool, group
 
     Above 64 the limits, here and of `_keys`, follow 164 launches of equal lengths on H100s, with one consumer, and with two and
     64 or 128 keys a tile. On the 72 of them that were drawn at random (heads of 80 to 128; dense, ragged and over pages; 76 to
-    5,467 keys seen) the choice takes 1.008 of the fastest one's time (geometric mean; at most 1.14).
+    5,467 keys seen) the choice takes 1.008 of the fastest one's time (geometric mean; at most 1.14). The limit without
+    causality follows 25 more, dense, of 65 to 256 keys: 1.012 with cold caches and 1.008 otherwise (at most 1.17: one unit for
+    each program), where 250 takes 1.019 and 1.013.
     """
-    few = (1000 if params.ends else 2500) if size <= 64 else 250
+    few = (1000 if params.ends else 2500) if size <= 64 else (250 if params.right < UNBOUNDED else 190)
     few = params.keys_below is not None and params.keys_below <= few
     # A unit is whole tokens, and one consumer's 64 rows hold none of more query heads.
     if few and group <= 64 and _held(size, width, copied, 1, 64) >= 2:

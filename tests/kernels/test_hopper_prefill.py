@@ -189,7 +189,7 @@ MASKS = {
 @pytest.mark.parametrize("wild", [False, True])
 @pytest.mark.parametrize("name", MASKS)
 def test_rows_see_what_the_definition_says(name: str, wild: bool) -> None:
-    run(LENS, mask=MASKS[name], wild=wild, rules={"keys_below": 250 if wild else UNBOUNDED})  # tiles of 64 keys and of 128
+    run(LENS, mask=MASKS[name], wild=wild, rules={"keys_below": 190 if wild else UNBOUNDED})  # tiles of 64 keys and of 128
 
 
 @pytest.mark.parametrize("spans", [False, True])
@@ -216,12 +216,12 @@ def test_scores_of_any_size(name: str, few: bool) -> None:
     """In tiles without a mask the sums decide what is subtracted from scores."""
     lens = [(150, 277), (64, 512)]  # the first row sees nothing of its first tile, and all of the next one
     for mask in (MASKS["causal"], MASKS["both directions"]):
-        run(lens, mask=mask, rules={"keys_below": 250 if few else UNBOUNDED}, scores_of=SCORES[name], again="beyond" in name)
+        run(lens, mask=mask, rules={"keys_below": 190 if few else UNBOUNDED}, scores_of=SCORES[name], again="beyond" in name)
 
 
 @pytest.mark.parametrize("name", ["causal", "window", "everything"])
 def test_float16_needs_the_maximum(name: str) -> None:
-    run(LENS, mask=MASKS[name], bfloat16=None, rules={"keys_below": 250 if name == "window" else UNBOUNDED})
+    run(LENS, mask=MASKS[name], bfloat16=None, rules={"keys_below": 190 if name == "window" else UNBOUNDED})
 
 
 @pytest.mark.parametrize(
@@ -259,18 +259,18 @@ def test_slots_that_are_far_apart() -> None:
 @pytest.mark.parametrize("keys", [31, 97, 150])
 def test_pages_that_end_with_the_last_key(keys: int, size: int, few: bool) -> None:
     """The engine fills in zeros after them, so no value is overwritten."""
-    rules = {"keys_below": 250 if few else UNBOUNDED, "ends": True}
+    rules = {"keys_below": 190 if few else UNBOUNDED, "ends": True}
     for mask in (MASKS["causal"], MASKS["both directions"]):
         run([(keys, keys), (keys - 9, keys)], mask=mask, size=size, page=keys, rules=rules)
 
 
-@pytest.mark.parametrize("below", [250, 1000, UNBOUNDED])  # above 64: one consumer, two with 64 keys a tile, two with 128
+@pytest.mark.parametrize("below", [190, 1000, UNBOUNDED])  # above 64: one consumer, two with 64 keys a tile, two with 128
 @pytest.mark.parametrize("size", [64, 96, 256])
 @pytest.mark.parametrize("name", ["causal", "both directions", "window"])
 def test_equal_requests_have_no_lists(name: str, size: int, below: int) -> None:
     rules = {"keys_below": below, "ends": name != "window"}
     for rows, keys in ((31, 31), (150, 150), (40, 150), (150, 40)):
-        run([(rows, keys)] * 3, mask=MASKS[name], size=size, page=keys, rules=rules, wild=below == 250, equal=True)
+        run([(rows, keys)] * 3, mask=MASKS[name], size=size, page=keys, rules=rules, wild=below == 190, equal=True)
 
 
 @pytest.mark.parametrize(("heads", "size"), [((4, 2), 72), ((6, 2), 128), ((4, 2), 160)])
@@ -289,7 +289,7 @@ def test_tiles_are_smaller_where_rows_see_few_keys() -> None:
         rules = launch.PrefillParams(**{"right": 0, **more})
         if seen is not None:
             rules = rules.seeing(2 * seen, 2 * seen) if rules.right == 0 else rules.seeing(seen, seen)
-        sizes = (8, 4, size, width or size, 16)
+        sizes = (8, 4, 1, size, width or size, 16)
         constants = launch.constants(sizes, rules, launch.Variant(True, False, copied, False, False))
         assert ("maxnreg" in constants) == (constants["CONSUMERS"] == 1)
         assert constants["BLOCK_Q"] == constants["CONSUMERS"] * 64 // 4 and constants["CONSUMER_REGS"] % 8 == 0
@@ -311,14 +311,15 @@ def test_tiles_are_smaller_where_rows_see_few_keys() -> None:
         assert [tiles(64, seen, right=right)[1] for seen in (300, 2400, 2500, None)] == [1, 1, 3, 3]
         assert [tiles(64, seen, right=right, ends=True)[1] for seen in (300, 900, 1000)] == [1, 1, 3]
         for ends in (False, True):
-            assert [tiles(128, seen, right=right, ends=ends)[1] for seen in (249, 250, None)] == [1, 2, 2]
+            few = 190 if right else 250
+            assert [tiles(128, seen, right=right, ends=ends)[1] for seen in (few - 1, few, None)] == [1, 2, 2]
     # two programs of wider heads do not fit in a multiprocessor's memory
     assert [tiles(size, 200)[1] for size in (192, 256, 512)] == [2, 2, 2]
     assert [tiles(192, 200, 128, copied)[1] for copied in (True, False)] == [1, 2]
 
 
 @pytest.mark.parametrize(
-    ("size", "below", "units", "programs"), [(64, 250, 64, 396), (128, 250, 64, 264), (128, 1000, 128, 132)]
+    ("size", "below", "units", "programs"), [(64, 190, 64, 396), (128, 190, 64, 264), (128, 1000, 128, 132)]
 )
 def test_programs_of_one_consumer_share_a_multiprocessor(size: int, below: int, units: int, programs: int) -> None:
     tokens, heads = 4000, 8
@@ -335,7 +336,7 @@ def test_programs_of_one_consumer_share_a_multiprocessor(size: int, below: int, 
         assert plan.resident * (used + 4096 + 1024) <= 228 * 1024
 
 
-@pytest.mark.parametrize("below", [None, 250, 2000])
+@pytest.mark.parametrize("below", [None, 190, 2000])
 @pytest.mark.parametrize("group", [1, 33, 64, 65, 71, 128])
 def test_a_unit_holds_a_token(group: int, below: int | None) -> None:
     """One consumer has 64 rows: fewer than a token's where a kv head has more query heads."""
@@ -345,11 +346,35 @@ def test_a_unit_holds_a_token(group: int, below: int | None) -> None:
     plan = launch.plan_of(launch.Arrays(query, keys, keys, *strides), 3, 128, False, params, True)
     variant = launch.Variant(False, False, plan.maps[0] is not None, False, False)
     constants = launch.constants(plan.sizes, params, variant)
-    assert constants["BLOCK_Q"] >= 1 and plan.tiles == 300 // constants["BLOCK_Q"] + 3
+    assert constants["BLOCK_Q"] >= 1 and plan.tiles == (300 // constants["BLOCK_Q"] + 3) * constants["SHARED"]
     assert plan.resident == (3 if constants["CONSUMERS"] == 1 else 1)
 
 
-@pytest.mark.parametrize(("size", "below"), [(64, 250), (64, None), (128, None), (512, None), (72, 1000)])
+@pytest.mark.parametrize("heads", [(10, 2), (7, 1), (12, 2)])
+def test_units_of_some_heads_of_a_group(heads: tuple[int, int]) -> None:
+    """Groups of 5, 7 and 6 do not divide a consumer's 64 rows: units have 1, 1 and 2 heads, unless requests have few rows."""
+    lens = [(150, 150), (200, 333)]
+    run(lens, mask=MASKS["two-sided window"], heads=heads, rules={"keys_below": 190})
+    run(lens, mask=MASKS["causal"], heads=heads, rules={"keys_below": 190}, wild=True)
+    run(
+        [(144, 144)] * 2,
+        mask=MASKS["both directions"],
+        heads=heads,
+        page=144,
+        rules={"keys_below": 190, "ends": True},
+        equal=True,
+    )
+    query, keys = ((350, n, 64) for n in heads)
+    strides = [(n * 64, 64, 1) for n in (heads[0], heads[1], heads[1], heads[0])]
+    for requests, below, shared in ((2, 190, True), (2, None, False), (10, 190, False)):
+        params = launch.PrefillParams(right=0, keys_below=below)
+        plan = launch.plan_of(launch.Arrays(query, keys, keys, *strides), requests, 16, False, params, True)
+        assert (plan.sizes[2] > 1) is (plan.maps[0] is not None) is shared and plan.sizes[1] * plan.sizes[2] == heads[
+            0
+        ] // heads[1]
+
+
+@pytest.mark.parametrize(("size", "below"), [(64, 190), (64, None), (128, None), (512, None), (72, 1000)])
 def test_consumers_of_a_token_or_none(size: int, below: int | None) -> None:
     """64 rows are 32 tokens: of units of 64 or 96 tokens, the last one has one token of a later consumer, or none."""
     lens = [(32, 40), (33, 33), (64, 100), (65, 65), (97, 110), (160, 161)]

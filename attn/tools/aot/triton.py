@@ -349,7 +349,7 @@ HOPPER: dict[str, Sequence[Any]] = {
     "block_size": PAGED["block_size"],
     "dtype": ("bfloat16", "float16"),
     "mask": tuple(name for name in WINDOWS if name != "tree"),
-    "keys_below": (250, 1000, UNBOUNDED),
+    "keys_below": (190, 1000, UNBOUNDED),
     **switches("soft_cap", "sinks", "lse"),
 }
 

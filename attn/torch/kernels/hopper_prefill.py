@@ -224,4 +224,5 @@ def _prepared(
     _, lse, _, _, _, starts, _, table, sinks, _, _, is_causal, _ = signature[1]
     paged, *has = (x is not None for x in (table, sinks, lse, is_causal))
     variant = Variant(paged, ragged, copied, has[0], has[1], has[2], far, starts is None)
-    return Prepared(_prefill, **constants(sizes, params, variant))
+    # begins while the launch before it ends, whose results the kernel waits for: half a microsecond of a short launch
+    return Prepared(_prefill, **constants(sizes, params, variant), launch_pdl=True)

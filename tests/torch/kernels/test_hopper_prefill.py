@@ -112,7 +112,7 @@ def by_hand() -> Iterator[None]:
 
 def _bounds(size: int) -> tuple[int, ...]:
     """Numbers of keys below which tiles differ."""
-    return (250, 1000, UNBOUNDED) if size <= 128 else (UNBOUNDED,)
+    return (190, 1000, UNBOUNDED) if size <= 128 else (UNBOUNDED,)
 
 
 @pytest.mark.parametrize(("name", "keys_below"), [(n, below) for n in CASES for below in _bounds(CASES[n].get("size", 128))])
