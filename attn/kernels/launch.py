@@ -13,9 +13,8 @@ import numpy as np
 from attn.kernels.memory import SHARED_MEMORY, UNKNOWN
 
 LOG2E = 1.4426950408889634
-#: Keys per program of a decode of a layer that requests `batch_invariant`: at most 64 splits for 128k keys, since the memory
-#: for partial results grows with their number.
-FIXED_SPLIT = 2048
+#: The fewest keys of a stretch of a decode of a layer that requests `batch_invariant` (`plan.stretch_of`).
+STRETCH = 256
 #: Formats by the dtype of a cache; "uint8" is that of e4m3 codes for kernels that do not convert these.
 _FORMATS = {"int8": "int8", "float8_e4m3fn": "e4m3", "uint8": "e4m3", "float8_e5m2": "e5m2", "bfloat16": "bf16"}
 UNBOUNDED = 1 << 30  #: a window side without a bound: larger than any sequence length
@@ -272,8 +271,8 @@ class SplitKV:
     chooses the smallest number that makes at most `max_splits` items more than there are requests. whole_from: the number of
     requests from which those of about equal length stay whole. items: the bound of work items per kv head. block_r: requests
     per vector in the device's search. crowded: whether requests take at least half of the items that fit on the device at once,
-    so that there are more. merged: splits that a program of `paged_attention.merge` reads at once, one number for all fixed
-    splits, since the order of sums depends on it.
+    so that there are more. merged: splits that a program of `paged_attention.merge` reads at once. stored: the bound of partial
+    results per kv head and row, of which a split has one, or each of its stretches.
     """
 
     split_tiles: int
@@ -283,6 +282,7 @@ class SplitKV:
     block_r: int
     crowded: bool = False
     merged: int = 64
+    stored: int = 0
 
 
 def block_of(num_reqs: int) -> int:
@@ -301,18 +301,18 @@ FIELDS = 8  #: of an item of the table of stream-K (`plan`)
 
 
 @functools.lru_cache(maxsize=4096)
-def split_kv_for(num_reqs: int, kv_heads: int, tiles: int, fixed: int, multiprocessors: int, rows: int = 16) -> SplitKV | None:
+def split_kv_for(
+    num_reqs: int, kv_heads: int, tiles: int, stretch: int, multiprocessors: int, rows: int = 16
+) -> SplitKV | None:
     """The split-KV plan of `num_reqs` decodes of at most `tiles` tiles of keys; None: one program per request and kv head.
 
-    fixed: tiles per split if a request's splits must not depend on the rest of the batch, else 0. Otherwise items fill one
+    stretch: tiles of the shortest stretch if a request's bits must not depend on the rest of the batch, else 0. Items fill one
     wave, two per multiprocessor. If that is less than two per request and kv head, a wave is added to one item per request
     and kv head: with fewer items the last ones to end leave the device idle, with more their starts (of about two tiles each)
     and the merge cost more than they save. The rule comes from a model of programs that share the memory's bandwidth, fitted to
     16 batches in five launches on an H200. rows: of a tile; with 64, items wait for each other's products too, and half as
     many more were 8 and 18 % faster on an H200 (33 x 7 rows with 4 kv heads, 26 x 7 with 8; fewer and more were slower).
     """
-    if fixed:
-        return SplitKV(fixed, 0, 0, num_reqs * max(1, -(-tiles // fixed)), block_of(num_reqs))
     if tiles <= MIN_SPLIT_TILES:
         return None
     wave = _wave(kv_heads, multiprocessors)
@@ -320,8 +320,18 @@ def split_kv_for(num_reqs: int, kv_heads: int, tiles: int, fixed: int, multiproc
     max_splits = (3 * wave // 2 if rows >= 64 else wave) if crowded else wave - num_reqs
     # From four fifths of a wave on, requests of equal length keep the device busy without being split (`plan.item_of`).
     items = max_splits + num_reqs
-    merged = splits_merged_at_once(items // num_reqs)
-    return SplitKV(MIN_SPLIT_TILES, max_splits, -(-4 * wave // 5), items, block_of(num_reqs), crowded, merged)
+    merged, stored = splits_merged_at_once(items // num_reqs), items
+    if stretch:
+        # each request that is split has an item more than one
+        # added one after the other: what is read in place of none costs as many instructions
+        merged = 32 if items >= 8 * num_reqs else 8
+        stored = min(num_reqs, max_splits) * most_stretches(kv_heads, multiprocessors)
+    return SplitKV(MIN_SPLIT_TILES, max_splits, -(-4 * wave // 5), items, block_of(num_reqs), crowded, merged, stored)
+
+
+def most_stretches(kv_heads: int, multiprocessors: int) -> int:
+    """Stretches of a request in a layer that requests `batch_invariant`: as many as fill the device if it is alone."""
+    return _wave(kv_heads, multiprocessors)
 
 
 def splits_merged_at_once(splits: int) -> int:

@@ -9,7 +9,7 @@ Tokens and heads share rows, so one pass over the keys serves the whole group. I
     decode   1-D grid, items x K, one tile of rows per request. The keys of requests are split (split-KV) so that
              all multiprocessors end together; each program computes this plan from the lengths on the device (`plan.item_of`)
              and takes one item. Partial results are merged by `merge` (Flash-Decoding); a request of one split is
-             finished at once.
+             finished at once. Where bits must be the request's, both add the results of stretches of its keys (`_stretches`).
     together as a decode, but a request has several tiles, and splits of each: few rows of any number of tokens, in one launch.
 
 A mixed batch uses the first two, each skipping the other's requests, so that a decode never runs on a prefill's large tile, or
@@ -36,7 +36,7 @@ import triton.language as tl
 from attn.kernels.codes import fp8_code, number_in
 from attn.kernels.kv_write import code_in
 from attn.kernels.launch import TOGETHER
-from attn.kernels.plan import item_of, visible
+from attn.kernels.plan import item_of, stretch_of, visible
 
 _TOGETHER = tl.constexpr(TOGETHER)
 #: Changes of these do not recompile.
@@ -220,6 +220,85 @@ def tanh(x):  # type: ignore[no-untyped-def]
     return tl.where(tl.abs(x) < 0.25, series, 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0))
 
 
+@triton.jit
+def _stretches(  # type: ignore[no-untyped-def]
+    aligned, stop, first_key, stretch, partial, q, rows, low, high, mask, scores, sparse, table, keys, scales, first, live,
+    SAFE: tl.constexpr, PAGED: tl.constexpr, P: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, SPARSE: tl.constexpr, SAME: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
+    PRECISION: tl.constexpr, IN_HALF: tl.constexpr, LATE: tl.constexpr, LIFT: tl.constexpr, SPLIT: tl.constexpr,
+    MAY_BE_NONFINITE: tl.constexpr,
+):  # fmt: skip
+    """(weighted sum of values, sum of weights, maximum) over the keys from `aligned` to `stop`: of each stretch of keys, and
+    these added in order, so that a row's bits do not depend on which programs have its stretches.
+
+    partial: if SPLIT, whether to store the result of each stretch, and where: `merge` adds those.
+    """
+    total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    total_l = tl.zeros((BLOCK_M,), tl.float32)
+    total_m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    acc, l_i, m_i = total, total_l, total_m
+    # one loop, whose loads are on their way while a stretch ends
+    for start in tl.range(aligned, stop, BLOCK_N):
+        if SPARSE == 0 or _sparse_tile(start, first, rows[3], live, sparse[0], sparse[1], sparse[2], BLOCK_N, SPARSE):
+            acc, l_i, m_i = _step(
+                (acc, l_i, m_i), start, True, SAFE, q, rows, low, high, mask, scores, sparse, table, keys, scales, PAGED, P, D,
+                BLOCK_N, BLOCK_D, SPARSE, SAME, WIDE, EXACT, PRECISION, IN_HALF, LATE, LIFT,
+            )  # fmt: skip
+        end = start + BLOCK_N - first_key
+        if (end % stretch == 0) | (start + BLOCK_N >= stop):
+            if MAY_BE_NONFINITE:  # noqa: SIM102  (one is known when compiling)
+                # as `attention` does, but of this stretch alone
+                if tl.max(((acc - acc) != 0.0).to(tl.int32)) > 0:
+                    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+                    l_i = tl.zeros((BLOCK_M,), tl.float32)
+                    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+                    since = first_key + (end - 1) // stretch * stretch
+                    for at in tl.range(since, tl.minimum(start + BLOCK_N, stop), 16, num_stages=1):
+                        acc, l_i, m_i = _step(
+                            (acc, l_i, m_i), at, True, True, q, rows, low, high, mask, scores, sparse, table, keys, scales,
+                            PAGED, P, D, 16, BLOCK_D, SPARSE, SAME, WIDE, EXACT, PRECISION, IN_HALF, LATE, LIFT,
+                        )  # fmt: skip
+            # The selection also ends the product, which compilers might fuse with a subtraction here and not in `merge`.
+            peak = _scaled(m_i, scores[0], LATE and scores[1] is None and scores[2] is None, LIFT)
+            peak = tl.where(l_i == 0, float("-inf"), peak)
+            if SPLIT:  # noqa: SIM102
+                if partial[0]:
+                    at = partial[3] + (end - 1) // stretch
+                    _store(partial[1], partial[2], at, acc, l_i, peak, live, D, BLOCK_D)
+            total, total_l, total_m = _joined(total, total_l, total_m, acc, l_i, peak)
+            acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+            l_i = tl.zeros((BLOCK_M,), tl.float32)
+            m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    return total, total_l, total_m
+
+
+@triton.jit
+def _scaled(m_i, factor, BY: tl.constexpr, LIFT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Maxima in base 2. BY: whether those of plain scores were kept before scaling."""
+    m_i = m_i * factor if BY else m_i
+    return m_i - LIFT if LIFT else m_i
+
+
+@triton.jit
+def _joined(acc, l_i, m_i, sums, weights, peak):  # type: ignore[no-untyped-def]
+    """(weighted sum of values, sum of weights, maximum) of keys, and of further ones: of both."""
+    m_new = tl.maximum(m_i, peak)
+    guard = tl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha, by = tl.exp2(m_i - guard), tl.exp2(peak - guard)
+    # `attention` and `merge` compute the same bits: what is fused is written, not left to the compiler
+    return tl.fma(sums, by[:, None], acc * alpha[:, None]), tl.fma(weights, by, l_i * alpha), m_new
+
+
+@triton.jit
+def _store(scratch, states, state, acc, l_i, m_i, live, D: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store a partial result of each row, which `merge` reads."""
+    d = tl.arange(0, BLOCK_D)[None, :]
+    sums_at = scratch + states.to(tl.int64) * D + state
+    tl.store(scratch + state[:, None] * D + d, acc, mask=live[:, None] & (d < D))
+    tl.store(sums_at, m_i, mask=live)
+    tl.store(sums_at + states, l_i, mask=live)
+
+
 @triton.jit(do_not_specialize=_BATCH)
 def attention(  # type: ignore[no-untyped-def]
     scratch, output, lse, query_start_loc, sinks, v_scale, output_scale, query, key_cache, value_cache, seq_lens, block_table,
@@ -236,7 +315,7 @@ def attention(  # type: ignore[no-untyped-def]
     SPAN_LEFT: tl.constexpr, HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr,
     SPARSE: tl.constexpr, MAY_BE_NONFINITE: tl.constexpr, SAME: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr, BESIDE: tl.constexpr, IN_HALF: tl.constexpr,
-    FORMAT: tl.constexpr,
+    FORMAT: tl.constexpr, STRETCH: tl.constexpr, STRETCHES: tl.constexpr,
 ):  # fmt: skip
     K: tl.constexpr = H // G
     if value_cache is None:
@@ -259,20 +338,21 @@ def attention(  # type: ignore[no-untyped-def]
     if DECODE and (BLOCK_R > 0 or not TILED):
         tile = 0
         if BLOCK_R > 0:
-            r, tile, begin_tile, end_tile, split_index, num_splits = item_of(
+            r, tile, begin_tile, end_tile, split_index, num_splits, place = item_of(
                 pid // K, query_start_loc, seq_lens, num_reqs, min_query, max_query, 1 << 30 if FREE else left,
                 1 << 30 if FREE else right, 1 << 30 if FREE else tree_right, tree_w, chunk, split_tiles, max_splits, whole_from,
                 BLOCK_N,
-                BLOCK_R, BLOCK_Q if TILED else 0, HAS_TREE, HAS_CHUNK,
+                BLOCK_R, BLOCK_Q if TILED else 0, HAS_TREE, HAS_CHUNK, STRETCH, STRETCHES,
             )  # fmt: skip
             if r >= num_reqs:
                 return
-            if (split_index == 0) & (tile == 0) & (kv_head == 0):
-                # Behind the states' rows and log-sum-exps: the request's first item and its number of splits. One program
-                # writes them, so that `merge` need not repeat the search.
-                plan = (scratch + states.to(tl.int64) * (D + 1)).to(tl.pointer_type(tl.int32)) + 2 * r
-                tl.store(plan, pid // K)
-                tl.store(plan + 1, num_splits)
+            if STRETCH == 0:  # noqa: SIM102
+                if (split_index == 0) & (tile == 0) & (kv_head == 0):
+                    # Behind the partial results: the place of the request's first one, and how many there are. One program
+                    # writes them, so that `merge` need not repeat the search.
+                    plan = (scratch + states.to(tl.int64) * (D + 1)).to(tl.pointer_type(tl.int32)) + 2 * r
+                    tl.store(plan, place)
+                    tl.store(plan + 1, num_splits)
         else:
             r = pid // K
         begin = tl.load(query_start_loc + r)
@@ -337,7 +417,7 @@ def attention(  # type: ignore[no-untyped-def]
             low = tl.maximum(low, tl.maximum(first, 0) // chunk * chunk)
         low = tl.maximum(low, 0)
         aligned = tl.where(low < high, low // BLOCK_N * BLOCK_N, high)
-    stop = high
+    stop, first_key = high, aligned
     if BLOCK_R > 0:
         stop = tl.minimum(high, aligned + end_tile * BLOCK_N)
         # after `stop`, which counts from the first visible tile as the plan does
@@ -398,9 +478,6 @@ def attention(  # type: ignore[no-untyped-def]
     # may exceed the largest by much, as rounding causes when scores of 2**24 are scaled before it is subtracted.
     LIFT: tl.constexpr = 15 if q.dtype == tl.float16 else 0
     LATE: tl.constexpr = EXACT or q.dtype == tl.float16
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    l_i = tl.zeros((BLOCK_M,), tl.float32)
-    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     upper = tl.minimum(position + right, high - 1)
     # The keys from full to tail are visible to every row: their tiles need no mask. Where finding them does not pay, both
     # are `aligned`, so that every tile is masked. In float32 every tile of several tokens takes the NaN-safe path, so that
@@ -430,47 +507,69 @@ def attention(  # type: ignore[no-untyped-def]
     sparse = sparse_local, sparse_stride, sparse_shift
     keys = k_base, v_base, k_block, k_slot, v_block, v_slot
     scales = (k_scale, v_scale, scale_block, scale_slot) if PER_TOKEN else None
-    for phase in tl.static_range(3):
-        if phase == 2 or (CLEAR and (phase == 1 or HAS_LEFT or HAS_CHUNK)):
-            begin_at = aligned if phase == 0 else full if phase == 1 else tail
-            end_at = full if phase == 0 else tail if phase == 1 else stop
-            for start in tl.range(begin_at, end_at, BLOCK_N):
-                if SPARSE == 0 or _sparse_tile(
-                    start, first, shifted, live, sparse_local, sparse_stride, sparse_shift, BLOCK_N, SPARSE
-                ):
+    if STRETCH > 0:
+        stretch = stretch_of(tl.cdiv(high - first_key, BLOCK_N), STRETCH, STRETCHES) * BLOCK_N
+        partial = None
+        if BLOCK_R > 0:
+            # results of a row: that of the first split, which adds its stretches, and of each later stretch
+            count = tl.cdiv(high - first_key, stretch)
+            stored = count - count // tl.maximum(num_splits, 1) + 1
+            state = (place * BLOCK_Q).to(tl.int64) * H + (row // G * H + head) * stored
+            if (split_index == 0) & (kv_head == 0):
+                plan = (scratch + states.to(tl.int64) * (D + 2)).to(tl.pointer_type(tl.int32)) + 2 * r
+                tl.store(plan, place)
+                tl.store(plan + 1, stored)
+            partial = split_index > 0, scratch, states, state + stored - count
+        acc, l_i, m_i = _stretches(
+            aligned, stop, first_key, stretch, partial, q, rows, low, high, mask, scores, sparse, table, keys, scales, first,
+            live, EXACT and BLOCK_Q > 1 and SPARSE == 0, PAGED, P, D, BLOCK_M, BLOCK_N, BLOCK_D, SPARSE, SAME, WIDE, EXACT,
+            PRECISION, IN_HALF, LATE, LIFT, BLOCK_R > 0, MAY_BE_NONFINITE,
+        )  # fmt: skip
+        if BLOCK_R > 0:  # noqa: SIM102
+            if num_splits > 1:
+                if split_index == 0:
+                    _store(scratch, states, state, acc, l_i, m_i, live, D, BLOCK_D)
+                return
+    else:
+        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        l_i = tl.zeros((BLOCK_M,), tl.float32)
+        m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        for phase in tl.static_range(3):
+            if phase == 2 or (CLEAR and (phase == 1 or HAS_LEFT or HAS_CHUNK)):
+                begin_at = aligned if phase == 0 else full if phase == 1 else tail
+                end_at = full if phase == 0 else tail if phase == 1 else stop
+                for start in tl.range(begin_at, end_at, BLOCK_N):
+                    if SPARSE == 0 or _sparse_tile(
+                        start, first, shifted, live, sparse_local, sparse_stride, sparse_shift, BLOCK_N, SPARSE
+                    ):
+                        acc, l_i, m_i = _step(
+                            (acc, l_i, m_i), start, phase != 1, EXACT and BLOCK_Q > 1 and SPARSE == 0, q, rows, low, high, mask,
+                            scores, sparse, table, keys, scales, PAGED, P, D, BLOCK_N, BLOCK_D, SPARSE, SAME, WIDE, EXACT,
+                            PRECISION, IN_HALF, LATE, LIFT,
+                        )  # fmt: skip
+        if MAY_BE_NONFINITE and (DECODE or SPARSE > 0 or not EXACT):  # noqa: SIM102  (one is known when compiling)
+            # 0 * NaN: a non-finite value may have reached rows that do not see it, or, loaded again past an end, have made an
+            # infinity NaN. Rare enough to start over; a decode in small tiles, which need no more registers than its own.
+            NAN_SAFE_N: tl.constexpr = 16 if DECODE else BLOCK_N
+            # x - x is 0 for every finite x, and NaN for the others
+            if tl.max(((acc - acc) != 0.0).to(tl.int32)) > 0:
+                acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+                l_i = tl.zeros((BLOCK_M,), tl.float32)
+                m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+                for start in tl.range(aligned, stop, NAN_SAFE_N, num_stages=1):
                     acc, l_i, m_i = _step(
-                        (acc, l_i, m_i), start, phase != 1, EXACT and BLOCK_Q > 1 and SPARSE == 0, q, rows, low, high, mask,
-                        scores, sparse, table, keys, scales, PAGED, P, D, BLOCK_N, BLOCK_D, SPARSE, SAME, WIDE, EXACT,
-                        PRECISION, IN_HALF, LATE, LIFT,
+                        (acc, l_i, m_i), start, True, True, q, rows, low, high, mask, scores, sparse, table, keys, scales,
+                        PAGED, P, D, NAN_SAFE_N, BLOCK_D, SPARSE, SAME, WIDE, EXACT, PRECISION, IN_HALF, LATE, LIFT,
                     )  # fmt: skip
-    if MAY_BE_NONFINITE and (DECODE or SPARSE > 0 or not EXACT):  # noqa: SIM102  (one is known when compiling)
-        # 0 * NaN: a non-finite value may have reached rows that do not see it, or, loaded again past an end, have made an
-        # infinity NaN. Rare enough to start over; a decode in small tiles, which need no more registers than its own.
-        NAN_SAFE_N: tl.constexpr = 16 if DECODE else BLOCK_N
-        # x - x is 0 for every finite x, and NaN for the others
-        if tl.max(((acc - acc) != 0.0).to(tl.int32)) > 0:
-            acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-            l_i = tl.zeros((BLOCK_M,), tl.float32)
-            m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-            for start in tl.range(aligned, stop, NAN_SAFE_N, num_stages=1):
-                acc, l_i, m_i = _step(
-                    (acc, l_i, m_i), start, True, True, q, rows, low, high, mask, scores, sparse, table, keys, scales, PAGED,
-                    P, D, NAN_SAFE_N, BLOCK_D, SPARSE, SAME, WIDE, EXACT, PRECISION, IN_HALF, LATE, LIFT,
-                )  # fmt: skip
-
-    # maxima of plain scores were kept before scaling
-    if LATE and not (HAS_CAP or HAS_ALIBI):
-        m_i = m_i * factor
-    if LIFT:
-        m_i = m_i - LIFT
+        m_i = _scaled(m_i, factor, LATE and not (HAS_CAP or HAS_ALIBI), LIFT)
     log = tl.where(l_i == 0, float("-inf"), m_i + tl.log2(l_i))
     # docs/semantics.md §1: a row without keys is 0, with a log-sum-exp of -inf
     result = tl.where(l_i[:, None] == 0, 0.0, acc / l_i[:, None])
-    if BLOCK_R > 0:  # noqa: SIM102
+    if BLOCK_R > 0 and STRETCH == 0:  # noqa: SIM102
         if num_splits > 1:
             # The splits of a row side by side, so that its merge reads one piece of memory; all kv heads of a block of rows
             # share the place of its items.
-            state = ((pid // K - split_index) * BLOCK_Q).to(tl.int64) * H + (row // G * H + head) * num_splits + split_index
+            state = (place * BLOCK_Q).to(tl.int64) * H + (row // G * H + head) * num_splits + split_index
             tl.store(scratch + state[:, None] * D + d[None, :], result, mask=lanes)
             tl.store(scratch + states.to(tl.int64) * D + state, log, mask=live)
             return
@@ -537,9 +636,9 @@ def _finish(  # type: ignore[no-untyped-def]
     # after the merge of splits, so that a state is independent of scales, sinks and the output's format
     result = result * v_factor
     if sinks is not None:
-        sink = tl.load(sinks + head, mask=live, other=0.0) * 1.4426950408889634
+        sink = tl.load(sinks + head, mask=live, other=0.0)
         # a row without keys is 0 whatever its sink
-        weight = 1.0 / (1.0 + tl.exp2(sink - log))
+        weight = 1.0 / (1.0 + tl.exp2(tl.fma(sink, 1.4426950408889634, -log)))
         result = tl.where((log == float("-inf"))[:, None], 0.0, result * weight[:, None])
     if output_scale is not None:
         result = fp8_code(tl.math.div_rn(result, tl.zeros_like(result) + tl.load(output_scale)), 3, 7, 448.0)
@@ -553,9 +652,9 @@ def _finish(  # type: ignore[no-untyped-def]
 def merge(  # type: ignore[no-untyped-def]
     scratch, output, lse, query_start_loc, sinks, v_scale, output_scale, v_factor, num_reqs, states, lse_h, o_t, o_h, vscale_h,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
-    TILED: tl.constexpr, HAS_V_SCALE: tl.constexpr, PDL: tl.constexpr,
+    TILED: tl.constexpr, HAS_V_SCALE: tl.constexpr, PDL: tl.constexpr, STRETCHED: tl.constexpr,
 ):  # fmt: skip
-    """The second stage: one program merges BLOCK_C columns of the splits of one row.
+    """The second stage: one program merges BLOCK_C columns of the splits of one row, or, if STRETCHED, of its stretches.
 
     Grid (tiles of rows x BLOCK_Q x H x blocks of columns): one tile for each request, or, if TILED, several (`request_of`).
     """
@@ -581,33 +680,50 @@ def merge(  # type: ignore[no-untyped-def]
         # until every program of the first stage has ended and its stores are visible
         tl.extra.cuda.gdc_wait()
     logs_at = scratch + states.to(tl.int64) * D
-    plan = (logs_at + states).to(tl.pointer_type(tl.int32)) + 2 * r
-    item = tl.load(plan)
-    num_splits = tl.load(plan + 1)
-    if num_splits <= 1:
+    plan = (logs_at + states * (2 if STRETCHED else 1)).to(tl.pointer_type(tl.int32)) + 2 * r
+    place = tl.load(plan)
+    count = tl.load(plan + 1)
+    if count <= 1:
         return
     d = tl.program_id(0) % BLOCKS * BLOCK_C + tl.arange(0, BLOCK_C)
     lane = tl.arange(0, BLOCK_S)
     # splits of a block of rows are adjacent items (`plan.item_of`), and those of a row adjacent states
-    state = ((item + tile * num_splits) * BLOCK_Q).to(tl.int64) * H + (of_tile * H + h) * num_splits
+    state = ((place + tile * count) * BLOCK_Q).to(tl.int64) * H + (of_tile * H + h) * count
     # in one pass, so that no load waits for another; every split has a result, and one without keys has weight 0
-    m_i = -float("inf")
-    acc = tl.zeros((BLOCK_C,), tl.float32)
-    l_i = 0.0
-    for s in tl.range(0, num_splits, BLOCK_S, num_stages=1):
-        rows = state + s + lane
-        logs = tl.load(logs_at + rows, mask=s + lane < num_splits, other=float("-inf"))
-        present = (s + lane < num_splits)[:, None] & (d < D)[None, :]
-        values = tl.load(scratch + rows[:, None] * D + d[None, :], mask=present, other=0.0)
-        m_new = tl.maximum(m_i, tl.max(logs, 0))
-        guard = tl.where(m_new == float("-inf"), 0.0, m_new)
-        weight = tl.exp2(logs - guard)
-        alpha = tl.exp2(m_i - guard)
-        acc = acc * alpha + tl.sum(values * weight[:, None], 0)
-        l_i = l_i * alpha + tl.sum(weight, 0)
-        m_i = m_new
-    log = tl.where(l_i == 0, float("-inf"), m_i + tl.log2(l_i)) + tl.zeros((1,), tl.float32)
-    result = tl.where(l_i == 0, 0.0, acc / l_i)[None, :]
+    if STRETCHED:
+        # in the order of keys, as `attention` adds them; what is loaded in place of none changes no bit, nor the sign of a zero
+        acc = tl.zeros((1, BLOCK_C), tl.float32)
+        l_i = tl.zeros((1,), tl.float32)
+        m_i = tl.full((1,), float("-inf"), tl.float32)
+        for s in tl.range(0, count, BLOCK_S, num_stages=1):
+            for i in tl.static_range(BLOCK_S):
+                at = state + s + i + tl.zeros((1,), tl.int64)
+                present = s + i + tl.zeros((1,), tl.int32) < count
+                sums_at = scratch + at[:, None] * D + d[None, :]
+                sums = tl.load(sums_at, mask=present[:, None] & (d < D)[None, :], other=-0.0)
+                peak = tl.load(logs_at + at, mask=present, other=float("-inf"))
+                weights = tl.load(logs_at + states + at, mask=present, other=0.0)
+                acc, l_i, m_i = _joined(acc, l_i, m_i, sums, weights, peak)
+        log = tl.where(l_i == 0, float("-inf"), m_i + tl.log2(l_i))
+        result = tl.where(l_i[:, None] == 0, 0.0, acc / l_i[:, None])
+    else:
+        m_i = -float("inf")
+        acc = tl.zeros((BLOCK_C,), tl.float32)
+        l_i = 0.0
+        for s in tl.range(0, count, BLOCK_S, num_stages=1):
+            rows = state + s + lane
+            logs = tl.load(logs_at + rows, mask=s + lane < count, other=float("-inf"))
+            present = (s + lane < count)[:, None] & (d < D)[None, :]
+            values = tl.load(scratch + rows[:, None] * D + d[None, :], mask=present, other=0.0)
+            m_new = tl.maximum(m_i, tl.max(logs, 0))
+            guard = tl.where(m_new == float("-inf"), 0.0, m_new)
+            weight = tl.exp2(logs - guard)
+            alpha = tl.exp2(m_i - guard)
+            acc = acc * alpha + tl.sum(values * weight[:, None], 0)
+            l_i = l_i * alpha + tl.sum(weight, 0)
+            m_i = m_new
+        log = tl.where(l_i == 0, float("-inf"), m_i + tl.log2(l_i)) + tl.zeros((1,), tl.float32)
+        result = tl.where(l_i == 0, 0.0, acc / l_i)[None, :]
     if HAS_V_SCALE:
         v_factor = v_factor * tl.load(v_scale + h // G * vscale_h)
     at = (begin + token).to(tl.int64) + tl.zeros((1,), tl.int64)

@@ -3,12 +3,14 @@
 Frameworks share these rules: dtypes are names (`"bfloat16"`), arrays are their strides, and addresses play no part.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from attn.kernels.hopper_prefill_launch import PrefillParams
 from attn.kernels.launch import (
     FUSED,
     LOG2E,
+    STRETCH,
     TOGETHER,
     UNBOUNDED,
     Launch,
@@ -17,6 +19,7 @@ from attn.kernels.launch import (
     decode_launch,
     format_of,
     is_crowded,
+    most_stretches,
     power_of_two,
     prefill_launch,
     rows_of_speculation,
@@ -36,7 +39,7 @@ _GENERAL = {
     "v_scale": "a quantized cache",
     "output_scale": "a scaled output",
 }
-_GENERAL_RULES = ("a block-sparse pattern", "batch_invariant", "a prefix under a window")
+_GENERAL_RULES = ("a block-sparse pattern", "a prefix under a window")
 GENERAL = (*dict.fromkeys(_GENERAL.values()), *_GENERAL_RULES)
 _ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -57,7 +60,7 @@ class LayerParams(NamedTuple):
     tree_right: int | None = None
     chunk_size: int | None = None
     span_window: bool = False
-    fixed_split: int = 0
+    invariant: bool = False
     sparse: tuple[int, ...] | None = None
 
     def factor(self, k_factor: float) -> float:
@@ -80,6 +83,8 @@ class LayerParams(NamedTuple):
 
     def of_prompts(self, min_query: int, keys_below: int | None = None) -> PrefillParams:
         """The parameters of `hopper_prefill` for requests of more than `min_query` tokens."""
+        if self.invariant:  # tiles and consumers by the layer alone
+            keys_below = None
         cap, left, right, chunk = self.soft_cap * LOG2E, bound(self.left), bound(self.right), self.chunk_size or 0
         span_right = (bound(self.tree_right) or UNBOUNDED) if self.span_window else 0
         return PrefillParams(cap, self.scale < 0, left, right, chunk, span_right, min_query, keys_below)
@@ -112,9 +117,10 @@ class Kinds(NamedTuple):
 class Launches:
     """The launches of calls that differ in addresses, numbers of requests and keys, and the values of scales.
 
-    With a fixed split, each choice depends on the layer's shape and the request's own number of tokens only: measured launches
-    change when another batch is timed, and the Hopper kernel serves a limited number of requests, so neither is used then. The
-    number of requests selects BLOCK_R, which changes integers of the plan only.
+    In a layer that requests `batch_invariant`, tiles depend on the layer's shape and the request's own number of tokens only,
+    and measured launches, which change when another batch is timed, are not used. The batch's plan decides which program has
+    which stretches of keys; their results are added in the order of keys. The number of requests selects BLOCK_R, which changes
+    integers of the plan only.
 
     tokens: of a request that fit in one decode tile, 0 without a block table; of all requests together, in one of a request's
     tiles. prefill: the constants and options of `attention` for requests of more tokens, or None; its tile holds
@@ -125,13 +131,12 @@ class Launches:
     def __init__(self, kinds: Kinds, layer: LayerParams) -> None:
         self.layer, self.kinds = layer, kinds
         (heads, size, *cache), dtypes = kinds.shape, dict(zip(ARRAYS, kinds.dtypes, strict=True))
-        query, stored, self.kv_heads, fixed = dtypes["query"], dtypes["key_cache"], cache[-2], layer.fixed_split
+        query, stored, self.kv_heads, fixed = dtypes["query"], dtypes["key_cache"], cache[-2], layer.invariant
         itemsize, name, tuned = _ITEMSIZE[str(query)], kinds.arch, kinds.tuned
         self.paged, group = dtypes["block_table"] is not None, heads // self.kv_heads
         self.free = dtypes["spans"] is not None or dtypes["prefix"] is not None
         sizes = (size, itemsize, _ITEMSIZE.get(str(stored), 1))
-        # A fixed split promises bits that do not depend on the batch's longest request (docs/semantics.md §17), so it packs no
-        # rows.
+        # bits may not depend on the batch's longest request (docs/semantics.md §17)
         packed = 0 if fixed or not self.paged else rows_of_speculation(name, group, kinds.queries, itemsize)
         if kinds.together:
             packed = max(group, min(TOGETHER, group * kinds.queries))
@@ -142,19 +147,23 @@ class Launches:
             most = 1
         # a cache of [S, K, D], whose requests have one page each: `block_table` names its first row
         in_row = self.paged and len(cache) == 2
-        plain = not any(dtypes[x] for x in _GENERAL) and not (fixed or in_row or layer.sparse)
+        plain = not any(dtypes[x] for x in _GENERAL) and not (in_row or layer.sparse)
         # a row's keys are a range that a prefix extends, and its span; under a window the prefix would be a range of its own
         plain = plain and not (dtypes["prefix"] and layer.left is not None)
         self._prompts = kinds.queries > most and not kinds.together
         self.on_hopper = kinds.hopper and plain and self._prompts
         self.beside = self.on_hopper and self.paged and kinds.pdl
-        if self.beside and tuned[0] is None:
+        if self.beside and tuned[0] is None and not fixed:
             decode = decode_launch(name, group, *sizes, beside=True)
-        if self.paged and fixed % decode.block_n:
-            raise ValueError(f"fixed_split={fixed} must be a multiple of {decode.block_n}, the keys per tile")
+        if fixed and name.startswith("sm_"):
+            # Registers hold the sums of a stretch beside those before it: with two warps, those of caches of bytes spill.
+            decode = replace(decode, num_warps=4 if size <= 128 else 8)
+        #: tiles of the shortest stretch of a decode's keys, 0 where its splits are the batch's
+        self._stretch = max(1, STRETCH // decode.block_n) if fixed else 0
+        self._fits_registers = name.startswith("sm_") and sizes[1:] == (2, 2)
         self.tokens, self.rows = most, most * heads
-        # Measured launches and fixed splits have one launch for both. So have decodes beside a prefill, where a deep pipeline
-        # was slower (`decode_launch`).
+        # Measured launches have one launch for both, and layers whose bits are the request's. So have decodes beside a prefill,
+        # where a deep pipeline was slower (`decode_launch`).
         self._whole = self._split = decode
         self._crowded = None
         if not (fixed or self.beside) and tuned[0] is None:
@@ -198,6 +207,7 @@ class Launches:
             "TILED": self.kinds.together,
             "IN_HALF": query == "bfloat16" and one_byte and not per_token,
             "FORMAT": format_of(str(dtypes["key"]), str(stored)) if dtypes["slots"] else "",
+            **{"STRETCH": 0, "STRETCHES": 1},
             **({"launch_pdl": True} if self.beside else {}),
         }
 
@@ -208,6 +218,12 @@ class Launches:
     def decode(self, block_r: int, crowded: bool = False) -> dict[str, Any]:
         """Constants and options of `attention` for decodes. block_r, crowded: of `SplitKV`; 0 for decodes that stay whole."""
         rows = {"DECODE": True, "min_query": 0, "max_query": UNBOUNDED if self.kinds.together else self.tokens}
+        if self._stretch:
+            rows |= {"STRETCH": self._stretch, "STRETCHES": most_stretches(self.kv_heads, self.kinds.processors)}
+            if self._fits_registers and not block_r:
+                # Four programs of four warps share a multiprocessor, as they do without stretches: spilled are numbers of the
+                # rare path. 64 decodes of 4,096 keys, three at once with 168 registers: 423 us instead of 369 (H100).
+                rows |= {"maxnreg": 128}
         return self._tiled(self._split_launch(crowded) if block_r else self._whole, self.tokens, block_r) | rows
 
     def _split_launch(self, crowded: bool) -> Launch:
@@ -222,7 +238,7 @@ class Launches:
         """Constants and options of `merge`: see `launch.splits_merged_at_once`."""
         pdl = self.kinds.pdl
         block = {"BLOCK_Q": self.tokens, "BLOCK_C": self._merged_columns(split_kv), "BLOCK_S": split_kv.merged}
-        block["TILED"] = self.kinds.together
+        block |= {"TILED": self.kinds.together, "STRETCHED": self._stretch > 0}
         return {**self._common(), **block, "PDL": pdl, "num_warps": 1, **({"launch_pdl": True} if pdl else {}), **FUSED}
 
     def merge_programs(self, tiles: int, split_kv: SplitKV) -> int:
@@ -230,11 +246,13 @@ class Launches:
         return tiles * self.rows * -(-self.kinds.shape[1] // self._merged_columns(split_kv))
 
     def _merged_columns(self, split_kv: SplitKV) -> int:
+        if self._stretch:
+            return 32 if split_kv.merged == 32 else min(power_of_two(self.kinds.shape[1]), 128)
         return min(power_of_two(self.kinds.shape[1]), 2048 // split_kv.merged)
 
     def has_decodes(self, singles: bool) -> bool:
-        """Whether decodes need their launch. singles: whether there may be requests of one token."""
-        return singles or self.tokens > 1 or not self._prompts
+        """Whether decodes need their launch. singles: whether there may be requests that it has beside prompts."""
+        return singles or not self._prompts
 
     def tiles(self, num_reqs: int, tokens: int) -> int:
         """The most tiles of rows per kv head in a decode's launch: one for each request, or more if all are together."""
@@ -243,7 +261,7 @@ class Launches:
     def split_kv(self, num_reqs: int, max_seq_len: int, whole: bool) -> SplitKV | None:
         """How the keys of decodes are split; None if they stay whole. num_reqs: or `tiles` of rows. whole: whether they are
         known to be better so."""
-        if whole and not self.layer.fixed_split:
+        if whole:
             return None
         # Both launches of tiles of 17 to 64 rows have as many splits.
         rows, of = (
@@ -251,8 +269,8 @@ class Launches:
             (self.kv_heads, self.kinds.processors),
         )
         keys_per_tile = self.keys_per_tile(is_crowded(num_reqs, *of, rows))
-        tiles, fixed = self._tiles(max_seq_len, keys_per_tile), self.layer.fixed_split // keys_per_tile
-        return split_kv_for(num_reqs, self.kv_heads, tiles, fixed, self.kinds.processors, rows)
+        tiles = self._tiles(max_seq_len, keys_per_tile)
+        return split_kv_for(num_reqs, self.kv_heads, tiles, self._stretch, self.kinds.processors, rows)
 
     def _tiles(self, keys: int, keys_per_tile: int) -> int:
         """The most tiles of keys that a decode sees, of a sequence of `keys`."""
@@ -266,10 +284,10 @@ class Launches:
         return max(1, -(-keys // keys_per_tile))
 
     def states(self, num_reqs: int, split_kv: SplitKV) -> tuple[int, int]:
-        """Return (the number of partial results, float32 elements of `scratch`): every row's result in every item,
-        the log-sum-exp of each, and the plan."""
-        states = split_kv.items * self.rows
-        return states, states * (self.kinds.shape[1] + 1) + 2 * num_reqs
+        """Return (the number of partial results, float32 elements of `scratch`): every row's results, the log-sum-exp of each,
+        or its maximum and its sum of weights, and the plan."""
+        states = split_kv.stored * self.rows
+        return states, states * (self.kinds.shape[1] + (2 if self._stretch else 1)) + 2 * num_reqs
 
 
 Strides = tuple[int, ...]

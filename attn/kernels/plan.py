@@ -34,19 +34,27 @@ def visible(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def stretch_of(tiles, STRETCH: tl.constexpr, STRETCHES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Tiles of each stretch, of which the last may be shorter, of a request of so many visible tiles: at least STRETCH, and as
+    many as leave at most STRETCHES. It depends on the request alone, as results are summed stretch by stretch
+    (docs/semantics.md §17)."""
+    return tl.maximum(tl.cdiv(tiles, STRETCHES), STRETCH)
+
+
+@triton.jit
 def item_of(  # type: ignore[no-untyped-def]
     item, query_start_loc, seq_lens, num_reqs, min_query, max_query, left, right, tree_right, tree_w, chunk, split_tiles,
     max_splits, whole_from, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr, HAS_TREE: tl.constexpr,
-    HAS_CHUNK: tl.constexpr,
+    HAS_CHUNK: tl.constexpr, STRETCH: tl.constexpr, STRETCHES: tl.constexpr,
 ):  # fmt: skip
     """The plan of a decode, computed by each of its programs: (request, block of its rows, first and last tile, split, number
-    of splits) of an item.
+    of splits, place of the block's first partial result) of an item.
 
     The visible tiles of a request, one block of rows, are divided into equal splits of at least `split_tiles`, as many as
     leave at most max_splits + num_reqs items for all requests; `whole_from` requests of about equal length stay whole.
     BLOCK_Q: 0, or the tokens of a block where requests have several, which are split alike and count as requests do.
-    max_splits = 0: into splits of exactly `split_tiles`, from the first visible tile on. Requests in several splits come
-    first, since theirs are the longest. Beyond the last item, request is BLOCK_R.
+    STRETCH > 0: a split is one or more stretches of its request (`stretch_of`). Requests in several splits come first, since
+    theirs are the longest. Beyond the last item, request is BLOCK_R.
     """
     # Every program reads the lengths of all requests: a list of items on the device would cost a launch of its own before each
     # batch. Absent requests have no rows and so no items.
@@ -63,6 +71,7 @@ def item_of(  # type: ignore[no-untyped-def]
     room = max_splits + num_reqs
     if BLOCK_Q > 0:
         blocks = tl.where(chosen, tl.cdiv(q_len, BLOCK_Q), 0)
+    if BLOCK_Q > 0 or STRETCH > 0:
         room = max_splits + tl.sum(blocks, 0)
     # the smallest number that makes few enough items, by four halvings (`split_tiles_of` is the counterpart on the host)
     # 64 bits: 2**24 tiles of one request times its blocks, and the sum over requests, exceed 32. `high` always fits, since each
@@ -79,8 +88,12 @@ def item_of(  # type: ignore[no-untyped-def]
     live = tl.sum(blocks, 0)
     # Requests whose longest is at most 5/4 of the mean end about together when whole, and need no merge.
     even = (live >= whole_from) & (4 * longest.to(tl.int64) * live <= 5 * total)
-    split_tiles = tl.where(max_splits > 0, tl.where(even, tl.maximum(high, longest), high), split_tiles)
+    split_tiles = tl.where(even, tl.maximum(high, longest), high)
     splits = tl.maximum(tl.cdiv(tiles, split_tiles), 1)
+    if STRETCH > 0:
+        stretch = stretch_of(tiles, STRETCH, STRETCHES)
+        stretches = tl.cdiv(tiles, stretch)
+        splits = tl.maximum(tl.minimum(splits, stretches), 1)
     counts = blocks * splits
     # Number the items: those of requests in several splits first, then the others, each in requests' order. r is the first
     # request whose items end behind `target`; requests without items end where the one before them does and are passed over.
@@ -100,11 +113,20 @@ def item_of(  # type: ignore[no-untyped-def]
         split_index -= block * num_splits
     whole = tl.sum(tl.where(selected, tiles, 0), 0)
     of = tl.maximum(num_splits, 1)
-    # Splits differ by one tile at most. With a fixed split they end at multiples of it instead, which depend on the request
-    # alone (docs/semantics.md §17).
-    first = tl.where(max_splits > 0, split_index * whole // of, split_index * split_tiles)
-    last = tl.where(max_splits > 0, (split_index + 1) * whole // of, tl.minimum((split_index + 1) * split_tiles, whole))
-    return r, block, first, last, split_index, num_splits
+    place = item - split_index
+    # splits differ by one tile at most, or one stretch
+    if STRETCH > 0:
+        own = tl.sum(tl.where(selected, stretch, 0), 0)
+        count = tl.sum(tl.where(selected, stretches, 0), 0)
+        first = tl.minimum(split_index * count // of * own, whole)
+        last = tl.minimum((split_index + 1) * count // of * own, whole)
+        # as many partial results as `paged_attention.attention` stores of the requests before this one
+        stored = tl.where((splits > 1) & (blocks > 0), stretches - stretches // splits + 1, 0)
+        place = tl.sum(tl.where(n < r, stored, 0), 0)
+    else:
+        first = split_index * whole // of
+        last = (split_index + 1) * whole // of
+    return r, block, first, last, split_index, num_splits, place
 
 
 @triton.jit(do_not_specialize=("num_reqs", "groups", "rows"))

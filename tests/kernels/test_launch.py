@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -132,9 +133,9 @@ def test_crowded_parts_have_a_launch_of_their_own() -> None:
     for name in ("query_start_loc", "seq_lens", "block_table"):
         dtypes[ARRAYS.index(name)] = "int32"
 
-    def launches(size: int = 128, queries: int = 5, fixed: int = 0, arch: str = "sm_90") -> Launches:
+    def launches(size: int = 128, queries: int = 5, invariant: bool = False, arch: str = "sm_90") -> Launches:
         kinds = Kinds(arch, 132, True, tuple(dtypes), (32, size, 16, 8, size), (None, None), queries, True, False)
-        return Launches(kinds, LayerParams(1.0, right=0, fixed_split=fixed))
+        return Launches(kinds, LayerParams(1.0, right=0, invariant=invariant))
 
     rules = launches()
     many, few = rules.split_kv(17, 4096, False), rules.split_kv(16, 4096, False)  # 33 items fit at once, by 8 kv heads
@@ -142,18 +143,22 @@ def test_crowded_parts_have_a_launch_of_their_own() -> None:
     tiles = [(x["BLOCK_M"], x["BLOCK_N"], x["BLOCK_Q"]) for x in (rules.decode(32, True), rules.decode(32), rules.decode(0))]
     assert tiles == [(64, 64, 8), (32, 64, 8), (32, 32, 8)]
     assert many.items == 17 + 3 * 33 // 2 and rules.split_kv(17, 4096, True) is None
-    for other in (launches(queries=1), launches(size=256), launches(fixed=2048), launches(arch="sm_100")):
+    for other in (launches(queries=1), launches(size=256), launches(invariant=True), launches(arch="sm_100")):
         assert other.decode(32, True) == other.decode(32)
 
 
-def test_a_fixed_share_depends_on_no_other_request() -> None:
-    for num_reqs, tiles in ((1, 1), (1, 40), (300, 40), (3, 41)):  # the last part may be shorter
-        split_kv = split_kv_for(num_reqs, 8, tiles, 4, 132)
-        assert (
-            split_kv is not None
-            and (split_kv.split_tiles, split_kv.max_splits) == (4, 0)
-            and split_kv.items == num_reqs * -(-tiles // 4)
-        )
+def test_results_of_stretches_have_room_whatever_is_split() -> None:
+    """As many requests as there are items to spare are split, each into at most one stretch for each item that fits at once."""
+    for num_reqs, split in ((1, 1), (3, 3), (20, 20), (300, 33)):
+        plans = [split_kv_for(num_reqs, 8, 1000, stretch, 132) for stretch in (0, 4)]
+        assert plans[0] is not None and plans[1] is not None
+        assert plans[0] == replace(plans[1], merged=plans[0].merged, stored=plans[0].items) and plans[1].stored == 33 * split
+
+
+def test_tiles_of_prompts_are_the_batchs_unless_bits_are_the_requests() -> None:
+    assert [LayerParams(1.0, right=0, invariant=invariant).of_prompts(4, 250).keys_below for invariant in (False, True)] == [
+        250, None,
+    ]  # fmt: skip
 
 
 def test_power_of_two() -> None:

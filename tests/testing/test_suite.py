@@ -191,7 +191,7 @@ class Prepared:
 
 def plan(self, meta, cache):
     starts, lens = meta.query_start_loc_cpu, meta.seq_lens_cpu
-    if self._fixed_split() or starts is None or lens is None:
+    if starts is None or lens is None:
         return _UNKNOWN
     return self._planned(starts[1:] - starts[:-1], lens, meta.max_query_len, cache.element_size(), "sm_90", 132)
 
@@ -213,7 +213,7 @@ general = {"alibi", "tree_mask", "per_head_scales", "output_scale", "a prefix un
 features = {str(x) for x in backend.capabilities.features} - {"batch_invariant"} | general | {"lse", "a prefix"}
 features |= {"spans cut by a window", "bfloat16", "float16", 64, 96, 128, 256}
 every = {"decode whole", "decode split", "drafts", "together"}
-left = set(product(every | {"general prefill"}, general)) | {("general prefill", "batch_invariant")}
+left = set(product(every | {"general prefill"}, general))
 left |= set(product(every | {"hopper prefill", "beside whole", "beside split"}, features - general))
 left.remove(("together", 256))  # decodes' tiles of 64 rows hold heads of up to 128
 run = runner_for(backend, Device("torch", "cpu"))

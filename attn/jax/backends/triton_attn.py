@@ -16,7 +16,6 @@ from attn.jax import kv_cache as caches
 from attn.jax import records
 from attn.jax.backends._paged import FEATURES, PagedAttentionBackend, PagedAttentionImpl
 from attn.jax.kernels.gpu.launch import reasons
-from attn.kernels.launch import FIXED_SPLIT
 from attn.kernels.paged_launch import LayerParams
 
 
@@ -70,7 +69,7 @@ class TritonAttentionImpl(PagedAttentionImpl, backend=TritonAttentionBackend):
             tree_right=self.window[1],
             chunk_size=self.mask.chunk_size,
             span_window=bool(self.mask.span_window),
-            fixed_split=FIXED_SPLIT if self.batch_invariant else 0,
+            invariant=self.batch_invariant,
             sparse=None,
         )
         extents, per_head = BatchBounds(call.meta.max_query_len, max_seq_len), PerHead(self.alibi_slopes, self.sinks)

@@ -181,7 +181,7 @@ PAGED: dict[str, Sequence[Any]] = {
     **switches("soft_cap", "alibi", "sinks", "lse", "per_head_scales", "output_scale"),
     "pattern": (False, True),  # block-sparse
     "large_cache": (False, True),  # 2 ** 31 elements and more
-    "fixed_split": (False, True),
+    "batch_invariant": (False, True),
 }
 
 
@@ -257,7 +257,7 @@ def _launch_paged(choice: Choice) -> None:
         **_reach(choice["mask"], tokens, requests),
         k_scale=scales[0],
         v_scale=scales[1],
-        fixed_split=256 if choice["fixed_split"] else 0,
+        invariant=choice["batch_invariant"],
         sparse=[64, 4, 8, 1, 0] if choice["pattern"] else None,
         output_scale=torch.ones(()) if scaled else None,
         keys_below=choice.get("keys_below"),
@@ -265,7 +265,7 @@ def _launch_paged(choice: Choice) -> None:
     launch()
     # A second program of the same case: rows are written by the attention kernel itself, where it may.
     writes = writes_rows(arch(), heads // kv_heads, max(query_lens), dtype.itemsize, False)
-    if writes and choice["kv"] not in PER_TOKEN_HEAD and not choice["fixed_split"]:
+    if writes and choice["kv"] not in PER_TOKEN_HEAD and not choice["batch_invariant"]:
         new = [torch.empty(tokens, kv_heads, size, dtype=dtype) for _ in "kv"]
         launch(key=new[0], value=new[1], slots=torch.zeros(tokens, dtype=torch.int64))
 

@@ -3,9 +3,9 @@
 Nothing in this module waits for the device or depends on its values, so a forward can be captured in a CUDA graph and
 replayed for any batch within the bounds of its metadata. The host's copy of the lengths, if there is one, only selects among
 launches that are all correct, and outside of captures leaves out launches that the batch does not need: that of decodes
-where there are none, and that of the cache's write where the decodes' launch has all requests and may write their tokens. By
-default split-KV is planned for all decodes of a batch. A layer that requests `batch_invariant` uses the general kernels
-only, with splits at fixed positions, and no measured launches (docs/semantics.md §17); its arrays must begin at multiples of
+where there are none, and that of the cache's write where the decodes' launch has all requests and may write their tokens. A
+layer that requests `batch_invariant` adds the results of stretches of keys that the request decides, whichever programs have
+them, and uses tiles by its shape alone and no measured launches (docs/semantics.md §17); its arrays must begin at multiples of
 16 bytes, as torch allocates them.
 """
 
@@ -24,7 +24,7 @@ from attn.backends.paged import PagedCall
 from attn.capabilities import ATTN_TYPES, PAGED_FEATURES, Capabilities, Device, Feature, MultipleOf, Request
 from attn.dtypes import PER_TOKEN_HEAD
 from attn.kernels.hopper_prefill_launch import keys_below
-from attn.kernels.launch import FIXED_SPLIT, MIN_KEYS_TO_SPLIT, TOGETHER, TUNED, UNBOUNDED
+from attn.kernels.launch import MIN_KEYS_TO_SPLIT, TOGETHER, TUNED, UNBOUNDED, power_of_two
 from attn.kernels.memory import group_reason
 from attn.kernels.paged_launch import GENERAL
 from attn.torch import kv_cache as caches
@@ -141,10 +141,6 @@ class TritonPagedImpl(PagedAttentionImpl):
     traceable = True
     attends_keys = attends_valid_keys = True
 
-    #: Keys per program of a decode; 0: the launch rule chooses by the batch, or `FIXED_SPLIT` in a layer that requests
-    #: `batch_invariant`.
-    fixed_split_size: int = 0
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         prepare(self.backend.get_name())
@@ -153,17 +149,15 @@ class TritonPagedImpl(PagedAttentionImpl):
 
     def _constants(self) -> tuple[Any, ...]:
         pattern = self._sparse()
-        return (*super()._constants(), self.fixed_split_size, None if pattern is None else tuple(pattern))
+        return (*super()._constants(), None if pattern is None else tuple(pattern))
 
     def _kind_of_batch(self, attn_metadata: PagedAttentionMetadata, kv_cache: Any) -> Any:
         if kv_cache is None:
             plan = _UNKNOWN._replace(keys_below=self._keys_below(attn_metadata))
         else:
             plan = self._plan(attn_metadata, kv_cache)
-        keys = attn_metadata.max_seq_len
-        if not self._fixed_split():
-            # Bounds above it are launched alike, so that a step with another longest request is of a known kind.
-            keys = min(keys, MIN_KEYS_TO_SPLIT)
+        # Bounds above it are launched alike, so that a step with another longest request is of a known kind.
+        keys = min(attn_metadata.max_seq_len, MIN_KEYS_TO_SPLIT)
         # tiles of keys are of a multiple of 16; another number of measured launches: some were measured since
         return plan, -(-keys // 16), len(TUNED), envs.switch("ATTN_AUTOTUNE")
 
@@ -232,7 +226,7 @@ class TritonPagedImpl(PagedAttentionImpl):
         del arguments["writes"]
         if writes:
             arguments |= {"key": call.key, "value": call.value, "slots": meta.slot_mapping}
-        if not self._fixed_split() and not torch.compiler.is_compiling() and envs.switch("ATTN_AUTOTUNE"):
+        if not self.batch_invariant and not torch.compiler.is_compiling() and envs.switch("ATTN_AUTOTUNE"):
             from attn.torch import autotune
             from attn.torch.kernels.kept import unkept
 
@@ -248,21 +242,23 @@ class TritonPagedImpl(PagedAttentionImpl):
                 autotune.tune(phase, (self.num_heads // self.num_kv_heads, self.head_size, *sizes), launch, call.query.device)
         paged_attention(**arguments)
 
-    def _fixed_split(self) -> int:
-        """Return the keys per split if a request's bits must not depend on the rest of the batch, else 0."""
-        return self.fixed_split_size or (FIXED_SPLIT if self.batch_invariant else 0)
+    @property
+    def _held(self) -> int:
+        """The most tokens of a request that a decode's tile has beside prompts."""
+        group = self.num_heads // self.num_kv_heads
+        return max(16, power_of_two(group)) // group if self.batch_invariant else 1
 
     def _plan(self, attn_metadata: PagedAttentionMetadata, key_cache: torch.Tensor) -> "_BatchPlan":
         """Return what the host's lengths say about a batch's launches; computed once per batch and shape."""
         start, seq_lens = attn_metadata.query_start_loc_cpu, attn_metadata.seq_lens_cpu
-        # a graph serves any batch of its shapes, and fixed splits any
-        if self._fixed_split() or torch.compiler.is_compiling() or start is None or seq_lens is None or not key_cache.is_cuda:
+        # a graph serves any batch of its shapes
+        if torch.compiler.is_compiling() or start is None or seq_lens is None or not key_cache.is_cuda:
             return _UNKNOWN
         kept, plain = attn_metadata.kept(), not self._keeps_scales and self.kv_sharing_target_layer_name is None
         # Shared by layers over the batch. One with another pattern or causality takes the plan of the first of its shape: every
         # plan is correct for it, and only its speed follows from that.
         plans, itemsize = kept.plans, key_cache.element_size()
-        shape = (self.num_heads, self.num_kv_heads, self.head_size, self.window, itemsize, plain)
+        shape = (self.num_heads, self.num_kv_heads, self.head_size, self.window, itemsize, plain, self.batch_invariant)
         if shape not in plans:
             from attn.kernels.launch import writes_rows
             from attn.torch.kernels.direct import arch, multiprocessors
@@ -271,7 +267,7 @@ class TritonPagedImpl(PagedAttentionImpl):
             plan = self._planned(start[1:] - start[:-1], seq_lens, most, itemsize, on, multiprocessors(key_cache.device))
             # caches of one and two bytes are of queries of two bytes or more
             writes = plain and writes_rows(on, group, most, max(itemsize, 2), plan.together) and kept.writes_apart
-            plans[shape] = plan._replace(writes=writes)
+            plans[shape] = plan._replace(writes=writes and (not self.batch_invariant or most <= self._held))
         return plans[shape]
 
     def _planned(
@@ -283,22 +279,24 @@ class TritonPagedImpl(PagedAttentionImpl):
         group, left = self.num_heads // self.num_kv_heads, self.window[0]
         # what a request's rows see together: a window of each, so `left` keys before the first row's own
         keys = seq_lens if left is None else np.minimum(seq_lens, left + q_lens)
-        has_prompts = most > 1 and (most > 16 or most * group > TOGETHER)  # else a decode's tile holds each request
-        packs = self.head_size <= 128 and packs_rows(arch, max(itemsize, 2)) and not self._sparse()
+        held, invariant = self._held, self.batch_invariant
+        # else a decode's tile holds each request
+        has_prompts = most > held and (invariant or most > 16 or most * group > TOGETHER)
+        packs = self.head_size <= 128 and packs_rows(arch, max(itemsize, 2)) and not (invariant or self._sparse())
         if has_prompts and packs and run_together(q_lens, keys, group, self.num_kv_heads, processors):
             # each tile of rows reads its request's keys, so a request counts as often as it has tiles
             of_tiles = np.repeat(keys, blocks_of(q_lens, group))
             return _BatchPlan(0, None, are_whole(of_tiles, self.num_kv_heads, processors), True)
-        single = q_lens == 1
+        single = (q_lens > 0) & (q_lens <= held)
         singles = int(np.count_nonzero(single))
         # up to 16 tokens a request, a decode's tile holds them all; in a batch with longer ones it serves single tokens only
-        decodes = keys if singles == len(keys) else keys[single if most > 16 else q_lens > 0]
-        of_tile = most * group if most <= 16 else group
+        decodes = keys if singles == len(keys) else keys[single if most > 16 or invariant else q_lens > 0]
+        of_tile = most * group if most <= 16 and not invariant else group
         timed = times_are_known(arch, self.head_size, itemsize, itemsize)
         programs, below, whole = 0, None, are_whole(decodes, self.num_kv_heads, processors, of_tile if timed else 0)
         if has_prompts:
             # float64: rows times keys of a prompt exceed 32 bits
-            several = q_lens > 1
+            several = q_lens > held
             rows, of_rows = q_lens[several].astype(np.float64), seq_lens[several]
             # (row, key) pairs: row i of n over m keys sees m - n + 1 + i of them, or a whole window of left + 1
             if left is not None:
@@ -326,7 +324,7 @@ class TritonPagedImpl(PagedAttentionImpl):
         """Return `keys_below` of the rows of requests that attend their own rows, once per batch; None if not known."""
         start = attn_metadata.query_start_loc_cpu
         # as in `_plan`
-        if self._fixed_split() or torch.compiler.is_compiling() or start is None:
+        if self.batch_invariant or torch.compiler.is_compiling() or start is None:
             return None
         plans, rule = attn_metadata.kept().plans, ("own rows", self.window)
         if rule not in plans:
@@ -355,7 +353,7 @@ class TritonPagedImpl(PagedAttentionImpl):
             soft_cap=self.logits_soft_cap or 0.0,
             slopes=self.alibi_slopes,
             sinks=self.sinks,
-            fixed_split=self._fixed_split(),
+            invariant=self.batch_invariant,
         )
 
     def attend_keys(
@@ -395,7 +393,7 @@ class TritonPagedImpl(PagedAttentionImpl):
             lens = numbers(batch, m, 0, *here) if valid is None else valid.number
             table = (begins if valid is None else begins + valid.first)[:, None]
             # Only the number of keys is known here, up to a multiple of 64 so that a chat's next token asks no new question.
-            if not self._fixed_split() and device.type == "cuda":
+            if device.type == "cuda":
                 whole = are_all_whole(batch, -(-m // 64) * 64, self.num_kv_heads, multiprocessors(device))
         output = query.new_empty(batch * n, heads, size)
         left, right = self.window[0], 0 if causal else self.window[1]
@@ -426,7 +424,7 @@ class TritonPagedImpl(PagedAttentionImpl):
     def has_row_operator(self) -> bool:  # type: ignore[override]
         """Not fixed by the constructor: the layer says afterwards whether its results depend on the batch."""
         # its splits follow the batch, and it has neither biases nor patterns
-        return not (self._fixed_split() or self.alibi_slopes is not None or self._sparse() or self.mask.chunk_size)
+        return not (self.batch_invariant or self.alibi_slopes is not None or self._sparse() or self.mask.chunk_size)
 
     def row_launcher(self, device: torch.device, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
         return self._decoder(device, dtype) if self.has_row_operator else None

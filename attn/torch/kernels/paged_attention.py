@@ -129,7 +129,7 @@ def paged_attention(
     v_scale: torch.Tensor | None = None,
     k_factor: float = 1.0,
     v_factor: float = 1.0,
-    fixed_split: int = 0,
+    invariant: bool = False,
     sparse: list[int] | None = None,
     output_scale: torch.Tensor | None = None,
     prefill_programs: int = 0,
@@ -150,14 +150,13 @@ def paged_attention(
     requests of at most W tokens, it and `tree_right` replace `right`. spans: [T, 2] int32, prefix: [R] int32, chunk_size and
     span_window: docs/semantics.md §18; is_causal: [R] bool, the requests for which right = 0. k_scale, v_scale: float32 on the
     device: 0-d, [K], or [N, P, K] with equal strides and adjacent heads, one per token and head; k_factor, v_factor: the same
-    if the host has the values. fixed_split: keys per split of a decode, a multiple of the keys per tile; a request's bits then
-    depend on its own lengths, queries and keys only (`Launches`). 0 lets the rules choose by the batch. sparse: [block_size,
-    local_blocks, vert_stride, shift per head, first head] (docs/semantics.md §13). output_scale: 0-d float32 on the device;
-    output is then float8_e4m3fn and holds result / output_scale, saturated and rounded to nearest even. prefill_programs:
-    number of multiprocessors for the prefill of a mixed batch that runs concurrently with the decode (Hopper); 0 for all.
-    keys_below: `hopper_prefill_launch.keys_below` of rows of prompts, None if that is not known.
+    if the host has the values. invariant: a request's bits depend on its own lengths, queries and keys only (`Launches`).
+    sparse: [block_size, local_blocks, vert_stride, shift per head, first head] (docs/semantics.md §13). output_scale: 0-d
+    float32 on the device; output is then float8_e4m3fn and holds result / output_scale, saturated and rounded to nearest even.
+    prefill_programs: multiprocessors for the prefill of a mixed batch that runs concurrently with the decode (Hopper); 0 for
+    all. keys_below: `hopper_prefill_launch.keys_below` of rows of prompts, None if that is not known.
     whole: do not split the keys of decodes (`launch.are_whole`). together: prompts are in the launch of the decodes
-    (`launch.run_together`). singles: whether there may be requests of one token.
+    (`launch.run_together`). singles: whether there may be requests that a decode's tile holds beside prompts.
     key, value: [T, K, D] to be written at slots [T] as by `kv_write.write_kv` before anything is read, to caches without a
     scale per token: each token at its position (or -1) in a page of no other request, where `launch.writes_rows` allows it; not
     in a traced graph.
@@ -182,7 +181,7 @@ def paged_attention(
         slopes, tree, spans, prefix, is_causal, k_scale, key, value, slots,
     )  # fmt: skip
     pattern = None if sparse is None else tuple(sparse)
-    rules = (scale, soft_cap, left, right, tree_right, chunk_size, span_window, fixed_split, pattern)
+    rules = (scale, soft_cap, left, right, tree_right, chunk_size, span_window, invariant, pattern)
     of = (output.stride(), query.stride(), key_cache.stride(), value_cache.stride())
     strides, same, wide = strides_of(*of, max(key_cache.shape[0], value_cache.shape[0]), block_table is not None)
     # strides of new rows, whose heads are contiguous by now
@@ -193,11 +192,11 @@ def paged_attention(
         # keys in a row [S, K, D] have no pages: 128 stands for a size that the kernel takes
         page = shape[2] if len(shape) == 5 else 128
         serves = _hopper_prefill().serves(query, key_cache, value_cache, group, page, scale < 0)
-    # With a fixed split no measured launch: its tiles would depend on which batch was timed, and so would a request's bits.
-    if TUNED and not fixed_split:
+    # no measured launch for these: its tiles would depend on which batch was timed, and so would a request's bits
+    if TUNED and not invariant:
         tuned = tuple([TUNED.get((step, name, group, size, query.itemsize, stored)) for step in ("decode", "prefill")])
     scales = (None if k_scale is None else k_scale.stride(), None if v_scale is None else v_scale.stride())
-    together = together and not fixed_split and packs_rows(name, query.itemsize)
+    together = together and not invariant and packs_rows(name, query.itemsize)
     # More tokens than any decode's tile holds are one kind: 16 by the rules, 256 rows in a measured tile. A record for every
     # length of the longest prompt would never be found again.
     queries = min(max_query_len, TOGETHER if together else (256 if TUNED else 16) + 1)

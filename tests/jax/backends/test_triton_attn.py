@@ -102,7 +102,7 @@ assert calls([1, 1], [20, 160], lse=True) == 4  # parts, and their merge
 assert calls([5, 1], [20, 9], sinks=np.zeros(H), logits_soft_cap=5.0) == 3
 assert calls([30, 1], [30, 9], sliding_window=8, alibi_slopes=[0.1] * H) == 4
 assert calls([1, 1], [20, 9], cache_dtype="fp8") == calls([1, 1], [20, 9], cache_dtype="int8") == 3
-assert calls([1, 1], [20, 9], dtype="float32", batch_invariant=True) == 4
+assert calls([1, 1], [20, 160], dtype="float32", batch_invariant=True) == 4
 assert calls([20, 3], [20, 3], attn_type="encoder_only") == 2
 
 impl, meta, given, cache = case([1, 1], [20, 9], layers=3)

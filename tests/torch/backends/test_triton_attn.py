@@ -92,28 +92,28 @@ def test_rows_over_their_own_keys_are_planned_by_their_lengths() -> None:
         KVCacheSpec(4096, 1, 32, "float32"), ["layer"], None, torch.device("cpu")
     )
 
-    def below(lens: list[int], captured: bool = False, fixed: int = 0, **more: Any) -> int | None:
+    def below(lens: list[int], captured: bool = False, invariant: bool = False, **more: Any) -> int | None:
         impl = TritonAttentionBackend.get_impl_cls()(4, 64, 0.1, 4, attn_type="encoder_only", **more)
-        impl.fixed_split_size = fixed
+        impl.batch_invariant = invariant
         batch = CommonAttentionMetadata.from_lens(lens, lens, np.arange(len(lens), dtype=np.int32)[:, None], 4096, causal=False)
         return impl._keys_below(builder.build_for_cudagraph_capture(batch) if captured else builder.build(0, batch))
 
     assert [below(lens) for lens in ([200] * 20, [100, 100, 700], [3000], [1, 2])] == [250, 1000, UNBOUNDED, 190]
     assert below([3000], sliding_window=300) == 1000
-    assert below([200], captured=True) is below([200], fixed=64) is None
+    assert below([200], captured=True) is below([200], invariant=True) is None
 
 
 @pytest.mark.triton_kernels
 @quiet
-def test_fixed_split_is_batch_invariant() -> None:
-    """With a fixed split, a sequence alone and among others has the same bits; several splits are in play."""
+def test_a_request_has_the_same_bits_alone_and_among_others() -> None:
+    """Alone, its keys are split further."""
     rng = np.random.default_rng(1)
     heads, kv_heads, size, page = 2, 1, 32, 16
     device = torch.device("cuda" if ON_GPU else "cpu")
     cache = torch.from_numpy(rng.standard_normal((2, 24, page, kv_heads, size), np.float32)).to(device)
     query = torch.from_numpy(rng.standard_normal((4, heads, size), np.float32)).to(device)
     impl = TritonAttentionBackend.get_impl_cls()(heads, size, size**-0.5, kv_heads)
-    impl.fixed_split_size = 64
+    impl.batch_invariant = True
     table = rng.permutation(24).astype(np.int32)
     tables = [table[:12], table[12:18], table[18:20], table[20:24]]
     lens = [190, 90, 20, 64]

@@ -20,7 +20,7 @@ from triton.runtime.interpreter import interpreter_builder
 from attn.kernels import paged_attention as device_code
 from attn.kernels import paged_launch
 from attn.kernels.codes import number_in
-from attn.kernels.launch import UNBOUNDED, Launch, split_kv_for, split_tiles_of
+from attn.kernels.launch import UNBOUNDED, Launch, most_stretches, split_kv_for, split_tiles_of
 from attn.kernels.plan import item_of
 from attn.torch.interpreter import correct_bfloat16
 from attn.torch.kernels import paged_attention as module
@@ -249,7 +249,7 @@ def test_a_merge_in_several_steps_and_blocks_of_columns(merged: int, size: int, 
     monkeypatch.setattr(
         paged_launch.Launches,
         "split_kv",
-        lambda *of: replace(launches(*of), split_tiles=1, max_splits=300, whole_from=100, items=303),
+        lambda *of: replace(launches(*of), split_tiles=1, max_splits=300, whole_from=100, items=303, stored=303),
     )
     module._launches.cache_clear()
     keys, dtype, generator = [30, 16 * 32, 70 * 32 - 7], torch.float16, torch.Generator().manual_seed(3)
@@ -306,7 +306,7 @@ _WRITES: dict[str, dict[str, Any]] = {
     "bfloat16 in float32": {"stored": torch.bfloat16, "dtype": torch.float32},
     "speculation": {"rows": [1, 8, 5, 3, 6, 2]},
     "speculation, 16 rows": {"rows": [1, 16, 16, 15, 9, 2], "size": 80, "left": 100},
-    "speculation, float32, splits of 32": {"rows": [1, 8, 5, 3, 8, 2], "dtype": torch.float32, "fixed_split": 32},
+    "speculation, float32, stretches": {"rows": [1, 8, 5, 3, 8, 2], "dtype": torch.float32, "invariant": True},
     "speculation, e4m3": {"rows": [1, 4, 4, 4, 4, 4], "stored": torch.float8_e4m3fn, "k_scale": [0.5, 0.02], "v_scale": 0.1},
     "speculation, not causal": {"rows": [1, 4, 7, 4, 4, 2], "right": None, "sliced": True},
     "speculation, a tree": {"rows": [1, 8, 3, 4, 4, 2], "tree": True},
@@ -318,7 +318,7 @@ _WRITES: dict[str, dict[str, Any]] = {
 
 
 #: New rows in two splits, and rows that several programs write.
-_ALWAYS = ("speculation, float32, splits of 32", False), ("together", False)
+_ALWAYS = ("speculation, float32, stretches", False), ("together", False)
 
 
 @pytest.mark.parametrize(
@@ -334,6 +334,9 @@ def test_decodes_write_the_new_tokens_before_they_read_them(case: str, whole: bo
     choice, heads, kv_heads = dict(_WRITES[case]), 4, 2
     # The last request has more rows than keys; in others, new rows lie in two pages, and in two splits.
     q_lens = choice.pop("rows", [1] * 6)
+    if choice.get("invariant"):
+        monkeypatch.setattr(paged_launch, "STRETCH", 32)
+        module._launches.cache_clear()
     seq_lens = [1, 17, 150, 33, 99, max(q_lens[5] - 1, 0)]
     dtype, size = choice.pop("dtype", torch.float16), choice.pop("size", SIZE)
     requests, columns, generator = len(seq_lens), -(-max(seq_lens) // PAGE), torch.Generator().manual_seed(7)
@@ -395,9 +398,11 @@ def _items(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_Q: tl.constexpr,
+    STRETCH: tl.constexpr,
+    STRETCHES: tl.constexpr,
 ):  # type: ignore[no-untyped-def]
     item = tl.program_id(0)
-    r, block, first, last, part, count = item_of(
+    r, block, first, last, part, count, place = item_of(
         item,
         query_start_loc,
         seq_lens,
@@ -417,21 +422,24 @@ def _items(
         BLOCK_Q,
         False,
         False,
+        STRETCH,
+        STRETCHES,
     )
-    tl.store(found + 6 * item, r)
-    tl.store(found + 6 * item + 1, first)
-    tl.store(found + 6 * item + 2, last)
-    tl.store(found + 6 * item + 3, part)
-    tl.store(found + 6 * item + 4, count)
-    tl.store(found + 6 * item + 5, block)
+    tl.store(found + 7 * item, r)
+    tl.store(found + 7 * item + 1, first)
+    tl.store(found + 7 * item + 2, last)
+    tl.store(found + 7 * item + 3, part)
+    tl.store(found + 7 * item + 4, count)
+    tl.store(found + 7 * item + 5, block)
+    tl.store(found + 7 * item + 6, place)
 
 
-@pytest.mark.parametrize(("fixed", "rows"), [(0, 0), (12, 0), (0, 3)])
+@pytest.mark.parametrize(("stretch", "rows"), [(0, 0), (3, 0), (0, 3)])
 @pytest.mark.parametrize("left", [UNBOUNDED, 700])
 @pytest.mark.parametrize("seed", sampled(range(3), 1, "batches of items"))
-def test_items_are_every_tile_of_every_decode_once(seed: int, left: int, fixed: int, rows: int) -> None:
+def test_items_are_every_tile_of_every_decode_once(seed: int, left: int, stretch: int, rows: int) -> None:
     """Requests without rows or with too many have none; a decode without keys has one item, which writes its zeros. rows: of a
-    block, where requests may have several."""
+    block, where requests may have several. With stretches, items begin and end where one of the request's does."""
     rng = np.random.default_rng(seed)
     num_reqs, block_n = (1, 17, 7)[seed], 32
     q_lens, seq_lens = rng.integers(0, 6, num_reqs), (2 ** rng.uniform(0, 11, num_reqs)).astype(int)
@@ -440,9 +448,9 @@ def test_items_are_every_tile_of_every_decode_once(seed: int, left: int, fixed: 
     blocks = -(-q_lens // rows) if rows else chosen.astype(int)
     lows = np.maximum(seq_lens - q_lens - left, 0) // block_n
     tiles = np.where(chosen & (seq_lens > 0), -(-seq_lens // block_n) - lows, 0)
-    split_kv = split_kv_for(max(num_reqs, int(blocks.sum())), 2, max(3, int(tiles.max())), fixed, 16)
+    split_kv = split_kv_for(max(num_reqs, int(blocks.sum())), 2, max(3, int(tiles.max())), stretch, 16)
     assert split_kv is not None
-    found = torch.full((split_kv.items + 3, 6), -1, dtype=torch.int32, device=DEVICE)
+    found = torch.full((split_kv.items + 3, 7), -1, dtype=torch.int32, device=DEVICE)
     start, lens = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, *np.cumsum(q_lens)], seq_lens))
     _items[(split_kv.items + 3,)](
         found,
@@ -457,20 +465,74 @@ def test_items_are_every_tile_of_every_decode_once(seed: int, left: int, fixed: 
         block_n,
         split_kv.block_r,
         rows,
+        stretch,
+        most := most_stretches(2, 16),
     )
     items = [item for item in found.tolist() if item[0] < num_reqs]
     assert items == found.tolist()[: len(items)], "the rest of the grid has none"
-    split_tiles = fixed or split_tiles_of(np.repeat(tiles[chosen], blocks[chosen]), split_kv)
+    split_tiles, stored = split_tiles_of(np.repeat(tiles[chosen], blocks[chosen]), split_kv), 0
     wanted = [(r, block) for r in range(num_reqs) for block in range(blocks[r])]
     assert sorted({(item[0], item[5]) for item in items}) == wanted
     for r, block in wanted:
         own = [item[1:5] for item in items if item[0] == r and item[5] == block]
         assert [part for _, _, part, _ in own] == list(range(len(own))) and {count for *_, count in own} == {len(own)}
         assert [tile for first, last, _, _ in own for tile in range(first, last)] == list(range(tiles[r]))
-        if num_reqs == chosen.sum():  # else the device has room for more items than the host assumes
+        if stretch:
+            tiles_of_one = max(stretch, -(-tiles[r] // most))
+            stretches = -(-tiles[r] // tiles_of_one)
+            assert len(own) == max(1, min(-(-tiles[r] // split_tiles), stretches))
+            assert all(first % tiles_of_one == 0 for first, *_ in own)
+            if len(own) > 1:  # the first item has one result, the others have one for each of their stretches
+                assert {item[6] for item in items if item[0] == r} == {stored}
+                stored += 1 + stretches - own[0][1] // tiles_of_one
+        elif num_reqs == chosen.sum():  # else the device has room for more items than the host assumes
             assert len(own) == max(1, -(-tiles[r] // split_tiles))
-        if fixed:
-            assert all(first % fixed == 0 for first, *_ in own)
+    assert stored <= split_kv.stored
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [("float32", {"left": 300, "sinks": True}), ("bfloat16", {"odd": True}), ("float16", {"soft_cap": 3.0})],
+)
+def test_bits_of_a_request_are_the_same_whatever_the_batch_and_its_plan(
+    dtype: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests whole, or in any number of splits of one stretch of keys or several, beside prompts and under loose bounds."""
+    monkeypatch.setattr(paged_launch, "STRETCH", 32)
+    module._launches.cache_clear()
+    choice, heads, kv_heads, generator = dict(options), 4, 2, torch.Generator().manual_seed(5)
+    number = getattr(torch, dtype)
+    if number == torch.bfloat16 and DEVICE == "cpu":
+        correct_bfloat16()
+    q_lens, seq_lens = [1, 1, 3, 1, 20], [350, 37, 130, 600, 70]
+    columns = [-(-n // PAGE) for n in seq_lens]
+    tables = torch.randperm(sum(columns), generator=generator).int().split(columns)
+    caches = [torch.randn(sum(columns), PAGE, kv_heads, SIZE, generator=generator).to(DEVICE, number) for _ in "kv"]
+    queries = torch.randn(sum(q_lens), heads, SIZE, generator=generator).to(DEVICE, number).split(q_lens)
+    if choice.pop("odd", False):  # the stretch of a value that is not finite is computed in another way
+        caches[1][tables[3][20], 3, :, 5] = torch.inf
+    if choice.pop("sinks", False):
+        choice["sinks"] = torch.tensor([0.5, -1.0, 2.0, 0.0], device=DEVICE)
+
+    def run(requests: list[int], more: int = 0, whole: bool = False) -> list[list[torch.Tensor]]:
+        query = torch.cat([queries[r] for r in requests])
+        output, lse = torch.full_like(query, torch.nan), torch.full((heads, len(query)), torch.nan, device=DEVICE)
+        table = torch.nn.utils.rnn.pad_sequence([tables[r] for r in requests], batch_first=True).to(DEVICE)
+        lens, rows = ([of[r] for r in requests] for of in (seq_lens, q_lens))
+        starts = torch.tensor([0, *np.cumsum(rows)], dtype=torch.int32, device=DEVICE)
+        paged_attention(
+            output, lse, query, *caches, starts, torch.tensor(lens, dtype=torch.int32, device=DEVICE), table, max(rows) + more,
+            max(lens) + more, SIZE**-0.5, **{"right": 0, **choice}, invariant=True, whole=whole,
+        )  # fmt: skip
+        return [list(x) for x in zip(output.split(rows), lse.split(rows, 1), strict=True)]
+
+    want = run(every := list(range(len(q_lens))))
+    batches = [([0], 0, False), ([3], 40, False), ([3, 0], 0, False), ([2, 4], 0, False), ([1, 0, 1, 3], 9, False)]
+    for requests, more, whole in [*batches, (every[::-1], 0, True)]:
+        for r, got in zip(requests, run(requests, more, whole), strict=True):
+            for one, other in zip(got, want[r], strict=True):
+                kind = torch.int32 if one.dtype == torch.float32 else torch.int16
+                assert torch.equal(one.contiguous().view(kind), other.contiguous().view(kind)), (requests, whole, r)
 
 
 class _Recorded:
@@ -504,15 +566,15 @@ _BATCHES = [
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942"])
 @pytest.mark.parametrize("left", [None, 100])
-def test_a_fixed_split_compiles_the_same_programs_for_any_batch(
+def test_an_invariant_layer_compiles_the_same_programs_for_any_batch(
     arch: str, left: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither the batch nor launches that were measured meanwhile change a program; without a fixed split both do."""
+    """Neither the batch nor launches that were measured meanwhile change a program; in other layers both do."""
     monkeypatch.setattr(module, "arch", lambda: arch)
     monkeypatch.setattr(module.hopper, "is_on", lambda kernel: False)
     shape, attention, merge = (arch, 4, 128, 2, 2), module.attention, module.merge
 
-    def programs(fixed_split: int) -> list[set[tuple[Any, ...]]]:
+    def programs(invariant: bool) -> list[set[tuple[Any, ...]]]:
         module._launches.cache_clear()
         kernels = _Recorded(attention), _Recorded(merge)
         monkeypatch.setattr(module, "attention", kernels[0])
@@ -527,13 +589,14 @@ def test_a_fixed_split_compiles_the_same_programs_for_any_batch(
             lens = torch.tensor(k_lens).int()
             module.paged_attention(
                 query.clone(), None, query, cache, cache, start, lens, table, max(q_lens), bound, 1.0, left=left, right=0,
-                fixed_split=fixed_split,
+                invariant=invariant,
             )  # fmt: skip
         return [kernel.programs for kernel in kernels]
 
-    assert [len(kernel) for kernel in programs(2048)] == [2, 1]  # decode and prefill, and the merge
+    # prefill, decodes that are split and such that are not, and the merge
+    assert [len(kernel) for kernel in programs(True)] == [3, 1]
     monkeypatch.undo()
     monkeypatch.setattr(module, "arch", lambda: arch)
     monkeypatch.setattr(module.hopper, "is_on", lambda kernel: False)
-    assert len(programs(0)[0]) > 2
+    assert len(programs(False)[0]) > 3
     module._launches.cache_clear()

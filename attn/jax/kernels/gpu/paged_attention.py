@@ -71,7 +71,7 @@ def paged_attention(
     """Return (output [T, H, D], lse [H, T] float32, natural log, sinks excluded, or None unless `return_lse`).
 
     query: [T, H, D], float32, bfloat16 or float16; starts: [R + 1] int32, where requests begin; layer: the rules, whose
-    `fixed_split` and `sparse` are as `attn.torch.kernels.paged_attention` has them.
+    `invariant` and `sparse` are as `attn.torch.kernels.paged_attention` has them.
     """
     (tokens, heads, size), num_reqs, (arch, processors) = query.shape, starts.shape[0] - 1, target()
     # no launch: the kernels' grids and searches assume a request
@@ -209,8 +209,8 @@ class _LaunchSequence:
         and `split` (`attn.kernels.fill`)."""
         rules, arrays, (tokens, heads, size) = self.rules, self.arrays, self.arrays["query"].shape
         chooses: dict[str, Any] = {"counters": jnp.empty(2, jnp.int32) if rules.on_hopper else None}
-        # With a fixed split nothing is chosen (`max_splits` is 0), and fewer requests are always split (`plan.item_of`).
-        if split_kv is not None and split_kv.max_splits and num_reqs >= split_kv.whole_from:
+        # fewer requests are always split (`plan.item_of`)
+        if split_kv is not None and num_reqs >= split_kv.whole_from:
             chooses |= {name: jnp.empty(num_reqs + 1, jnp.int32) for name in ("whole", "split")}
             chooses |= {"seq_lens": arrays["seq_lens"], "left": bound(None if rules.free else rules.layer.left)}
             chooses |= {

@@ -93,7 +93,7 @@ def compare():
     return names
 
 def both(lens, tokens, dtype="bfloat16", stored=None, heads=(8, 2), size=64, page=16, left=None, right=0, cap=0.0, chunk=None,
-         scales=False, sinks=False, slopes=False, lse=True, scale=0.3, ways=(False,), fixed=0, **mask):
+         scales=False, sinks=False, slopes=False, lse=True, scale=0.3, ways=(False,), invariant=False, **mask):
     R, T, stored = len(lens), sum(tokens), stored or dtype
     table = np.zeros((R, -(-max(lens) // page)), np.int32)
     mask = {name: np.asarray(value) for name, value in mask.items()}
@@ -109,10 +109,10 @@ def both(lens, tokens, dtype="bfloat16", stored=None, heads=(8, 2), size=64, pag
             t(lengths), t(table), max(tokens), max(lens), scale, left=left, right=right, tree_right=right, soft_cap=cap,
             slopes=t(flat) if slopes else None, sinks=t(flat) if sinks else None, chunk_size=chunk,
             k_scale=torch.ones(()) if scales else None, v_scale=t(by_head) if scales else None,
-            whole=whole, fixed_split=fixed, **{name: t(value) for name, value in mask.items()})
+            whole=whole, invariant=invariant, **{name: t(value) for name, value in mask.items()})
     keys = ours.KVInputs(jnp.zeros(cache.shape, stored), lengths, table, k_scale=jnp.ones(()) if scales else None,
                      v_scale=by_head if scales else None)
-    layer = LayerParams(scale, cap, left, right, right, chunk, False, fixed, None)
+    layer = LayerParams(scale, cap, left, right, right, chunk, False, invariant, None)
     out, log = ours.paged_attention(
         jnp.zeros(query.shape, dtype), starts, keys, layer, ours.BatchBounds(max(tokens), max(lens)), BatchMask(**mask),
         ours.PerHead(flat if slopes else None, flat if sinks else None), return_lse=lse)
@@ -124,7 +124,9 @@ assert both([30, 7], [1, 1]) == ["attention"]
 assert both([900, 70], [1, 1], lse=False, scale=-0.3) == ["attention", "merge"]
 # so many requests may be best left whole: which it is, `fill` decides on the device
 assert both([900] * 300, [1] * 300, ways=(True, False)) == ["attention", "attention", "merge"]
-assert both([900] * 300, [1] * 300, fixed=2048) == ["attention", "merge"]
+assert both([900] * 300, [1] * 300, ways=(True, False), invariant=True) == ["attention", "attention", "merge"]
+assert both([900, 70], [4, 3], invariant=True) == ["attention", "merge"]
+assert both([900, 70], [20, 3], invariant=True) == ["attention", "attention", "merge"]
 assert both([900, 70], [4, 3]) == ["attention", "merge"]
 assert both([900, 70], [20, 1]) == ["attention", "attention", "merge"]
 for dtype, stored in (("float16", "float8_e4m3fn"), ("bfloat16", "float8_e5m2"), ("bfloat16", "int8"), ("float32", "float32")):
@@ -139,6 +141,7 @@ both([9000, 70], [1, 1], chunk=512)
 on_hopper = True
 assert both([900, 70], [20, 1]) == ["prefill", "attention", "merge"]
 assert both([900, 70], [20, 1], left=100, sinks=True, lse=False, cap=5.0, scale=-0.3) == ["prefill", "attention", "merge"]
+assert both([900, 70], [20, 1], invariant=True) == ["prefill", "attention", "merge"]
 assert both([900, 70], [900, 70], "float16", size=256) == ["prefill", "attention", "merge"]
 assert both([9000, 70], [20, 1], chunk=512) == ["prefill", "attention", "merge"]
 assert both([90, 70], [3, 20], right=None, is_causal=np.ones(2, bool)) == ["prefill", "attention"]
