@@ -59,7 +59,7 @@ def plain(value):
     return value
 
 #: How the launches differ: two arrays of a cache are one under jax, and launches do not overlap.
-DIFFER = {"key_cache", "value_cache", "values_at", "VALUES_AT", "num_pages", "k_desc", "v_desc", "counters"}
+DIFFER = {"key_cache", "value_cache", "values_at", "VALUES_AT", "num_pages", "k_desc", "v_desc", "counters", "launch_pdl"}
 
 def compare():
     assert len(found["torch"]) == len(found["jax"]) > 0, [[x[0] for x in y] for y in found.values()]
