@@ -16,7 +16,7 @@ from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.diffusion.selector import ENV_VAR
 from attn.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
 from attn.torch.alignment import aligned
-from attn.torch.autocast import autocast
+from attn.torch.autocast import autocast, enabled
 from attn.torch.diffusion.backends._dense import DenseImpl
 from attn.torch.diffusion.chosen import impl_for, known, properties_of
 
@@ -155,7 +155,7 @@ def _kind(
         return None
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         return None
-    if (scale is not None and type(scale) is not float) or torch.is_autocast_enabled(device.type):
+    if (scale is not None and type(scale) is not float) or enabled(device.type):
         return None
     arrays = q, k, v, query.stride(), key.stride(), value.stride(), query.dtype, key.dtype, value.dtype
     chosen_by = getattr(_requested, "name", None), generation(), envs.read(ENV_VAR), envs.read("ATTN_DISABLE")

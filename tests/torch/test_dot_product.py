@@ -105,6 +105,12 @@ def test_a_call_like_earlier_ones_is_chosen_for_once(rows, keys, width, scale, c
     assert len(asked) <= 2 if plain else len(asked) == 4  # once where another case made the launch
 
 
+@torch.no_grad()
+def test_devices_without_autocast_have_calls_that_repeat():
+    q = torch.empty(1, 2, 3, 16, device="meta")
+    assert [attn.torch.scaled_dot_product_attention(q, q, q).device.type for _ in range(3)] == ["meta"] * 3
+
+
 def test_mistakes_are_sentences():
     q, k, v = tensors(8, 8, 16)
     with pytest.raises(ShapeError, match="key has 2 heads, query 4"):
