@@ -1,10 +1,10 @@
 """The fuzzer: it draws what is declared, passes a correct kernel, finds planted bugs, and survives crashes."""
 
-import _thread
 import dataclasses
 import json
 import shlex
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -264,7 +264,8 @@ def test_an_interrupted_campaign_tells_what_it_found(
     def fails_once(task: tuple[str, str, str]) -> CaseOutcome:
         seen.append(task[2])
         if len(seen) == 2:
-            _thread.interrupt_main(number)
+            # a signal, as a terminal sends it: `_thread.interrupt_main` does not wake a main thread that waits for this one
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
             time.sleep(1)  # the interrupt comes within this case, of which nothing is known
         return CaseOutcome("rule Z", "of the test")
 
@@ -272,7 +273,12 @@ def test_an_interrupted_campaign_tells_what_it_found(
     monkeypatch.setattr("attn.tools.fuzz.campaign.Worker", Here)
     monkeypatch.setattr("attn.tools.fuzz.campaign._SHRINKING", 0)
     before = signal.getsignal(signal.SIGTERM)
-    assert attn_main(["conform", "CPU_ATTN", "--fuzz", "1000"]) == code
+    # processes that a shell starts in the background ignore this signal
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert attn_main(["conform", "CPU_ATTN", "--fuzz", "1000"]) == code
+    finally:
+        signal.signal(signal.SIGINT, ignored)
     told = capsys.readouterr()
     assert "attn: interrupted: the report is of what ran until then" in told.err
     assert "1 FINDS (seen 1 times)" in told.out and "rule Z (seen 1 times): of the test" in told.out
