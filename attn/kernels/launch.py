@@ -322,9 +322,9 @@ def split_kv_for(
     items = max_splits + num_reqs
     merged, stored = splits_merged_at_once(items // num_reqs), items
     if stretch:
-        # each request that is split has an item more than one
         # added one after the other: what is read in place of none costs as many instructions
         merged = 32 if items >= 8 * num_reqs else 8
+        # each request that is split has an item more than one
         stored = min(num_reqs, max_splits) * most_stretches(kv_heads, multiprocessors)
     return SplitKV(MIN_SPLIT_TILES, max_splits, -(-4 * wave // 5), items, block_of(num_reqs), crowded, merged, stored)
 

@@ -131,19 +131,19 @@ class Launches:
     def __init__(self, kinds: Kinds, layer: LayerParams) -> None:
         self.layer, self.kinds = layer, kinds
         (heads, size, *cache), dtypes = kinds.shape, dict(zip(ARRAYS, kinds.dtypes, strict=True))
-        query, stored, self.kv_heads, fixed = dtypes["query"], dtypes["key_cache"], cache[-2], layer.invariant
+        query, stored, self.kv_heads, invariant = dtypes["query"], dtypes["key_cache"], cache[-2], layer.invariant
         itemsize, name, tuned = _ITEMSIZE[str(query)], kinds.arch, kinds.tuned
         self.paged, group = dtypes["block_table"] is not None, heads // self.kv_heads
         self.free = dtypes["spans"] is not None or dtypes["prefix"] is not None
         sizes = (size, itemsize, _ITEMSIZE.get(str(stored), 1))
         # bits may not depend on the batch's longest request (docs/semantics.md §17)
-        packed = 0 if fixed or not self.paged else rows_of_speculation(name, group, kinds.queries, itemsize)
+        packed = 0 if invariant or not self.paged else rows_of_speculation(name, group, kinds.queries, itemsize)
         if kinds.together:
             packed = max(group, min(TOGETHER, group * kinds.queries))
         decode = decode_launch(name, packed, *sizes) if packed else tuned[0] or decode_launch(name, group, *sizes)
         # one token alone needs no mask between rows
         most = decode.block_m // group if self.paged else 0
-        if self.paged and not (fixed or kinds.together) and not 1 < kinds.queries <= most:
+        if self.paged and not (invariant or kinds.together) and not 1 < kinds.queries <= most:
             most = 1
         # a cache of [S, K, D], whose requests have one page each: `block_table` names its first row
         in_row = self.paged and len(cache) == 2
@@ -153,20 +153,20 @@ class Launches:
         self._prompts = kinds.queries > most and not kinds.together
         self.on_hopper = kinds.hopper and plain and self._prompts
         self.beside = self.on_hopper and self.paged and kinds.pdl
-        if self.beside and tuned[0] is None and not fixed:
+        if self.beside and tuned[0] is None and not invariant:
             decode = decode_launch(name, group, *sizes, beside=True)
-        if fixed and name.startswith("sm_"):
+        if invariant and name.startswith("sm_"):
             # Registers hold the sums of a stretch beside those before it: with two warps, those of caches of bytes spill.
             decode = replace(decode, num_warps=4 if size <= 128 else 8)
         #: tiles of the shortest stretch of a decode's keys, 0 where its splits are the batch's
-        self._stretch = max(1, STRETCH // decode.block_n) if fixed else 0
+        self._stretch = max(1, STRETCH // decode.block_n) if invariant else 0
         self._fits_registers = name.startswith("sm_") and sizes[1:] == (2, 2)
         self.tokens, self.rows = most, most * heads
         # Measured launches have one launch for both, and layers whose bits are the request's. So have decodes beside a prefill,
         # where a deep pipeline was slower (`decode_launch`).
         self._whole = self._split = decode
         self._crowded = None
-        if not (fixed or self.beside) and tuned[0] is None:
+        if not (invariant or self.beside) and tuned[0] is None:
             self._split = decode_launch(name, packed or group, *sizes, True)
             self._crowded = None if kinds.together else crowded_launch(name, decode.block_m, *sizes)
         prefill = tuned[1] or prefill_launch(name, group, *sizes)
@@ -207,7 +207,8 @@ class Launches:
             "TILED": self.kinds.together,
             "IN_HALF": query == "bfloat16" and one_byte and not per_token,
             "FORMAT": format_of(str(dtypes["key"]), str(stored)) if dtypes["slots"] else "",
-            **{"STRETCH": 0, "STRETCHES": 1},
+            "STRETCH": 0,
+            "STRETCHES": 1,
             **({"launch_pdl": True} if self.beside else {}),
         }
 

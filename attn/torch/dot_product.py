@@ -19,14 +19,15 @@ from attn.torch.alignment import aligned
 from attn.torch.autocast import autocast, enabled
 from attn.torch.diffusion.backends._dense import DenseImpl
 from attn.torch.diffusion.chosen import impl_for, known, properties_of
+from attn.torch.metadata import keep
 
 #: `name` is the backend that this thread requested. Thread-local, not a context variable, which a graph cannot guard on.
 _requested = threading.local()
 #: Torch's own function divides by the number of heads, and the process dies.
 _DIES_WITHOUT_HEADS = torch.__version__ < "2.13"
 #: Launches of calls, by all that decides them (`_kind`): a call like an earlier one is neither checked nor chosen for again.
-_launches: dict[Any, Callable[..., torch.Tensor]] = {}
-_KEPT = 256
+#: None: such a call was made once.
+_launches: dict[Any, Callable[..., torch.Tensor] | None] = {}
 
 
 @torch.compiler.assume_constant_result  # graphs cannot trace into the registry
@@ -135,11 +136,9 @@ def scaled_dot_product_attention(
     impl = impl_for(properties_of(q, k, scale, is_causal, mask, wants_grad, requested))
     out: torch.Tensor = impl.forward(q, k, v, None if mask is None else DiffusionAttentionMetadata(attn_mask=mask))
     as_passed = query is inputs[0] and key is inputs[1] and value is inputs[2] and mask is None
-    launch = impl.repeated(q, k, v) if kind is not None and as_passed and isinstance(impl, DenseImpl) else None
-    if launch is not None:
-        if len(_launches) >= _KEPT:
-            _launches.clear()
-        _launches[kind] = launch
+    if kind is not None and as_passed and isinstance(impl, DenseImpl):
+        # made at the second call: a decode's length comes once
+        keep(_launches, kind, impl.repeated(q, k, v) if kind in _launches else None)
     return out.transpose(1, 2)[..., :width].reshape(*lead, out.shape[2], rows, width)
 
 

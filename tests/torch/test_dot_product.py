@@ -93,13 +93,17 @@ def test_the_environment_is_asked_at_each_call(monkeypatch):
 @pytest.mark.parametrize("scale", [None, 0.4, -0.4, 1])
 @pytest.mark.parametrize(("rows", "keys", "width"), [(5, 5, 16), (3, 7, 16), (7, 3, 16), (5, 5, 24), (1, 9, 16)])
 def test_a_call_like_earlier_ones_is_chosen_for_once(rows, keys, width, scale, causal, monkeypatch):
-    asked, choose = list[int](), dot_product.impl_for
+    asked, choose, made, make = list[int](), dot_product.impl_for, list[int](), SDPAImpl.launcher
     monkeypatch.setattr(dot_product, "impl_for", lambda call: asked.append(1) or choose(call))
-    for _ in range(4):
-        q, k, v = (torch.randn(2, 4, n, d) for n, d in ((rows, 16), (keys, 16), (keys, width)))
+    monkeypatch.setattr(SDPAImpl, "launcher", lambda *args: made.append(1) or make(*args))
+    for n in range(4):
+        q, k, v = (
+            torch.randn(2, 3, m, d) for m, d in ((rows, 16), (keys, 16), (keys, width))
+        )  # three heads: no other test has
         negated = scale is not None and scale < 0  # torch's own result is NaN under causality
         want = F.scaled_dot_product_attention(-q if negated else q, k, v, is_causal=causal, scale=scale and abs(scale))
         torch.testing.assert_close(attn.torch.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale), want)
+        assert n or not made  # not for a call that may come once
     # arrays that are changed before the launch, and integers as a scale, take the long way each time
     plain = width == 16 and not (causal and rows != keys) and type(scale) is not int and not (scale and scale < 0)
     assert len(asked) <= 2 if plain else len(asked) == 4  # once where another case made the launch

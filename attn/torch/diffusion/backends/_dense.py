@@ -18,9 +18,8 @@ from attn.diffusion.backends.dense import DenseAttentionImpl, DenseCall
 from attn.errors import DeviceError, UnsupportedError
 from attn.torch import graphs
 from attn.torch.alignment import aligned
+from attn.torch.metadata import keep
 from attn.torch.ops import Ops
-
-_KEPT = 64  #: launches of an implementation, which layers of several shapes share
 
 
 class DenseImpl(DenseAttentionImpl):
@@ -78,9 +77,7 @@ class DenseImpl(DenseAttentionImpl):
                 launch = bound(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
             self._launches[kind] = launch
         elif query.numel() and key.numel():  # others need no kernel
-            if len(self._launches) >= _KEPT:
-                self._launches.clear()
-            self._launches[kind] = None
+            keep(self._launches, kind, None)
         return launch
 
     def _prepared(self, *args: Any) -> DenseCall:
