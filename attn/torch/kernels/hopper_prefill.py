@@ -32,10 +32,10 @@ from attn.torch.kernels.direct import (
     on_device,
     signature_of,
 )
-from attn.torch.metadata import keep
 
 _ARRAYS = 12  #: of the kernel, without the counters
 _NO_LISTS = (None,) * 7  #: in place of the arrays behind the values, where requests are equal
+_KEPT = 64  #: plans of an `EqualPrompts`
 
 
 def serves(
@@ -178,7 +178,10 @@ class EqualPrompts:
         try:
             return self._plans[kind]
         except KeyError:
-            return keep(self._plans, kind, self._planned(query, key, value, lse))  # type: ignore[no-any-return]
+            if len(self._plans) >= _KEPT:
+                self._plans.clear()
+            planned = self._plans[kind] = self._planned(query, key, value, lse)
+            return planned
 
     def _planned(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lse: torch.Tensor | None
