@@ -68,7 +68,7 @@ from attn.integrations.transformers.batching import (
 )
 from attn.integrations.transformers.call import NAME, UNKNOWN, ModuleCall, refuse_unknown, request, requested
 from attn.integrations.transformers.dispatch import attend, facts_of, launch_of, launched, run_for, runs, selected, weights
-from attn.integrations.transformers.masks import has_own_attention, keys_seen, mask
+from attn.integrations.transformers.masks import attention_tables, has_own_attention, keys_seen, mask, own_attention
 from attn.integrations.transformers.packing import BOUNDARIES, sequences
 from attn.selector import selection_state
 from attn.torch.autocast import autocast
@@ -103,14 +103,15 @@ def register() -> tuple[str, ...]:
                 AttentionInterface.register(spelled, _function(backend))
                 # under the same name, or transformers would make masks of its own for these layers
                 AttentionMaskInterface.register(spelled, mask)
-    _warn_of_own_attention()
+    _say_where_layers_have_their_own()
     return (NAME, *(f"{NAME}:{backend}" for backend in paged_backends()))
 
 
 @functools.cache
-def _warn_of_own_attention() -> None:
+def _say_where_layers_have_their_own() -> None:
     """Let transformers' check of a new model's implementation warn where its layers will not call it: such a model keeps its
-    own attention, and only those that ask for a mask are refused, at their first call."""
+    own attention, and only those that ask for a mask are refused, at their first call. Layers that look the name up in a table
+    of their model are refused when they are made, in place of a KeyError."""
     from transformers import PreTrainedModel
 
     checks: Any = PreTrainedModel
@@ -119,17 +120,26 @@ def _warn_of_own_attention() -> None:
         return
 
     @functools.wraps(check)
-    def warning_check(model: Any, implementation: Any, *args: Any, **kwargs: Any) -> Any:
+    def saying_check(model: Any, implementation: Any, *args: Any, **kwargs: Any) -> Any:
         model_class: Any = type(model)
-        if str(implementation).removeprefix(PREFIX).partition(":")[0] in (NAME, PAGED) and has_own_attention(model_class):
-            warnings.warn(
-                f'{model_class.__name__}: attn_implementation="{implementation}" has no effect: its layers compute attention '
-                "without transformers' AttentionInterface",
-                stacklevel=2,
-            )
-        return check(model, implementation, *args, **kwargs)
+        checked = check(model, implementation, *args, **kwargs)
+        if str(checked).removeprefix(PREFIX).partition(":")[0] in (NAME, PAGED):
+            tables = attention_tables(model_class)
 
-    checks._check_and_adjust_attn_implementation = warning_check
+            def refuse(*_: Any, **__: Any) -> None:
+                raise own_attention(model_class.__name__, checked)
+
+            for table in tables:  # a model of several parts, each with its own implementation, may never look it up
+                table[checked] = refuse
+            if not tables and has_own_attention(model_class):
+                warnings.warn(
+                    f'{model_class.__name__}: attn_implementation="{implementation}" has no effect: its layers compute '
+                    "attention without transformers' AttentionInterface",
+                    stacklevel=2,
+                )
+        return checked
+
+    checks._check_and_adjust_attn_implementation = saying_check
 
 
 @contextlib.contextmanager

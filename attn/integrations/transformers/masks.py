@@ -115,10 +115,7 @@ def mask(
         sharing = q_length > 1 and _slices_masks(config_class)
         sliced = sharing and getattr(kwargs["config"].get_text_config(), "num_kv_shared_layers", 0) > 0
     if model is not None:
-        raise UnsupportedError(
-            f'{model}: attn_implementation="{NAME}" not supported: its layers compute attention without transformers\' '
-            'AttentionInterface; use attn_implementation="eager"'
-        )
+        raise own_attention(model, NAME)
     mask_function = causal_mask_function if mask_function is None else mask_function  # torch 2.11 traces no truth of functions
     known_offset = not isinstance(q_offset, torch.Tensor)
     # Known without a look at any element: the case of each token that is decoded.
@@ -547,3 +544,16 @@ def has_own_attention(model: Any) -> bool:
     source = inspect.getsource(module)
     has_attention = re.search(r"^class \w*Attention\w*\(nn\.Module\):", source, re.MULTILINE) is not None
     return has_attention and "ALL_ATTENTION_FUNCTIONS" not in source
+
+
+def attention_tables(model: Any) -> list[dict[str, Any]]:
+    """The tables in the module of a model's class in which its layers look up their attention by implementation."""
+    names = vars(sys.modules[model.__module__]) if model.__module__ in sys.modules else {}
+    return [table for name, table in names.items() if name.endswith("ATTENTION_CLASSES") and isinstance(table, dict)]
+
+
+def own_attention(model: str, implementation: str) -> UnsupportedError:
+    return UnsupportedError(
+        f'{model}: attn_implementation="{implementation}" not supported: its layers compute attention without transformers\' '
+        'AttentionInterface; use attn_implementation="eager"'
+    )

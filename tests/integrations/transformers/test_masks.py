@@ -568,20 +568,55 @@ def test_models_that_compute_attention_themselves_are_rejected(kind, padding):
         model(**inputs)
 
 
-@pytest.mark.parametrize(("kind", "name"), [("DebertaV2", "attn"), ("OpenAIGPT", "attn:TORCH_SDPA"), ("GPTNeo", "attn")])
+@pytest.mark.parametrize(("kind", "name"), [("DebertaV2", "attn"), ("OpenAIGPT", "attn:TORCH_SDPA")])
 def test_models_that_never_ask_say_so_when_they_are_made(kind, name):
     """They make no mask of transformers, so nothing of this package runs, and transformers checks its own names only."""
     attn_transformers.register()
     sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 32}
-    layers = {"num_layers": 1, "attention_types": [[["global"], 1]], "num_heads": 2} if kind == "GPTNeo" else sizes
-    config = getattr(transformers, f"{kind}Config")(hidden_size=32, vocab_size=64, bos_token_id=1, eos_token_id=2, **layers)
+    config = getattr(transformers, f"{kind}Config")(hidden_size=32, vocab_size=64, bos_token_id=1, eos_token_id=2, **sizes)
     with pytest.warns(UserWarning, match=f'{kind}Model: attn_implementation="{name}" has no effect: its layers compute'):
-        if kind == "GPTNeo":  # which looks the name up among its own
-            with pytest.raises(KeyError, match="attn"):
-                transformers.AutoModel.from_config(config, attn_implementation=name)
-        else:
-            transformers.AutoModel.from_config(config, attn_implementation=name)
+        transformers.AutoModel.from_config(config, attn_implementation=name)
     transformers.AutoModel.from_config(config, attn_implementation="eager")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["attn", "attn:TORCH_SDPA"])
+@pytest.mark.parametrize("kind", ["GPTNeo", "GPTJ"])
+def test_models_that_look_implementations_up_among_their_own_are_rejected_when_they_are_made(kind, name):
+    """Where transformers' own way to say it is a KeyError."""
+    attn_transformers.register()
+    layers = {"attention_types": [[["global"], 1]], "num_heads": 2, "num_layers": 1, "hidden_size": 32}
+    layers = layers if kind == "GPTNeo" else {"n_embd": 32, "n_layer": 1, "n_head": 2, "rotary_dim": 4}
+    config = getattr(transformers, f"{kind}Config")(vocab_size=64, bos_token_id=1, eos_token_id=2, **layers)
+    with warnings.catch_warnings():  # no "has no effect" beside it
+        warnings.simplefilter("error")
+        with pytest.raises(UnsupportedError, match=rf'{kind}Model: attn_implementation="{name}" not supported.*"eager"'):
+            transformers.AutoModel.from_config(config, attn_implementation=name)
+    model = transformers.AutoModel.from_config(config, attn_implementation="eager")
+    assert model(torch.arange(1, 9)[None])[0].shape == (1, 8, 32)
+
+
+@torch.no_grad()
+def test_a_part_that_looks_implementations_up_among_its_own_may_have_another():
+    """SAM's image encoder has such a table in the module of its other parts, which call the implementation."""
+    attn_transformers.register()
+    image = {"hidden_size": 32, "image_size": 32, "patch_size": 8}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "mlp_dim": 32, "window_size": 2, "global_attn_indexes": []}
+    parts = {
+        "vision_config": {**image, **layers, "output_channels": 32, "num_pos_feats": 16},
+        "prompt_encoder_config": image,
+        "mask_decoder_config": {"hidden_size": 32, "mlp_dim": 32, "num_attention_heads": 2},
+    }
+
+    def made(implementation):
+        return transformers.SamModel._from_config(transformers.SamConfig(**parts), attn_implementation=implementation)
+
+    with pytest.raises(UnsupportedError, match=r'SamVisionEncoder: attn_implementation="attn" not supported.*"eager"'):
+        made("attn")
+    model = made({"": "attn", "vision_config": "eager"})
+    pixels, point = torch.randn(1, 3, 32, 32), torch.tensor([[[[5.0, 9.0]]]])
+    want, got = found_by(sharpened(model), lambda model: model(pixel_values=pixels, input_points=point).pred_masks)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 UNSAID = {
