@@ -34,9 +34,9 @@ from attn.testing import transform as to
 from attn.testing.draw import _tables
 from attn.testing.properties import judged
 from attn.testing.rules import Score
-from attn.testing.simulated import SimulatedKernel
 from attn.testing.subject import base_case, per_head_scales, subject_of
 from tests.testing.mutants import MUTANTS, killers
+from tests.testing.simulated import SimulatedKernel
 
 pytestmark = pytest.mark.usefixtures("jax_compiles_fast")
 

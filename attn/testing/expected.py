@@ -17,7 +17,7 @@ from attn.dtypes import DTYPES
 from attn.reference import attention, block_sparse_mask, mla_unabsorbed, paged_attention
 from attn.testing.bits import PACKED, Array, as_bytes, decode, encode, rounded
 from attn.testing.draw import Call, Result, scale_array
-from attn.testing.simulated import EagerKernel
+from attn.visibility import LayerMask, Visibility
 
 
 @dataclass
@@ -142,6 +142,12 @@ def _paged(call: Call, caches: tuple[Array, Array]) -> tuple[Array, Array]:
     )
 
 
+def stored_rows(call: Call, r: int, cache: Array) -> Array:
+    """Return the rows [m, K, ...] of request r's tokens in a cache [N, P, K, ...]."""
+    page, j = call.case.block_size, np.arange(int(call.batch.seq_lens[r]))
+    return np.asarray(cache[call.batch.block_table[r, j // page], j % page])
+
+
 def _latent(call: Call, cache: Array, attend: Callable[..., tuple[Array, Array]]) -> tuple[Array, Array]:
     """Compute MLA with `attend` (such as `attn.reference.mla_unabsorbed`), request by request."""
     case, batch = call.case, call.batch
@@ -150,13 +156,12 @@ def _latent(call: Call, cache: Array, attend: Callable[..., tuple[Array, Array]]
     indices = call.indices if case.topk else None
     out, lse = np.full(call.output_shape, np.nan), np.full(call.query.shape[1::-1], np.nan)
     for r in range(batch.num_reqs):
-        rows, j = call.rows(r), np.arange(int(batch.seq_lens[r]))
-        stored = cache[batch.block_table[r, j // case.block_size], j % case.block_size, 0]
+        rows, stored = call.rows(r), stored_rows(call, r, cache)[:, 0]
         latent = decode(stored, case.element) * scale_array(case.cache_scales[0])
         query, mask = call.query[rows], None
         if indices is not None:
             # [H, n, m]: whether the row's list names the key. A list names no later token, so the mask replaces causality.
-            mask = (indices[rows, :, None] == j).any(1)[None].repeat(case.num_heads, 0)
+            mask = (indices[rows, :, None] == np.arange(len(stored))).any(1)[None].repeat(case.num_heads, 0)
         if len(query):
             out[rows], lse[:, rows] = attend(
                 query[..., :nope],
@@ -192,6 +197,51 @@ def _eager_latent(*arrays: Array, scale: float, causal: bool, mask: Array | None
     ]
 
 
+def _eager(call: Call) -> Array:
+    """Compute attention [T, H, D] as a framework without fused kernels does: whole rows, each step rounded to 16 bits."""
+    case, to = call.case, partial(rounded, dtype=call.case.dtype)
+    out, caches = np.full(call.query.shape, np.nan, np.float32), None if case.is_encoder else specified_cache(call)
+    layer = LayerMask(call.batch.all_causal and case.attn_type == AttentionType.DECODER, case.window)
+    seen = Visibility(layer._replace(chunk_size=case.chunk_size or None, span_window=case.span_window), call.batch.mask)
+    # Each kv head is repeated for its query heads: [H], and its scales as [H, 1, 1].
+    head = np.arange(case.num_heads) // (case.num_heads // case.num_kv_heads)
+    k_scale, v_scale = (np.broadcast_to(scale_array(x), (case.num_kv_heads,))[head][:, None, None] for x in case.cache_scales)
+    for r in range(call.batch.num_reqs):
+        rows = call.rows(r)
+        query = call.query[rows].swapaxes(0, 1)
+        if caches is None:
+            assert call.key is not None and call.value is not None
+            keys, values = call.key[rows], call.value[rows]
+        else:
+            keys, values = (decode(stored_rows(call, r, cache), case.element) for cache in caches)
+        (n, m), (k, v) = (query.shape[1], len(keys)), (x[:, head].swapaxes(0, 1) for x in (keys, values))
+        if not n:
+            continue
+        allowed: Array = seen.select(r, rows).as_array(n, m)
+        if case.sparse:
+            allowed = allowed & block_sparse_mask(n, m, num_heads=case.num_heads, **case.sparse_pattern)
+        # The scale on the keys, before the product, as in FlashAttention's reference (`reorder_ops`).
+        scores = to(query @ to(k * np.float32(call.scale) * k_scale).swapaxes(1, 2))
+        if case.logits_soft_cap:
+            scores = to(np.float32(case.logits_soft_cap) * np.tanh(scores / np.float32(case.logits_soft_cap)))
+        if call.alibi_slopes is not None:
+            distance = np.abs(np.arange(m) - np.arange(n)[:, None] - m + n)
+            scores = scores - call.alibi_slopes[:, None, None] * distance.astype(np.float32)
+        scores = np.where(allowed, scores, np.float32(-np.inf))
+        # A row without keys has a maximum of -inf, and -inf - -inf is NaN: with 0 in its place its weights are 0.
+        top = scores.max(-1, keepdims=True, initial=-np.inf)
+        weights = np.exp(scores - np.where(np.isneginf(top), 0, top))
+        total = weights.sum(-1, keepdims=True)
+        # Normalised before the product, where a flash kernel divides afterwards. Values that are not finite count as 0: rule C
+        # does not judge the rows that see one, and for all others it has no weight.
+        shares = to(np.where(total == 0, 0, weights / total))
+        mixed = shares @ np.where(np.isfinite(v), v, 0) * v_scale
+        if call.sinks is not None:
+            mixed = np.where(total == 0, 0, mixed / (1 + np.exp(call.sinks[:, None, None] - top - np.log(total))))
+        out[rows] = to(mixed).swapaxes(0, 1)
+    return out
+
+
 def _ragged(call: Call) -> tuple[Array, Array]:
     """Compute encoder attention: every request attends to its own rows, in both directions."""
     assert call.key is not None and call.value is not None
@@ -225,10 +275,9 @@ def _lse_noise(call: Call, lse: Array) -> Array | None:
     up_k = call.weights[..., :nope].astype(np.float64)  # [L, H, Dn]
     noise, cache = np.zeros_like(lse), specified_cache(call)[0]
     for r in range(batch.num_reqs):
-        rows, j = call.rows(r), np.arange(int(batch.seq_lens[r]))
-        if rows.stop == rows.start or not len(j):
+        rows, stored = call.rows(r), stored_rows(call, r, cache)[:, 0]
+        if rows.stop == rows.start or not len(stored):
             continue
-        stored = cache[batch.block_table[r, j // case.block_size], j % case.block_size, 0]
         # A NaN would spread to every row by the products. -inf becomes the lowest finite number, whose probability is 0 all the
         # same.
         latent = np.nan_to_num(decode(stored, case.element) * scale_array(case.cache_scales[0])).astype(np.float64)
@@ -238,7 +287,7 @@ def _lse_noise(call: Call, lse: Array) -> Array | None:
         absorbed = np.einsum("nhd,lhd->hnl", q_nope, up_k)
         scores = call.scale * (absorbed @ kv_c.T + np.einsum("nhr,mr->hnm", q_pe, k_pe))
         # p is exp(score - lse), of keys that the row sees and whose score is finite.
-        known = np.isfinite(lse[:, rows])[..., None] & _visible(call, rows, len(j)) & np.isfinite(scores)
+        known = np.isfinite(lse[:, rows])[..., None] & _visible(call, rows, len(stored)) & np.isfinite(scores)
         p = np.where(known, np.exp(np.minimum(np.where(known, scores - lse[:, rows, None], 0), 0)), 0)
         # Absorbed: element l of q' is off by u |q'_l|, which shifts all of a row's scores together, each by its key's element
         # l; the mean under p of these is (p @ kv_c)_l. Independent errors add in squares.
@@ -270,12 +319,13 @@ def _with_slack(call: Call, answer: tuple[Array, Array]) -> Expected:
     slack = None
     if call.case.dtype in ("float16", "bfloat16"):
         live = slice(0, call.num_tokens)
-        if call.case.mla:
-            with np.errstate(all="ignore"):
-                eager = _latent(call, specified_cache(call)[0], partial(_eager_latent, dtype=call.case.dtype))[0][live]
-        else:
+        # Inputs may be infinite, and poison overflows.
+        with np.errstate(all="ignore"):
             # In the query's dtype: the codes of an fp8 output are judged by rule B (`rules._codes`) and not by this slack.
-            eager = EagerKernel()(call.but(output_scale=None)).output[live]
+            if call.case.mla:
+                eager = _latent(call, specified_cache(call)[0], partial(_eager_latent, dtype=call.case.dtype))[0][live]
+            else:
+                eager = _eager(call)[live]
         # FlashAttention's term (its tests' fwd_atol): the error of an addition that rounds, a floor for outputs near 0, where
         # an eager kernel may happen to be exact.
         shifted = rounded(rounded(out[live] + 0.3, call.case.dtype) - np.float32(0.3), call.case.dtype)

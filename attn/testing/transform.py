@@ -11,7 +11,7 @@ import numpy as np
 from attn.testing.bits import Array, decode, encode, poisoned
 from attn.testing.draw import Call
 from attn.testing.draw import frozen as frozen
-from attn.testing.expected import specified_cache
+from attn.testing.expected import specified_cache, stored_rows
 
 Tokens = tuple[Array, Array]  #: stored (keys, values) [m, K, D] of one request
 
@@ -32,10 +32,8 @@ def already_written(call: Call) -> Call:
 
 def tokens(call: Call, r: int) -> Tokens:
     """Return request r's stored keys and values in order, its new tokens included."""
-    j = np.arange(int(call.batch.seq_lens[r]))
-    page = call.batch.block_table[r, j // call.case.block_size]
     keys, values = specified_cache(call)
-    return keys[page, j % call.case.block_size], values[page, j % call.case.block_size]
+    return stored_rows(call, r, keys), stored_rows(call, r, values)
 
 
 def placed(call: Call, sequences: Sequence[Tokens], block_size: int | None = None) -> Call:

@@ -21,9 +21,9 @@ from attn.testing.case import Case
 from attn.testing.draw import Call, Result, scale_array
 from attn.testing.properties import run_check
 from attn.testing.rules import Violation
-from attn.testing.simulated import EagerKernel, Piece, SimulatedKernel
 from attn.testing.subject import Subject
 from attn.testing.suite import cases_of
+from tests.testing.simulated import Piece, SimulatedKernel
 
 #: The unmutated kernel as a subject: everything that the suite can ask of a paged backend.
 SUBJECT = Subject(
@@ -786,8 +786,11 @@ class AccumulatedInHalf(Mutant):
         return rounded(acc, self.case.dtype)
 
 
-class ScoresInHalf(Mutant, EagerKernel):
+class ScoresInHalf(Mutant):
     """Scores are rounded to the inputs' 16 bits: what rule C alone would let pass."""
+
+    def scores(self, q: Array, k: Array, p: Array, j: Array) -> Array:
+        return rounded(super().scores(q, k, p, j), self.case.dtype)
 
 
 class RowsSwapped(Mutant):

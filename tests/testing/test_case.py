@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from attn.testing import Case
 from attn.testing.dense import DenseCase
 from attn.testing.properties import run_check
-from attn.testing.simulated import SimulatedKernel
 from tests.testing.mutants import SUBJECT, positive_cases
+from tests.testing.simulated import SimulatedKernel
 
 LENS = st.lists(st.integers(0, 40), max_size=5).map(tuple)
 SCALES = st.one_of(st.floats(1e-3, 10), st.tuples(st.floats(1e-3, 10), st.floats(1e-3, 10)))

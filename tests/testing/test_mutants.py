@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from attn.testing.properties import CHECKS
-from attn.testing.simulated import SimulatedKernel
 from attn.testing.suite import cases_of
 from tests.levels import sampled, some
 from tests.testing import covering
 from tests.testing.mutants import MUTANTS, SUBJECT, killers, likeliest_first, mutation_table, positive_cases
+from tests.testing.simulated import SimulatedKernel
 
 CASES = positive_cases()
 

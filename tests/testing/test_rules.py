@@ -7,7 +7,7 @@ import pytest
 
 from attn.testing import Case, Result, Violation, compare, draw, expect
 from attn.testing.bits import rounded
-from attn.testing.expected import specified_cache
+from attn.testing.expected import _eager, specified_cache
 from attn.testing.properties import same
 from attn.testing.rules import BUDGETS, Score, check_cache
 
@@ -63,6 +63,35 @@ def test_rule_c_sees_one_element_that_a_row_hides() -> None:
     result.output[:, :, 5] += 1.5 * want.slack
     assert "C" in rules(compare(case, result, want))
     assert expect(draw(CASE)).slack is None  # float32: a correct kernel may be noisier than an eager one
+
+
+BATCH = {"query_lens": (1, 6, 18, 0, 3), "seq_lens": (33, 9, 18, 5, 0)}
+PATTERN = (16, 1, 4, 1, 0)
+BASELINES = {
+    "plain": {},
+    "window and cap": {"sliding_window": (7, 2), "causal": False, "logits_soft_cap": 2.0},
+    "sinks and slopes": {"sinks": "log_length", "alibi": True},
+    "tree": {"tree": 6, "query_lens": (6, 4, 18), "seq_lens": (20, 4, 18)},
+    "spans cut by a window": {"spans": 4, "prefix": 9, "sliding_window": 5, "span_window": True, "causal": "mixed"},
+    "chunks": {"chunk_size": 10},
+    "scales": {"kv_cache_dtype": "fp8", "k_scale": (0.037, 0.02), "v_scale": (0.02, 0.5)},
+    "encoder": {"attn_type": "encoder", "causal": False, "query_lens": (5, 18), "seq_lens": (5, 18)},
+    "block-sparse, with a prefix": {"sparse": PATTERN, "prefix": 20},
+    "infinities": {"inputs": "nonfinite", "data_seed": 2},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", BASELINES)
+def test_rule_c_compares_with_a_kernel_that_computes_the_same(name: str, dtype: str) -> None:
+    case = CASE.replace(**{"num_heads": 4, "num_kv_heads": 2, "dtype": dtype, "padding": 0, **BATCH, **BASELINES[name]})
+    call, want = draw(case), expect(draw(case)).out
+    with np.errstate(all="ignore"):
+        got = _eager(call)
+    finite = np.isfinite(want)
+    assert np.isfinite(got[finite]).all() and finite.any()
+    # A few roundings: a wrong mask, scale or sink is off by as much as the values.
+    assert np.abs(got - want)[finite].max() < 32 * {"float16": 2**-11, "bfloat16": 2**-8}[dtype]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

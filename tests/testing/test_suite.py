@@ -12,11 +12,11 @@ from attn.errors import UnsupportedError
 from attn.testing import Case
 from attn.testing.draw import _tables
 from attn.testing.properties import run_check
-from attn.testing.simulated import SimulatedKernel
 from attn.testing.subject import Subject
 from attn.testing.suite import cases_of
 from tests.compilers import needs_triton, output
 from tests.testing.mutants import SUBJECT
+from tests.testing.simulated import SimulatedKernel
 
 SMALL = Capabilities("torch", ("cpu",), ("bfloat16",), head_sizes=(128,), features=frozenset({Feature.SLIDING_WINDOW}))
 

@@ -18,7 +18,6 @@ from attn.testing import Case, candidate_of, draw, subject_here
 from attn.testing.dense import DenseCase
 from attn.testing.processes import Lost, Worker
 from attn.testing.properties import run_check
-from attn.testing.simulated import SimulatedKernel
 from attn.tools.conform import main
 from attn.tools.fuzz import entries as fuzz_entries
 from attn.tools.fuzz.campaign import CaseOutcome, FuzzReport, campaign, examined, examined_by, examined_dense, run_fuzz
@@ -28,6 +27,7 @@ from attn.torch.diffusion.backends.sdpa import SDPABackend, SDPAImpl
 from attn.torch.dot_product import scaled_dot_product_attention
 from tests.testing.fates import fate
 from tests.testing.mutants import MUTANTS, SUBJECT
+from tests.testing.simulated import SimulatedKernel
 
 FAR = time.monotonic() + 1e6  #: tests count programs, never seconds
 

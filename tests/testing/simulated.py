@@ -1,8 +1,7 @@
 """A paged flash-attention kernel in NumPy: tiles, online softmax, split keys merged at the end, 16-bit weights.
 
-It computes as real kernels do, slowly, and has three uses: it shows that a correct kernel passes the rules, this project's
-tests break it in one place at a time (mutants), and its eager variant is the baseline of rule C. Each step is a method of a
-few lines, so that a mutant is one override.
+It computes as real kernels do, slowly, and has two uses: it shows that a correct kernel passes the rules, and tests break it in
+one place at a time (`tests.testing.mutants`). Each step is a method of a few lines, so that a mutant is one override.
 """
 
 from dataclasses import dataclass
@@ -297,24 +296,3 @@ class SimulatedKernel:
 
     def output_codes(self, output: Array, scale: float) -> Array:
         return encode(output, FP8, scale)
-
-
-class EagerKernel(SimulatedKernel):
-    """Attention as a framework without fused kernels computes it: whole rows, every intermediate rounded to the dtype."""
-
-    tile = 1 << 30
-    splits = 1
-
-    def scores(self, q: Array, k: Array, p: Array, j: Array) -> Array:
-        # The scale on the keys, before the product, as in FlashAttention's reference (`reorder_ops`).
-        scaled = rounded(k * np.float32(self.scale()) * self.per_query_head(self.k_scale()), self.case.dtype)
-        s = rounded(self.capped(rounded(self.dots(q, scaled), self.case.dtype)), self.case.dtype)
-        return s if self.call.alibi_slopes is None else s + self.slopes()[:, None, None] * self.distance(p[:, None], j[None, :])
-
-    def accumulate(self, piece: Piece, scores: Array, allowed: Array, v: Array) -> None:
-        piece.top = scores.max(-1, initial=-np.inf)
-        weights = np.exp(scores - self.guard(piece.top)[..., None])
-        piece.total = weights.sum(-1)
-        # Normalised before the product, where a flash kernel divides afterwards.
-        shares = rounded(np.where(piece.total[..., None] == 0, 0, weights / piece.total[..., None]), self.case.dtype)
-        piece.acc = self.weigh(shares, allowed, v) * piece.total[..., None]
