@@ -923,6 +923,9 @@ def _consume(  # type: ignore[no-untyped-def]
     values = v_ring, v_full, v_empty
     scaling = factor, cap if HAS_CAP else None
     TWO: gl.constexpr = spans is not None  # ranges of keys that a row may see
+    # Whether consumers' rows are so far apart that they see whole tiles that the others' do not, which those then pass by.
+    # Spans may be anywhere.
+    APART: gl.constexpr = spans is None and 64 * CONSUMERS // G >= BLOCK_N
     ALL: gl.constexpr = _needs_no_maximum(dtype)
     count = 0
     copy_row = ROWS + gl.arange(0, 64, layout=gl.SliceLayout(1, COPY))
@@ -971,6 +974,18 @@ def _consume(  # type: ignore[no-untyped-def]
                 full_to = gl.maximum(full_to, shared - 1)
             seen = upper, lower
             disjoint = 0
+            if APART and HAS_RIGHT and CONSUMER < CONSUMERS - 1:
+                last_seen = gl.minimum(context + gl.minimum(first + (ROWS + 63) // G, q_len - 1) + reach, high - 1)
+                if prefix is not None:
+                    last_seen = gl.maximum(last_seen, shared - 1)
+                needed = (gl.maximum(last_seen + 1 - low, 0) + BLOCK_N - 1) // BLOCK_N
+                count = _pass_by(count, tiles - needed, keys, values)
+                tiles = needed
+            if APART and HAS_LEFT and CONSUMER > 0:
+                first_seen = _since(context + first + ROWS // G - left, context + first + ROWS // G, CHUNK)
+                before = gl.minimum(gl.maximum(first_seen - low, 0) // BLOCK_N, tiles)
+                low += before * BLOCK_N
+                tiles -= before
             if TWO:
                 valid = (row < BLOCK_Q * G) & (first + row // G < q_len)
                 since, until = _span(spans, begin + first + row // G, valid, position, left, CHUNK, SPAN_RIGHT)
@@ -1050,6 +1065,8 @@ def _consume(  # type: ignore[no-untyped-def]
                 _release(v_empty, old)
             elif COPIED:
                 _release(q_empty, q_at)
+            if APART and HAS_LEFT and CONSUMER > 0:
+                count = _pass_by(count, before, keys, values)
 
             # over the four lanes of a row, for the first time
             l_i = gl.convert_layout(gl.sum(l_i, 1), ROW)

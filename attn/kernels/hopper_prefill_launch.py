@@ -101,9 +101,8 @@ class PrefillPlan(NamedTuple):
 def keys_below(keys: float, rows: float, left: int, right: int) -> int:
     """The least of some bounds above the number of keys that rows see on average, if their requests have `keys` keys and
     `rows` rows. left, right: `PrefillParams`'."""
-    causal = right < UNBOUNDED
-    # A request's first causal row sees rows - 1 keys less than its last one.
-    seen = min(keys - rows / 2 if causal else keys, left)
+    # on average, half of the request's rows come after a row
+    seen = min(keys - rows / 2, left) + min(rows / 2, right)
     return next(bound for bound in _BOUNDS if seen < bound)
 
 

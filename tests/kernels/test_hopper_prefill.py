@@ -284,6 +284,50 @@ def test_values_that_are_not_finite_in_several_heads(size: int) -> None:
     run([(70, 90), (5, 60)], mask=MASKS["causal"], heads=(8, 4), size=size, wild=True)
 
 
+@pytest.mark.parametrize(
+    ("name", "lens", "tiles"),
+    [
+        ("causal", (192, 192), 1 + 2 + 3),
+        ("causal", (130, 130), 1 + 2 + 3),
+        ("window", (192, 400), 3 + 3 + 3),  # the unit's keys are five tiles
+        ("two-sided window", (192, 400), 3 + 3 + 3),
+        ("chunks", (192, 192), 1 + 2 + 2),
+        ("prefix", (192, 200), 3 + 3 + 4),  # of 180 keys
+        ("images", (192, 192), 3 + 3 + 3),
+    ],
+)
+def test_consumers_compute_no_tile_that_only_others_see(
+    name: str, lens: tuple[int, int], tiles: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed, made = list[int](), gluon.module
+
+    def counting(*args: Any) -> Any:
+        module = made(*args)
+        scores = module._scores
+        module._scores = lambda *operands: computed.append(1) or scores(*operands)
+        return module
+
+    monkeypatch.setattr(gluon, "module", counting)
+    own = {"prefix": PREFIX[2:3] - 120, "images": spans_of([lens], 64, 40, False)}
+    batch = BatchMask(**{{"images": "spans"}.get(name, name): own[name]}) if name in own else BatchMask()
+    # tiles of 64 keys, and three consumers of a head's 64 rows each
+    run([lens], mask=MASKS[name]._replace(batch=batch), heads=(1, 1), programs=1)
+    assert len(computed) == tiles
+
+
+def test_rows_see_keys_on_both_sides() -> None:
+    """On average: causal rows half of their request's keys, and those of a window no more than it has on either side."""
+
+    def below(keys: float, rows: float, left: int | None = None, right: int | None = None) -> int:
+        return launch.keys_below(keys, rows, *(UNBOUNDED if bound is None else bound for bound in (left, right)))
+
+    assert [below(n, n, right=0) for n in (379, 381, 499, 501)] == [190, 250, 250, 1000]
+    assert [below(n, n) for n in (189, 191, 251)] == [190, 250, 1000]
+    assert [below(5000, 5000, 100, right) for right in (0, 80, 100, 200)] == [190, 190, 250, 1000]
+    assert below(1739, 1739, 226, 226) == 1000
+    assert below(5000, 10, 100) == 190  # few rows come after one
+
+
 def test_tiles_are_smaller_where_rows_see_few_keys() -> None:
     def tiles(size: int, seen: float | None, width: int | None = None, copied: bool = True, **more: Any) -> tuple[int, int]:
         rules = launch.PrefillParams(**{"right": 0, **more})
