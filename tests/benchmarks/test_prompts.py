@@ -1,0 +1,54 @@
+"""Prompts drawn at random: the same launches for a seed, every kind of them, and a summary that counts right peers only."""
+
+import sys
+
+import pytest
+import torch
+
+from benchmarks import prompts
+from benchmarks.prompts import ON_CPU, Row, Sizes, drawn, summary
+
+
+def test_a_launch_depends_on_its_number_and_seed_and_stays_within_the_bounds() -> None:
+    launches = [drawn(number, 3, Sizes()) for number in range(60)]
+    assert launches[7] == drawn(7, 3, Sizes()) != drawn(7, 4, Sizes())
+    assert {launch.kind for launch in launches} == set(prompts.PEERS)
+    assert all(launch.pairs <= Sizes().pairs and sum(n for n, _ in launch.lens) <= Sizes().rows for launch in launches)
+    assert any(n < m for launch in launches for n, m in launch.lens if launch.kind == "paged")
+    assert any(launch.window and launch.window[1] for launch in launches) and any(launch.sinks for launch in launches)
+
+
+@pytest.mark.parametrize("kind", prompts.PEERS)
+def test_calls_of_two_backends_agree(kind: str) -> None:
+    launch = next(launch for number in range(99) if (launch := drawn(number, 1, ON_CPU)).kind == kind)
+    inputs = prompts.Inputs(launch, torch.device("cpu"), torch.float32)
+    name, call = inputs.call("TORCH_SDPA")
+    want, (_, again) = call(), inputs.call("TORCH_SDPA" if kind == "dense" else "CPU_ATTN", torch.float64)
+    assert name == "TORCH_SDPA" and want.shape == (sum(n for n, _ in launch.lens), launch.heads, launch.size)
+    torch.testing.assert_close(again().float(), want, rtol=1e-4, atol=1e-5)
+
+
+def test_the_summary_counts_right_peers() -> None:
+    rows = [
+        Row("one", "OURS", 2.0, 1.0, 1e-3),
+        Row("one", "FAST", 1.0, 0.5, 1e-3),
+        Row("one", "FASTER", 0.1, 0.1, float("nan")),
+        Row("two", "OURS", 1.0, 1.0, 1e-3),
+        Row("two", "FAST", 2.0, 4.0, 1e-3),
+        Row("three", "OURS", 1.0, 1.0, 1e-3),
+        Row("three", "FAST", refused="has no window"),
+    ]
+    lines = summary(rows, "OURS", 1e-2).splitlines()
+    assert lines[0] == "cold: geometric mean 1.000 of the best peer over 2 launches; below 0.97: one 0.50"
+    assert lines[1] == "warm: geometric mean 1.414 of the best peer over 2 launches; below 0.97: one 0.50"
+    assert len(lines) == 3 and lines[2].startswith("WRONG: one     FASTER ")
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(prompts, "drawn", lambda number, seed, sizes: drawn(number, seed, ON_CPU))
+    monkeypatch.setattr(sys, "argv", ["prompts", "--random", "3", "--seed", "1", "--list"])
+    assert prompts.main() == 0 and len(capsys.readouterr().out.splitlines()) == 3
+    monkeypatch.setattr(sys, "argv", ["prompts", "--random", "3", "--only", "1,x"])
+    with pytest.raises(SystemExit) as ended:
+        prompts.main()
+    assert ended.value.code == 2 and "numbers from 0 to 2" in capsys.readouterr().err
