@@ -27,7 +27,7 @@ class Call:
     """The NumPy arrays of one forward call.
 
     Values are float32 and already rounded to the case's dtype (float64 with digits beyond float32 for float64); caches are
-    stored bits. All arrays are read-only: a runner copies those that it passes to a framework.
+    stored bits. All arrays are made read-only: a runner copies those that it passes to a framework.
 
     query: [T, H, D].
     key, value: [T, K, D], or None (nothing to write).
@@ -47,6 +47,13 @@ class Call:
     alibi_slopes: Array | None
     sinks: Array | None
     memo: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        for array in (*vars(self).values(), *vars(self.batch).values()):
+            # A backend that wrote into an argument would otherwise change the input of every later one, through the cache of
+            # `draw`.
+            if isinstance(array, np.ndarray):
+                array.setflags(write=False)
 
     def but(self, **changes: Any) -> Self:
         """Return a copy with some arrays or fields of the case changed."""
@@ -199,7 +206,7 @@ def cache_spec(call: Call) -> KVCacheSpec:
     )
 
 
-# Keyed by the case, name included, since a `Case` is frozen. Shared arrays are safe because they are read-only (`frozen`).
+# Keyed by the case, name included, since a `Case` is frozen. Shared arrays are safe because they are read-only.
 @functools.lru_cache(maxsize=512)
 def draw(case: Case) -> Call:
     """Return the call of a case, cached because several backends and checks use the same one."""
@@ -235,17 +242,7 @@ def draw(case: Case) -> Call:
     none = (None, None)
     new: tuple[Array | None, Array | None] = (key, value) if writes else none
     caches: tuple[Array | None, Array | None] = none if case.is_encoder else _filled_caches(case, table, num_blocks, data)
-    return frozen(Call(case, query, *new, *caches, batch, _slopes(case), _sinks(case)))
-
-
-def frozen(call: Call) -> Call:
-    """Make the call's arrays read-only, and return it."""
-    for array in (*vars(call).values(), *vars(call.batch).values()):
-        # A backend that wrote into an argument would otherwise change the input of every later one, through the cache of
-        # `draw`.
-        if isinstance(array, np.ndarray):
-            array.setflags(write=False)
-    return call
+    return Call(case, query, *new, *caches, batch, _slopes(case), _sinks(case))
 
 
 def _tokens(case: Case, start: Array, data: list[tuple[Array, Array]]) -> tuple[Array, Array, Array]:

@@ -176,7 +176,7 @@ def live_nan(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
         edited = np.array(getattr(call, names[0]))
         # Only the last two rows of that request see this token, so all rows before it and every other request must stay finite.
         edited[call.rows(len(case.query_lens) - 1).stop - 2, 0, 3] = case.hidden  # the second to last token of the last request
-        yield from judged(to.frozen(call.but(**dict.fromkeys(names, edited))), run, score)[1]
+        yield from judged(call.but(**dict.fromkeys(names, edited)), run, score)[1]
 
 
 @check
@@ -238,7 +238,7 @@ def table_tail(case: Case, call: Call) -> Iterator[tuple[str, Call]]:
     # -2**31 times an even page size is 0 in int32, a valid offset; the other two are far outside the cache.
     for garbage in (-1, -(2**31), 2**31 - 1):
         table = np.where(tail, garbage, call.batch.block_table).astype(np.int32)
-        yield f"table tail of {garbage}", to.frozen(call.with_batch(block_table=table))
+        yield f"table tail of {garbage}", call.with_batch(block_table=table)
 
 
 def _requests(call: Call) -> list[tuple[Array, Array]]:
@@ -346,7 +346,7 @@ def any_batch(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
         # of i give other bounds.
         if i % 2:
             bounds = {name: getattr(part.batch, name) + 37 * i for name in ("max_query_len", "max_seq_len")}
-            part, change = to.frozen(part.with_batch(**bounds)), f"{change}, in a graph for longer requests"
+            part, change = part.with_batch(**bounds), f"{change}, in a graph for longer requests"
         yield from same(case, f"requests {change}", base, run(part), to.rows_of(call, requests), "I")
 
 
@@ -403,7 +403,7 @@ def layers_in_turn(case: Case, run: Runner, score: Score) -> Iterator[Violation]
     changes = {name: x[::-1].copy() for name in ("sinks", "alibi_slopes") if (x := getattr(call, name)) is not None}
     changes |= {name: _times(getattr(case, name), 2) for name in ("k_scale", "v_scale") if case.is_quantized}
     # The second has the same launches as the first, with other addresses in them; the third may not reuse them.
-    calls = [call, to.frozen(call.but(**changes)), call.but(scale=-0.7 * call.scale)]
+    calls = [call, call.but(**changes), call.but(scale=-0.7 * call.scale)]
     alone = []
     for each in calls:
         result, violations = judged(each, run, score)
@@ -490,8 +490,8 @@ def reach_limits(case: Case, call: Call) -> Iterator[tuple[str, Call]]:
     sequence change nothing."""
     spans = draw(case.replace(spans=-1)).batch.spans
     nothing = np.zeros(call.batch.num_reqs, np.int32)
-    yield "", to.frozen(call.with_batch(spans=spans, prefix=nothing))
-    yield "", to.frozen(call.with_batch(causal=nothing == 0))
+    yield "", call.with_batch(spans=spans, prefix=nothing)
+    yield "", call.with_batch(causal=nothing == 0)
     yield "", call.but(chunk_size=max(case.seq_lens) + 1)
 
 
@@ -504,7 +504,7 @@ def whole_span(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     # [T]: the last position of each row's request, the end of a span that begins at 0.
     last = np.repeat(call.batch.seq_lens, case.query_lens) - 1
     spans = np.stack([np.zeros_like(last), last], 1)
-    yield from judged(to.frozen(call.with_batch(spans=spans)), run, score, want)[1]
+    yield from judged(call.with_batch(spans=spans), run, score, want)[1]
     yield from judged(call.with_batch(prefix=call.batch.seq_lens), run, score, want)[1]
 
 
@@ -533,14 +533,14 @@ def powers_of_two(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     call = draw(case)
     base = run(call)
     assert call.key is not None and call.value is not None and call.key_cache is not None and call.value_cache is not None
-    louder = run(to.frozen(call.but(value=call.value * 4, value_cache=to.scaled(call.value_cache, case.element, 4))))
+    louder = run(call.but(value=call.value * 4, value_cache=to.scaled(call.value_cache, case.element, 4)))
     # Exact: a power of two changes the exponent only, unless a number overflows or becomes subnormal (the suite leaves float16
     # out).
     quarter = Result(louder.output / 4, louder.lse, None, None, louder.dtype)
     yield from same(case, "V scaled by 4 (output / 4)", base, quarter)
     # Every product q * k has the bits it had, so all that follows has.
     traded = call.but(query=call.query * 2, key=call.key / 2, key_cache=to.scaled(call.key_cache, case.element, 0.5))
-    yield from same(case, "q * 2 and k / 2", base, run(to.frozen(traded)))
+    yield from same(case, "q * 2 and k / 2", base, run(traded))
 
 
 @check
@@ -593,19 +593,17 @@ def _with_heads(call: Call, heads: Array, kv_heads: Array) -> Call:
         n: s if isinstance(s := getattr(call.case, n), float) else tuple(s[i] for i in kv_heads)
         for n in ("k_scale", "v_scale")
     }
-    return to.frozen(
-        call.but(
-            query=call.query[:, heads],
-            key=taken(call.key, 1, kv_heads),
-            value=taken(call.value, 1, kv_heads),
-            key_cache=taken(call.key_cache, 2, kv_heads),
-            value_cache=taken(call.value_cache, 2, kv_heads),
-            alibi_slopes=taken(call.alibi_slopes, 0, heads),
-            sinks=taken(call.sinks, 0, heads),
-            num_heads=len(heads),
-            num_kv_heads=len(kv_heads),
-            **scales,
-        )
+    return call.but(
+        query=call.query[:, heads],
+        key=taken(call.key, 1, kv_heads),
+        value=taken(call.value, 1, kv_heads),
+        key_cache=taken(call.key_cache, 2, kv_heads),
+        value_cache=taken(call.value_cache, 2, kv_heads),
+        alibi_slopes=taken(call.alibi_slopes, 0, heads),
+        sinks=taken(call.sinks, 0, heads),
+        num_heads=len(heads),
+        num_kv_heads=len(kv_heads),
+        **scales,
     )
 
 
@@ -646,7 +644,7 @@ def tree_paths(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     assert call.batch.tree_mask is not None and call.key is not None and call.value is not None
     chain = np.broadcast_to(np.tri(case.tree, dtype=np.bool_), call.batch.tree_mask.shape)
     causal = expect(call.with_batch(tree_mask=None))
-    yield from judged(to.frozen(call.with_batch(tree_mask=chain.copy())), run, score, causal)[1]
+    yield from judged(call.with_batch(tree_mask=chain.copy()), run, score, causal)[1]
     key, value = np.array(call.key), np.array(call.value)
     rows = []
     for r, n in enumerate(case.query_lens):
@@ -656,7 +654,7 @@ def tree_paths(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
         # and its last row sees every key.
         hidden = ~call.batch.tree_mask[r, n - 1, :n] if n <= case.tree else np.zeros(n, np.bool_)
         key[request_rows][hidden], value[request_rows][hidden] = case.hidden, case.hidden
-    poisoned = run(to.frozen(call.but(key=key, value=value)))
+    poisoned = run(call.but(key=key, value=value))
     last = np.array(rows)
     # As a case of one row per request, so that `compare` takes the rows for live ones and names their request.
     yield from compare(case.replace(query_lens=(1,) * len(rows), padding=0), part_of(poisoned, last), mapped(want, last), score)
@@ -676,6 +674,6 @@ def future_edit(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
         before.append(np.arange(request_rows.start, request_rows.start + (n + 1) // 2))
         key[request_rows.start + (n + 1) // 2 : request_rows.stop] = 3.0
         value[request_rows.start + (n + 1) // 2 : request_rows.stop] = -5.0
-    edited = run(to.frozen(call.but(key=key, value=value)))
+    edited = run(call.but(key=key, value=value))
     rows = np.concatenate(before)
     yield from same(case, "later tokens edited", base, part_of(edited, rows), rows)

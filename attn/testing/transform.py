@@ -4,14 +4,15 @@ Functions take a `Call` and return another; `attn.testing.properties` states the
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from attn.testing.bits import Array, decode, encode, poisoned
 from attn.testing.draw import Call
-from attn.testing.draw import frozen as frozen
 from attn.testing.expected import specified_cache, stored_rows
+
+C = TypeVar("C", bound=Call)
 
 Tokens = tuple[Array, Array]  #: stored (keys, values) [m, K, D] of one request
 
@@ -23,11 +24,11 @@ def queries(lens: Array) -> dict[str, Any]:
     return {**starts, "num_actual_tokens": int(start[-1]), "max_query_len": int(lens.max(initial=0))}
 
 
-def already_written(call: Call) -> Call:
+def already_written(call: C) -> C:
     """Return the call with its new tokens in the cache already and nothing to write."""
     keys, values = specified_cache(call)
     slots = np.full_like(call.batch.slot_mapping, -1)
-    return frozen(call.but(key=None, value=None, key_cache=keys, value_cache=values).with_batch(slot_mapping=slots))
+    return call.but(key=None, value=None, key_cache=keys, value_cache=values).with_batch(slot_mapping=slots)
 
 
 def tokens(call: Call, r: int) -> Tokens:
@@ -36,7 +37,7 @@ def tokens(call: Call, r: int) -> Tokens:
     return stored_rows(call, r, keys), stored_rows(call, r, values)
 
 
-def placed(call: Call, sequences: Sequence[Tokens], block_size: int | None = None) -> Call:
+def placed(call: C, sequences: Sequence[Tokens], block_size: int | None = None) -> C:
     """Return the call with these keys and values, already written to new pages; all other memory is poisoned.
 
     The number of pages stays the same if it is sufficient, since some backends compile for it.
@@ -67,10 +68,10 @@ def placed(call: Call, sequences: Sequence[Tokens], block_size: int | None = Non
         slot_mapping=np.full_like(call.batch.slot_mapping, -1),
     )
     changes = {"block_size": page, "seq_lens": tuple(map(int, lens)), "num_blocks": num_blocks}
-    return frozen(call.but(key=None, value=None, key_cache=caches[0], value_cache=caches[1], batch=batch, **changes))
+    return call.but(key=None, value=None, key_cache=caches[0], value_cache=caches[1], batch=batch, **changes)
 
 
-def picked(call: Call, requests: Sequence[int]) -> Call:
+def picked(call: C, requests: Sequence[int]) -> C:
     """Return the call with these requests only, in this order, over the same cache. Each request may be taken once."""
     batch, chosen = call.batch, list(requests)
     rows = rows_of(call, chosen)
@@ -88,16 +89,14 @@ def picked(call: Call, requests: Sequence[int]) -> Call:
         spans=None if batch.spans is None else batch.spans[rows],
         prefix=None if batch.prefix is None else batch.prefix[chosen],
     )
-    return frozen(
-        call.but(
-            query=call.query[rows],
-            key=None if call.key is None else call.key[rows],
-            value=None if call.value is None else call.value[rows],
-            batch=new,
-            query_lens=tuple(map(int, lens)),
-            seq_lens=tuple(call.case.seq_lens[r] for r in chosen),
-            padding=0,
-        )
+    return call.but(
+        query=call.query[rows],
+        key=None if call.key is None else call.key[rows],
+        value=None if call.value is None else call.value[rows],
+        batch=new,
+        query_lens=tuple(map(int, lens)),
+        seq_lens=tuple(call.case.seq_lens[r] for r in chosen),
+        padding=0,
     )
 
 
@@ -115,7 +114,7 @@ def repaged(call: Call, order: Array) -> Call:
     table = np.where(batch.block_table >= 0, order[batch.block_table], -1).astype(np.int32)
     slots = np.where(batch.slot_mapping >= 0, order[batch.slot_mapping // page] * page + batch.slot_mapping % page, -1)
     moved = call.but(key_cache=call.key_cache[back], value_cache=call.value_cache[back])
-    return frozen(moved.with_batch(block_table=table, slot_mapping=slots.astype(np.int64)))
+    return moved.with_batch(block_table=table, slot_mapping=slots.astype(np.int64))
 
 
 def chunk(call: Call, begin: Sequence[int], end: Sequence[int], caches: Tokens) -> Call:
@@ -129,17 +128,15 @@ def chunk(call: Call, begin: Sequence[int], end: Sequence[int], caches: Tokens) 
     # `max_seq_len` stays that of the whole call, an upper bound. Trees and spans are of whole batches: no case with one is cut.
     new = batch.replace(**queries(lens), seq_lens=seq, seq_lens_cpu=seq, slot_mapping=batch.slot_mapping[rows])
     changes = {"query_lens": tuple(map(int, lens)), "seq_lens": tuple(map(int, seq)), "padding": 0}
-    return frozen(
-        call.but(
-            query=call.query[rows],
-            key=call.key[rows],
-            value=call.value[rows],
-            # `frozen` makes the call's arrays read-only, and these are a result's.
-            key_cache=caches[0].copy(),
-            value_cache=caches[1].copy(),
-            batch=new,
-            **changes,
-        )
+    return call.but(
+        query=call.query[rows],
+        key=call.key[rows],
+        value=call.value[rows],
+        # A call's arrays become read-only, and these are a result's.
+        key_cache=caches[0].copy(),
+        value_cache=caches[1].copy(),
+        batch=new,
+        **changes,
     )
 
 

@@ -124,22 +124,20 @@ def call_of(snapshot: recording.Snapshot) -> RecordedCall:
         spans=stored.get("spans"),
         prefix=stored.get("prefix"),
     )
-    return to.frozen(
-        RecordedCall(
-            case=case,
-            query=values["query"],
-            key=values.get("key"),
-            # A latent row is key and value: recordings hold it once.
-            value=values.get("key" if latent else "value"),
-            key_cache=stored.get("key_cache"),
-            value_cache=stored.get("key_cache" if latent else "value_cache"),
-            batch=batch,
-            alibi_slopes=values.get("alibi_slopes"),
-            sinks=values.get("sinks"),
-            kv_b_proj=values.get("up_projection"),
-            chosen=stored.get("indices"),
-        )
-    )  # type: ignore[return-value]
+    return RecordedCall(
+        case=case,
+        query=values["query"],
+        key=values.get("key"),
+        # A latent row is key and value: recordings hold it once.
+        value=values.get("key" if latent else "value"),
+        key_cache=stored.get("key_cache"),
+        value_cache=stored.get("key_cache" if latent else "value_cache"),
+        batch=batch,
+        alibi_slopes=values.get("alibi_slopes"),
+        sinks=values.get("sinks"),
+        kv_b_proj=values.get("up_projection"),
+        chosen=stored.get("indices"),
+    )
 
 
 def snapshot_of(call: RecordedCall) -> recording.Snapshot:
@@ -186,7 +184,7 @@ def _smaller(call: RecordedCall) -> Iterator[RecordedCall]:
     yield from (_requests(call, part) for part in parts)
     # A cut moves tokens, which is simple only when all are in the cache: so writing is taken out first.
     if call.key is not None and not case.is_encoder:
-        yield to.already_written(call)  # type: ignore[misc]
+        yield to.already_written(call)
     elif not case.is_encoder and not (case.tree or case.spans or case.prefix):  # these count positions
         for r, (n, m) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
             for rows, keys in _cuts(n, m, case):
@@ -202,7 +200,7 @@ def _smaller(call: RecordedCall) -> Iterator[RecordedCall]:
 
 
 def _requests(call: RecordedCall, requests: list[int]) -> RecordedCall:
-    return to.picked(call, requests).but(chosen=call.chosen_for(to.rows_of(call, requests)))  # type: ignore[return-value]
+    return to.picked(call, requests).but(chosen=call.chosen_for(to.rows_of(call, requests)))
 
 
 def _cuts(n: int, m: int, case: Case) -> Iterator[tuple[range, range]]:
@@ -231,7 +229,7 @@ def _cut(call: RecordedCall, r: int, rows: range, keys: range) -> RecordedCall:
     placed = to.placed(call, stored)
     batch = placed.batch.replace(**to.queries(lens), slot_mapping=placed.batch.slot_mapping[kept])
     chosen, q_lens = call.chosen_for(kept), tuple(map(int, lens))
-    return to.frozen(placed.but(query=call.query[kept], chosen=chosen, batch=batch, query_lens=q_lens))  # type: ignore[return-value]
+    return placed.but(query=call.query[kept], chosen=chosen, batch=batch, query_lens=q_lens)
 
 
 def _fewer_heads(call: RecordedCall) -> Iterator[RecordedCall]:
@@ -251,7 +249,7 @@ def _fewer_heads(call: RecordedCall) -> Iterator[RecordedCall]:
         changes |= {name: scale[kv] if isinstance(scale, tuple) else scale for name, scale in scales.items()}
         changes |= {"num_heads": half * (group if kv_heads > 1 else 1), "num_kv_heads": half if kv_heads > 1 else 1}
         kv_b_proj = None if call.kv_b_proj is None else call.kv_b_proj[:, q]
-        yield to.frozen(call.but(query=call.query[:, q], kv_b_proj=kv_b_proj, **changes))  # type: ignore[misc]
+        yield call.but(query=call.query[:, q], kv_b_proj=kv_b_proj, **changes)
 
 
 def as_smaller(call: RecordedCall, run: Callable[[Call], Result], serves: Callable[[Case], bool]) -> RecordedCall:
@@ -280,7 +278,7 @@ def _without_spare_pages(call: RecordedCall) -> RecordedCall:
     keys, values = (cache[pages.ids] for cache in caches)
     used = max(1, -(-max(call.case.seq_lens, default=0) // call.case.block_size))
     new = batch.replace(block_table=pages.table[:, :used], slot_mapping=pages.slots)
-    return to.frozen(call.but(key_cache=keys, value_cache=values, batch=new, num_blocks=None))  # type: ignore[return-value]
+    return call.but(key_cache=keys, value_cache=values, batch=new, num_blocks=None)
 
 
 def sizes(call: Call) -> str:

@@ -86,6 +86,13 @@ def test_values_are_exact_in_their_dtype_and_arrays_read_only(case: Case) -> Non
     call.batch.validate(case.block_size, None if call.key_cache is None else call.key_cache.shape[0])
 
 
+def test_arrays_of_a_changed_call_are_read_only_too() -> None:
+    call = draw(CASE)
+    changed = call.but(query=call.query * 2).with_batch(prefix=np.zeros(call.batch.num_reqs, np.int32))
+    arrays = [x for x in (*vars(changed).values(), *vars(changed.batch).values()) if isinstance(x, np.ndarray)]
+    assert len(arrays) > 8 and not any(array.flags.writeable for array in arrays)
+
+
 def test_queries_longer_than_their_keys_have_no_slot_for_the_rows_before_the_sequence() -> None:
     call = draw(Case("long query", (5, 3), (2, 0)))
     assert (call.batch.slot_mapping[:3] == -1).all() and (call.batch.slot_mapping[3:5] >= 0).all()
