@@ -44,6 +44,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attn.backends.abstract import KVCacheSpec
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.registry import AttentionBackendEnum
+from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
 from attn.tools.aot.triton import _placeholder
 from attn.torch import kv_cache as caches
 from attn.torch.backends import _flash_providers
@@ -65,8 +66,13 @@ BATCHES = {
     "16 requests of 4 rows": [4] * 16,
     "4 prompts": [300] * 4,
 }
-#: Dense calls of two sequences: rows and keys of each.
-DENSE = {"2 sequences of 64 rows": (64, 64), "64 rows over 32 keys": (64, 32)}
+#: Dense calls of two sequences: rows and keys of each, and how many of the keys count, where some are padding.
+DENSE: dict[str, tuple[Any, ...]] = {
+    "2 sequences of 64 rows": (64, 64),
+    "64 rows over 32 keys": (64, 32),
+    "64 rows over 64 and 50 keys": (64, 64, [64, 50]),
+    "a row over 300 and 50 keys": (1, 300, [300, 50]),
+}
 ROWS = [
     ("TRITON_ATTN", "auto"),
     ("TRITON_ATTN", "fp8"),
@@ -343,13 +349,13 @@ def counts(seen: list[str]) -> None:
             print(f"{row:44s}{len(operators):6d}{len(allocating):7d}{python:7d}{c:5d}  {', '.join(operators)}", flush=True)
 
 
-def dense_calls(rows: int, keys: int) -> Calls:
+def dense_calls(rows: int, keys: int, lens: list[int] | None = None) -> Calls:
     query, key = (torch.ones(2, n, HEADS, PAGE, dtype=torch.bfloat16) for n in (rows, keys))
-    impl = TritonAttentionImpl(HEADS, PAGE)
+    impl, call = TritonAttentionImpl(HEADS, PAGE), (query, key, key, lens and DiffusionAttentionMetadata(kv_lens=lens))
     for _ in range(3):  # checked, made, and repeated
-        impl.forward(query, key, key)
-    first = lambda: TritonAttentionImpl(HEADS, PAGE).forward(query, key, key)  # noqa: E731
-    return Calls(first, lambda: impl.forward(query, key, key))
+        impl.forward(*call)
+    first = lambda: TritonAttentionImpl(HEADS, PAGE).forward(*call)  # noqa: E731
+    return Calls(first, lambda: impl.forward(*call))
 
 
 def main() -> None:

@@ -32,9 +32,9 @@ infinite, a consumer repeats its tile key by key, so that it affects only the ro
 
 Layouts: query [T, H, D], output [T, H, Dv]; caches [N, P, K, D] and [N, P, K, Dv] of any strides (multiples of 16 bytes; last
 dimension dense), or one array [2N, P, K, D] of both, or a call's own keys and values [m, K, D] and [m, K, Dv] as one page, of
-the rows or, `ragged`, of others; or, of `equal` requests, which have no lists, [R, M, K, D] and [R, M, K, Dv], where M is
-`num_pages`; lse [H, T] float32, natural log. D is a multiple of 8 up to 512, Dv one that is not padded to more than D is, and G
-at most 128.
+the rows or, `ragged`, of others; or, of `equal` requests, [R, M, K, D] and [R, M, K, Dv], where M is `num_pages`, and which
+have no lists but, where not all M are keys, `seq_lens`; lse [H, T] float32, natural log. D is a multiple of 8 up to 512, Dv one
+that is not padded to more than D is, and G at most 128.
 """
 
 from typing import Any
@@ -198,11 +198,13 @@ def _describe(  # type: ignore[no-untyped-def]
     query_start_loc, seq_lens, rows, keys = starts
     # past the last request the last one's lengths are read, which exist; the number -1 says that there is no unit
     r = gl.minimum(request, num_reqs - 1)
-    if EQUAL:  # no load, which the first copies of a program, and of each unit, would wait for
+    if EQUAL:  # no load, which the first copies of a program, and of each unit, would wait for, unless lengths differ
         begin = r * rows
         q_len = rows
         k_begin = r
         seq_len = keys
+        if seq_lens is not None:
+            seq_len = gl.load(seq_lens + r)
     else:
         begin = gl.load(query_start_loc + r)
         q_len = gl.load(query_start_loc + r + 1) - begin

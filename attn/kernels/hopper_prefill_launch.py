@@ -60,7 +60,8 @@ class Variant(NamedTuple):
 
     paged: a block table; ragged: keys without pages, of starts of their own; copied: whether the engine copies queries; sinks;
     lse; mixed: causality of each request; far: offsets of heads, or within a page, of 64 bits; equal: each request has `rows`
-    rows and `num_pages` keys, which are a page of their own, in order, so that there are no lists.
+    rows and `num_pages` keys, or as many of them as `seq_lens` says, which are a page of their own, in order, so that there are
+    no other lists.
     """
 
     paged: bool

@@ -6,7 +6,9 @@ from tests.torch.kernels.test_direct import assert_equal, needs_compiler
 
 SCRIPT = """
 import contextlib, io
+from unittest import mock
 import torch
+from attn.kernels import hopper
 from benchmarks import host
 
 host.REPEATS, host.NUMBER, host.BUILT = 1, 1, ((3, 300, False), (3, 300, True))
@@ -22,11 +24,24 @@ with host.without_kernels() as seen, torch.no_grad():
         seen.clear()
         calls.again()
         assert seen == launches.split(), seen
-    for rows, keys in ((64, 64), (64, 32), (20, 300)):
-        calls = host.dense_calls(rows, keys)
-        seen.clear()
-        calls.again()
-        assert seen == ["prefill"], (rows, keys, seen)
+    for call in ((64, 64), (64, 32), (20, 300), (64, 64, [64, 50]), (20, 300, [0, 50])):
+        calls = host.dense_calls(*call)
+        for one in calls:
+            seen.clear()
+            one()
+            assert seen == ["prefill"], (call, seen)
+    assert host.dense_calls(1, 300, [300, 50]).again().shape == (2, 1, 2, 64) and seen[-1] == "_decode"
+    with mock.patch.object(hopper, "is_on", lambda kernel: False):  # no launch of decodes either, which would find none
+        for call in ((64, 32), (20, 300), (64, 64, [64, 50])):
+            calls = host.dense_calls(*call)
+            seen.clear()
+            calls.again()
+            assert seen == ["attention"], (call, seen)
+    impl = host.AttentionBackendEnum["TRITON_ATTN"].get_class().get_impl_cls()(2, 64, 0.1, 2)
+    query, key = (torch.ones(2, n, 2, 64, dtype=torch.bfloat16) for n in (20, 300))
+    seen.clear()
+    impl.attend_keys(query, key, key, True)
+    assert seen == ["attention"], seen
     host.BATCHES = {"3 decodes": [1, 1, 1]}
     with contextlib.redirect_stdout(counted := io.StringIO()):
         host.counts(seen)

@@ -51,11 +51,11 @@ def run(
     scores_of: a function of keys' positions, which is added to their scores; bfloat16: see `gluon.module`; again: whether
     rows may be computed again, key by key.
     apart: "heads" of all arrays, or "slots" of caches that have a page for each request, if these are so far apart that offsets
-    do not fit in 32 bits. equal: whether requests are: as of `Variant`.
+    do not fit in 32 bits. equal: whether requests are: as of `Variant`; their keys may be fewer than a page's.
     """
-    (H, K), rng = heads, np.random.default_rng(1)
+    (H, K), rng, page_keys = heads, np.random.default_rng(1), page
     starts = np.cumsum([0, *(n for n, _ in lens)]).astype(np.int32)
-    tokens, counts = int(starts[-1]), [-(-m // page) for _, m in lens]
+    tokens, counts = int(starts[-1]), [1 if equal else -(-m // page) for _, m in lens]
     query = rng.standard_normal((tokens, H, size)).astype(np.float32)
     key, value = (rng.standard_normal((sum(counts) + 2, page, K, size)).astype(np.float32) for _ in "kv")
     if scores_of is not None:
@@ -105,7 +105,9 @@ def run(
     if equal or settings.get("ends"):
         page = launch.ONE_PAGE
     if equal:
-        arrays |= dict.fromkeys(("query_start_loc", "seq_lens", "block_table"))
+        arrays |= dict.fromkeys(("query_start_loc", "block_table"))
+        if all(m == page_keys for _, m in lens):
+            arrays["seq_lens"] = None
     own = [gluon.strides(arrays[name])[:-1] for name in ("output", "query", "key_cache", "value_cache", "lse")]
     own.append((0 if equal else gluon.strides(pages)[0], lens[0][0] if equal else 0))
     for program in range(programs):
@@ -145,7 +147,7 @@ def run(
         used = seen.any(0)
         scores = np.einsum("thd,shd->hts", query[rows], np.where(used[:, None, None], k, 0)) * size**-0.5
         scores = np.where(seen, scores, -np.inf)
-        most = np.where(seen.any(1), scores.max(-1), 0)[..., None]
+        most = np.where(seen.any(1), scores.max(-1, initial=-np.inf), 0)[..., None]
         with np.errstate(divide="ignore"):
             log = np.log(np.exp(scores - most).sum(-1)) + most[..., 0]
         weights = np.exp(scores - np.where(np.isinf(log), 0, log)[..., None])
@@ -271,6 +273,16 @@ def test_equal_requests_have_no_lists(name: str, size: int, below: int) -> None:
     rules = {"keys_below": below, "ends": name != "window"}
     for rows, keys in ((31, 31), (150, 150), (40, 150), (150, 40)):
         run([(rows, keys)] * 3, mask=MASKS[name], size=size, page=keys, rules=rules, wild=below == 190, equal=True)
+
+
+@pytest.mark.parametrize("below", [190, 1000, UNBOUNDED])
+@pytest.mark.parametrize("size", [64, 96, 256])
+def test_equal_requests_of_fewer_keys(size: int, below: int) -> None:
+    """Padding, whose memory is NaN: of a tile's last keys, of whole tiles, of all but one key, of all keys."""
+    rules, mask = {"keys_below": below}, MASKS["both directions"]
+    for rows in (31, 150):
+        lens = [(rows, m) for m in (300, 150, 257, 20, 1, 0)]
+        run(lens, mask=mask, size=size, page=300, rules=rules, wild=below == 190, equal=True)
 
 
 @pytest.mark.parametrize(("heads", "size"), [((4, 2), 72), ((6, 2), 128), ((4, 2), 160)])

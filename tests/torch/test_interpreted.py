@@ -61,7 +61,8 @@ def test_kernels(pytestconfig: pytest.Config) -> None:
     tests = (
         "tests/torch/backends/test_triton_attn.py tests/torch/backends/mla/test_triton_mla.py tests/torch/test_interpreter.py "
         "tests/torch/test_autotune.py tests/torch/kernels tests/torch/interpreted "
-        "tests/torch/diffusion/test_backends.py::test_calls_without_rows_or_keys_have_a_log_sum_exp"
+        "tests/torch/diffusion/test_backends.py::test_calls_without_rows_or_keys_have_a_log_sum_exp "
+        "tests/torch/diffusion/test_backends.py::test_padded_calls_like_one_before_are_not_checked_again"
     )
     full = ["--full"] if pytestconfig.getoption("full") else []
     interpreted("pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--slowest-files", "20", *full, *tests.split())

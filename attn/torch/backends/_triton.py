@@ -416,6 +416,7 @@ class TritonPagedImpl(PagedAttentionImpl):
             sparse=self._sparse(),
             keys_below=keys_below(m, n, *reach),
             whole=whole,
+            singles=False,  # either all requests have few enough rows for a decode's tile, or none has
         )
         output = output.view(batch, n, heads, size)
         return output if outside is None else output.masked_fill_(outside[..., None, None], 0)

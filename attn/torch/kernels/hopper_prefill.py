@@ -34,7 +34,7 @@ from attn.torch.kernels.direct import (
 )
 
 _ARRAYS = 12  #: of the kernel, without the counters
-_NO_LISTS = (None,) * 7  #: in place of the arrays behind the values, where requests are equal
+_NO_LISTS = (None,) * 5  #: in place of the arrays behind the lengths, where requests are equal
 _KEPT = 64  #: plans of an `EqualPrompts`
 
 
@@ -127,12 +127,13 @@ def _planned(arrays: Sequence[Any], page: int, params: PrefillParams, ragged: bo
 
 class EqualPrompts:
     """Requests of equal lengths whose keys are read where they are: shapes are examined once. Where there are more keys than
-    rows, causal rows are the last ones."""
+    rows, causal rows are the last ones. lens, of its methods: how many of each entry's keys count, [B] int32 on the device;
+    None: all. The rest may have any content."""
 
     def __init__(self, scale: float, causal: bool) -> None:
         self._of = scale, causal
         self.factors = abs(scale) * LOG2E, 1.0
-        self._params = PrefillParams(negate=scale < 0, right=0 if causal else UNBOUNDED, ends=True)
+        self._params = PrefillParams(negate=scale < 0, right=0 if causal else UNBOUNDED)
         #: By shapes, strides and dtypes: the plan, and whether queries are copied.
         self._plans: dict[Any, tuple[_PlannedLaunch, bool] | None] = {}
 
@@ -140,33 +141,39 @@ class EqualPrompts:
         return EqualPrompts, self._of  # a copy of a layer plans its own launches, whose kernels are the process's
 
     def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lse: torch.Tensor | None = None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        lse: torch.Tensor | None = None,
+        lens: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Return [B, S, H, D] of query [B, H, S, D] and key, value [B, K, M, D], and fill lse [H, B * S].
 
         None if the kernel does not support their shapes, dtypes and addresses."""
-        return _equal_prompts(query, key, value, lse, self)
+        return _equal_prompts(query, key, value, lse, lens, self)
 
-    def bound(self, general: Repeated, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Repeated:
+    def bound(
+        self, general: Repeated, lens: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> Repeated:
         """Return `general`, which makes such calls, for arrays of these shapes, strides and dtypes: see `Prepared.again`."""
-        planned = self.plan_of(query, key, value, None)
+        planned = self.plan_of(query, key, value, None, lens)
         # a launch that is repeated has no copy of the queries before it
         if planned is None or planned[1]:
             return general
         plan, _ = planned
         batch, heads, rows, size = query.shape
-        operands = None, None, query, key, value, *_NO_LISTS
+        operands = None, None, query, key, value, None, lens, *_NO_LISTS
         programs, arrays, numbers = plan.launch(operands, self.factors, multiprocessors(query.device))
         addresses = [0 if x is None else x.data_ptr() for x in arrays]
         # The maps follow the addresses; that of queries is of keys (2) where the engine does not copy queries (`launch`).
         n, q_map = len(addresses), 1 if plan.plan.maps[0] is not None else 2
         changing = (0, 0), (2, 1), (3, 2), (4, 3), (n, q_map), (n + 1, 2), (n + 2, 3)
-        return plan.kernel.again(
-            general, query.device, (batch, rows, heads, size), (programs, 1), (*addresses, *numbers), changing, arrays[-1]
-        )
+        shape, passed, held = (batch, rows, heads, size), (*addresses, *numbers), (arrays[-1], lens)
+        return plan.kernel.again(general, query.device, shape, (programs, 1), passed, changing, held)
 
     def plan_of(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lse: torch.Tensor | None
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lse: torch.Tensor | None, lens: torch.Tensor | None
     ) -> tuple[_PlannedLaunch, bool] | None:
         """Return the launch for such arrays, and whether it takes a copy of the queries.
 
@@ -174,17 +181,17 @@ class EqualPrompts:
         if not hopper.is_on("hopper_prefill"):  # also since a launch failed to compile
             return None
         shapes, strides = (query.shape, key.shape, value.shape), (query.stride(), key.stride(), value.stride())
-        kind = *shapes, *strides, query.dtype, key.dtype, value.dtype, query.device, lse is None
+        kind = *shapes, *strides, query.dtype, key.dtype, value.dtype, query.device, lse is None, lens is None
         try:
             return self._plans[kind]
         except KeyError:
             if len(self._plans) >= _KEPT:
                 self._plans.clear()
-            planned = self._plans[kind] = self._planned(query, key, value, lse)
+            planned = self._plans[kind] = self._planned(query, key, value, lse, lens)
             return planned
 
     def _planned(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lse: torch.Tensor | None
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lse: torch.Tensor | None, lens: torch.Tensor | None
     ) -> tuple[_PlannedLaunch, bool] | None:
         heads, rows = query.shape[1:3]
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -193,16 +200,22 @@ class EqualPrompts:
             return None
         flat = q.flatten(0, 1)
         # the plan needs the output's strides alone, and each call makes one of its own
-        arrays = torch.empty_like(flat, memory_format=torch.contiguous_format), lse, flat, k, v, *_NO_LISTS
+        arrays = torch.empty_like(flat, memory_format=torch.contiguous_format), lse, flat, k, v, None, lens, *_NO_LISTS
+        params = self._params._replace(ends=lens is None).seeing(key.shape[2], rows)
         # `flatten` returns a view where it can: another address says that it copied
-        return _planned(arrays, ONE_PAGE, self._params.seeing(key.shape[2], rows)), flat.data_ptr() != q.data_ptr()
+        return _planned(arrays, ONE_PAGE, params), flat.data_ptr() != q.data_ptr()
 
 
 @on_device
 def _equal_prompts(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lse: torch.Tensor | None, prompts: EqualPrompts
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lse: torch.Tensor | None,
+    lens: torch.Tensor | None,
+    prompts: EqualPrompts,
 ) -> torch.Tensor | None:
-    planned = prompts.plan_of(query, key, value, lse)
+    planned = prompts.plan_of(query, key, value, lse, lens)
     # The plan is of arrays at multiples of 16 bytes, which shapes and strides do not tell.
     if planned is None or (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15:
         return None
@@ -212,7 +225,7 @@ def _equal_prompts(
     if copied:
         query = query.transpose(1, 2).contiguous()
     output = query.new_empty((batch, rows, heads, size))
-    plan((output, lse, query, key, value, *_NO_LISTS), prompts.factors, multiprocessors(query.device))
+    plan((output, lse, query, key, value, None, lens, *_NO_LISTS), prompts.factors, multiprocessors(query.device))
     return output
 
 

@@ -33,17 +33,13 @@ VENDORS = [
     ("ASCEND_ATTN", "npu_pkg"),
 ]
 
-
+NEEDS_TRITON = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="no triton here: tests/torch/test_interpreted.py runs it"
+)
 #: Backends with a log-sum-exp, and the stand-in that they need.
 EMPTY = [
     ("TORCH_SDPA", ""),
-    pytest.param(
-        "TRITON_ATTN",
-        "",
-        marks=pytest.mark.skipif(
-            importlib.util.find_spec("triton") is None, reason="no triton here: tests/torch/test_interpreted.py runs it"
-        ),
-    ),
+    pytest.param("TRITON_ATTN", "", marks=NEEDS_TRITON),
     ("FLASH_ATTN", "fa3"),
     ("FLASHINFER_ATTN", "flashinfer_pkg"),
 ]
@@ -130,6 +126,33 @@ def test_a_call_like_one_before_is_not_checked_again(changed: str, monkeypatch: 
     assert torch.equal(got, SDPABackend.get_impl_cls()(2, 64, -0.2).forward(*others, meta))
     assert len(checked) == (3 if changed == "nothing" else 4)
     assert got.requires_grad == (changed == "grad")
+
+
+@pytest.mark.parametrize("name", ["TORCH_SDPA", pytest.param("TRITON_ATTN", marks=pytest.mark.triton_kernels)])
+@pytest.mark.parametrize("rows", [1, 7, 20])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")  # of Triton's interpreter
+@torch.no_grad()
+def test_padded_calls_like_one_before_are_not_checked_again(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cls: Any = DiffusionAttentionBackendEnum[name].get_class().get_impl_cls()
+    impl, checked, prepare = cls(2, 64, -0.2), list[int](), cls._prepared
+    tensors = [torch.randn(2, n, 2, 64) for n in (rows, 20, 20)]
+    tensors[1][1, 5:] = tensors[2][1, 5:] = torch.nan
+    few, other = (DiffusionAttentionMetadata(kv_lens=lens) for lens in ([3, 5], (20, 4)))
+    want = [cls(2, 64, -0.2).forward(*tensors, meta) for meta in (few, other)]
+    monkeypatch.setattr(cls, "_prepared", lambda *args: checked.append(1) or prepare(*args))
+    for i, meta in ((0, few), (1, other)) * 4:
+        torch.testing.assert_close(impl.forward(*tensors, meta), want[i], rtol=1e-5, atol=1e-5)
+    assert len(checked) == 4  # each once by the call, once for its launch
+    full = DiffusionAttentionMetadata(kv_lens=[20, 20])
+    others = [torch.randn(2, n, 2, 64) for n in (rows, 20, 20)]
+    for _ in range(3):
+        assert torch.equal(impl.forward(*others, full), cls(2, 64, -0.2).forward(*others))
+    joint = replace(few, **dict.fromkeys(("joint_query", "joint_key", "joint_value"), others[0]))
+    assert impl.forward(*tensors, joint).shape[1] == 2 * rows
+    for wrong in (replace(few, kv_lens=[True, 5]), replace(few, attn_mask=torch.ones(2, 20, dtype=torch.bool))):
+        for _ in range(3):
+            with pytest.raises(ValueError, match="kv_lens"):
+                impl.forward(*tensors, wrong)
 
 
 def test_an_invalid_call_is_refused_each_time() -> None:

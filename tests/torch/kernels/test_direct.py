@@ -248,14 +248,17 @@ def attend_bound(reqs, keys, dtype, odd, order, window, sinks):
     used.add(("attend_bound", found[0][0][0]))
     return found
 
-def prompts_bound(reqs, rows, dtype, causal):
+def prompts_bound(reqs, rows, dtype, causal, lens):
     def arrays():
         x = [torch.zeros(reqs, rows, heads, 64, dtype=dtype) for heads in (8, 2, 2)]
         return x[0].transpose(1, 2), *(y.transpose(1, 2).contiguous() for y in x[1:])
     like, impl = arrays(), TritonAttentionImpl(8, 64, 0.3, causal, 2)
-    launch = impl.launcher(*(x.transpose(1, 2) for x in like))
+    of = [x.transpose(1, 2) for x in like]
+    launch = impl.launcher(*of) if lens is None else impl.padded_launcher(*of, lens)
     found = others(launch, launch.bound, like, arrays())
     used.add(("prompts_bound", found[0][0][0]))
+    ends = [plan.kernel._constants["ENDS"] for plan, _ in launch.bound.func.__self__._plans.values()]
+    assert ends == [lens is None], "padding is overwritten, which may be NaN"
     return found
 
 def write(tokens, dtype, stored, odd, scales):
@@ -304,7 +307,9 @@ calls += [
     (attend_bound, reqs, keys, half, *how) for reqs, keys in ((3, 700), (1, 701))
     for how in ((0, "heads", None, False), (0, "tokens", 100, True), (1, "heads", None, False))
 ]
-calls += [(prompts_bound, reqs, rows, half, causal) for reqs, rows, causal in ((2, 300, True), (1, 129, False))]
+calls += [
+    (prompts_bound, *how) for how in ((2, 300, half, True, None), (1, 129, half, False, None), (2, 129, half, False, (70, 0)))
+]
 calls += [
     (write, tokens, *shape) for tokens in (3, 17, 5)
     for shape in ((half, half, 0, False), (half, half, 1, False), (half, fp8, 0, True), (full, half, 0, False))

@@ -18,6 +18,7 @@ from attn.diffusion.backends.dense import DenseAttentionImpl, DenseCall
 from attn.errors import DeviceError, UnsupportedError
 from attn.torch import graphs
 from attn.torch.alignment import aligned
+from attn.torch.kernels.runs import stream_of
 from attn.torch.metadata import keep
 from attn.torch.ops import Ops
 
@@ -33,7 +34,7 @@ class DenseImpl(DenseAttentionImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.graph_key = graphs.dense_key(self)
-        #: Launches of calls without masks, by what decides them; None: such a call was made once, and checked.
+        #: Launches of calls without masks, padding apart, by what decides them; None: such a call was made once, and checked.
         self._launches: dict[Any, Callable[..., torch.Tensor] | None] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -46,7 +47,7 @@ class DenseImpl(DenseAttentionImpl):
         value: torch.Tensor,
         attn_metadata: DiffusionAttentionMetadata | None = None,
     ) -> torch.Tensor:
-        if attn_metadata is None and (launch := self.repeated(query, key, value)) is not None:
+        if (launch := self.repeated(query, key, value, attn_metadata)) is not None:
             return launch(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
         # Checked before the operator all the same (`_prepared`): an error then shows where the graph is traced.
         if self.traceable or not torch.compiler.is_compiling() or (self.traces_rows and query.shape[1] == 1):
@@ -54,11 +55,16 @@ class DenseImpl(DenseAttentionImpl):
         return graphs.dense(self, self._prepared(query, key, value, attn_metadata))
 
     def repeated(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_metadata: DiffusionAttentionMetadata | None = None,
     ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
-        """Return what `launcher` does for calls without masks like an earlier one, which was checked; None for a first one.
+        """Return what `launcher` or, for `kv_lens`, `padded_launcher` does for calls like an earlier one, which was checked;
+        None for a first one, and for calls with anything else.
 
-        Calls are alike if shapes, strides, dtypes and devices are. None too where a call is traced or needs gradients.
+        Calls are alike if shapes, strides, dtypes, devices and lengths are. None too where a call is traced or needs gradients.
         """
         # tensors of other types, and of a graph, take the way that has all checks
         if not type(query) is type(key) is type(value) is torch.Tensor or torch.compiler.is_compiling():
@@ -66,12 +72,23 @@ class DenseImpl(DenseAttentionImpl):
         if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
             return None
         shapes, strides = (query.shape, key.shape, value.shape), (query.stride(), key.stride(), value.stride())
-        kind = *shapes, *strides, query.dtype, key.dtype, value.dtype, query.device, key.device, value.device
+        dtypes, devices = (query.dtype, key.dtype, value.dtype), (query.device, key.device, value.device)
+        kind: tuple[Any, ...] = (*shapes, *strides, *dtypes, *devices)
+        lens = None
+        if attn_metadata is not None:
+            lens, stream = _lens_alone(attn_metadata), stream_of(query.device)
+            # A launch holds lengths on the device, which its stream wrote: a captured graph would outlive them.
+            if lens is None or (stream and torch.cuda.is_current_stream_capturing()):
+                return None
+            kind = *kind, lens, stream
         launch = self._launches.get(kind)
         if launch is not None:
             return launch
         if kind in self._launches:
-            launch = self.launcher(query, key, value)
+            if lens is None or min(lens) == key.shape[1]:
+                launch = self.launcher(query, key, value)
+            else:
+                launch = self.padded_launcher(query, key, value, lens)
             # without one more look at shapes and strides, which are those of `kind`
             if (bound := getattr(launch, "bound", None)) is not None:
                 launch = bound(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
@@ -93,10 +110,21 @@ class DenseImpl(DenseAttentionImpl):
         self._prepared(query, key, value, None)
         return self._attend_heads_first
 
+    def padded_launcher(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lens: tuple[int, ...]
+    ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+        """`launcher` for calls of which each entry's first `lens` keys are present."""
+        call = self._prepared(query, key, value, DiffusionAttentionMetadata(kv_lens=lens))
+        padding = {"present": call.present, "lens": call.lens}  # not the call, which holds its arrays
+        return lambda *arrays: self._attend(self._heads_first(*arrays)._replace(**padding))
+
     def _attend_heads_first(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return self._attend(self._heads_first(query, key, value))
+
+    def _heads_first(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> DenseCall:
         # views [B, S, H, D]: kernels take any strides of the outer dimensions
         q, k, v = (aligned(x.transpose(1, 2)) for x in (query, key, value))
-        return self._attend(DenseCall(fold_sign(q, self.signed_scale), k, v))
+        return DenseCall(fold_sign(q, self.signed_scale), k, v)
 
     def _check(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         for name, array in (("query", query), ("key", key), ("value", value)):
@@ -109,6 +137,15 @@ class DenseImpl(DenseAttentionImpl):
             if tensor.requires_grad and torch.is_grad_enabled() and Feature.BACKWARD not in self._capabilities.features:
                 hint = "call under torch.no_grad(), or detach"
                 raise UnsupportedError(f"{self._name}: {name} requires grad: {Feature.BACKWARD.value} not supported ({hint})")
+
+
+def _lens_alone(meta: DiffusionAttentionMetadata) -> tuple[int, ...] | None:
+    """Return `kv_lens` as a key, of a call that has nothing else; None for any other, which may be an invalid one."""
+    if type(meta) is not DiffusionAttentionMetadata or not isinstance(lens := meta.kv_lens, list | tuple):
+        return None
+    alone = meta.attn_mask is meta.joint_query is meta.joint_key is meta.joint_value is meta.joint_attn_mask is None
+    # plain ints: equal ones of other types, as True, may be refused
+    return tuple(lens) if alone and {*map(type, lens)} == {int} else None
 
 
 def pack(call: DenseCall) -> tuple[torch.Tensor, torch.Tensor, Any]:

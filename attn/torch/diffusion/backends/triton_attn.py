@@ -1,9 +1,9 @@
 """TRITON_ATTN: this package's own Triton kernel on dense batches: exact, any head size, on NVIDIA and AMD GPUs.
 
-It is the paged kernel; repeated decodes (`launcher`) have a kernel of their own. On Hopper, rows that attend all keys are
-passed to its kernel directly (`EqualPrompts`). Elsewhere a sequence that attends itself is passed directly, as for encoders;
-other keys are passed as a cache with pages in order. For such a cache, the length is padded to a multiple of a page, and the
-present keys are moved to the start.
+It is the paged kernel; repeated decodes (`launcher`) have a kernel of their own. On Hopper, rows are passed to its kernel
+directly (`EqualPrompts`). Elsewhere a sequence that attends itself is passed directly, as for encoders; other keys are passed
+as a cache with pages in order, for which the length is padded to a multiple of a page. Present keys are moved to the start,
+unless lengths say that they are there.
 """
 
 import functools
@@ -41,22 +41,33 @@ class TritonAttentionImpl(TritonImpl, backend=TritonAttentionBackend):
     def launcher(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-        general = super().launcher(query, key, value)
+        return self._launcher(super().launcher(query, key, value), query, key, None)
+
+    def padded_launcher(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lens: tuple[int, ...]
+    ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+        of_device = torch.tensor(lens, dtype=torch.int32, device=query.device)
+        return self._launcher(super().padded_launcher(query, key, value, lens), query, key, of_device)
+
+    def _launcher(self, general: Any, query: torch.Tensor, key: torch.Tensor, lens: torch.Tensor | None) -> Any:
+        """Return `launcher`'s function, or with lens [B] `padded_launcher`'s. general: the one that serves all arrays."""
         if query.shape[1] == 1:
             from attn.torch.kernels.dense_decode import decoder
+            from attn.torch.kernels.runs import Runs
 
             shape = self.num_heads, self.num_kv_heads, self.head_size
-            return decoder(query.device, query.dtype, shape, self.signed_scale)
+            rows = decoder(query.device, query.dtype, shape, self.signed_scale)
+            return rows if lens is None else functools.partial(rows, sinks=None, runs=Runs(torch.zeros_like(lens), lens))
         if not _has_launch_of_its_own(query, key):
             return general
         prompts = self._equal_prompts(self.signed_scale)
 
         def launch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            out = prompts(query, key, value)
+            out = prompts(query, key, value, None, lens)
             return general(query, key, value) if out is None else out
 
         # `Decoder` has `bound` too: callers ask for it where a step repeats
-        launch.bound = functools.partial(prompts.bound, launch)  # type: ignore[attr-defined]
+        launch.bound = functools.partial(prompts.bound, launch, lens)  # type: ignore[attr-defined]
         return launch
 
     def _equal_prompts(self, scale: float) -> Any:
@@ -84,18 +95,21 @@ class TritonAttentionImpl(TritonImpl, backend=TritonAttentionBackend):
             if lse is not None:
                 lse.copy_(nothing[1])
             return nothing[0]
-        if call.present is None and _has_launch_of_its_own(query, key):
-            state = None if lse is None else lse.transpose(0, 1).flatten(1)
-            out = self._prompts(*(x.transpose(1, 2) for x in (query, key, value)), state)
-            if out is not None:
-                return out  # type: ignore[no-any-return]
         lens: torch.Tensor | None = None
         pages: torch.Tensor | None = None
-        if call.present is None and rows == length:
+        if call.present is not None:
+            key, value, lens = present_first(call)
+        if _has_launch_of_its_own(query, key):
+            state = None if lse is None else lse.transpose(0, 1).flatten(1)
+            out = self._prompts(*(x.transpose(1, 2) for x in (query, key, value)), state, lens)
+            if out is not None:
+                return out  # type: ignore[no-any-return]
+        if lens is None and rows == length:
             # read where they are, as an encoder's keys, without pages
             caches = [x.flatten(0, 1) for x in (key, value)]
         else:
-            key, value, lens = present_first(call)
+            if lens is None:
+                lens = torch.full((batch,), length, dtype=torch.int32, device=device)
             if short := -length % _PAGE:
                 # whole pages for each batch entry; a page of padding is never read, since `lens` ends before it
                 key, value = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, short)) for x in (key, value))
@@ -115,6 +129,8 @@ class TritonAttentionImpl(TritonImpl, backend=TritonAttentionBackend):
             max_seq_len=length,
             scale=self.scale,
             right=0 if self.causal else None,
+            # either all requests have few enough rows for a decode's tile, or none has
+            singles=False,
             # the number of keys that rows see decides the size of the Hopper kernel's tiles
             keys_below=keys_below(length, rows, UNBOUNDED, 0 if self.causal else UNBOUNDED),
         )
@@ -122,7 +138,7 @@ class TritonAttentionImpl(TritonImpl, backend=TritonAttentionBackend):
 
 
 def _has_launch_of_its_own(query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Whether rows [B, S, H, D] that attend all keys [B, M, K, D] are the Hopper kernel's, which reads both where they are."""
+    """Whether rows [B, S, H, D] over keys [B, M, K, D] are the Hopper kernel's, which reads both where they are."""
     from attn.torch.kernels.direct import arch
 
     # `is_on` logs why not, so it is asked on Hopper only

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
 from attn.functional import attention
 from attn.torch.diffusion.backends.triton_attn import TritonAttentionImpl
 
@@ -69,3 +70,27 @@ def test_rows_over_other_keys_are_the_formula(rows: int, keys: int, scale: float
         if causal:
             scores.masked_fill_(torch.ones(rows, keys, dtype=torch.bool, device="cuda").triu(keys - rows + 1), -torch.inf)
         torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=2e-2, atol=2e-2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize(("rows", "keys"), [(300, 77), (130, 130), (64, 517), (17, 4000), (1, 300)])
+@pytest.mark.parametrize("masked", [True, False])
+def test_padding_reaches_nothing(rows: int, keys: int, head_size: int, masked: bool) -> None:
+    """Its memory is NaN. The second call with lengths makes its launch, the third repeats it."""
+    torch.manual_seed(0)
+    impl, lens = TritonAttentionImpl(8, head_size, None, False, 2), [keys, keys - 40, 1, 0]
+    for _ in range(4):
+        query, key, value = (
+            torch.randn(4, n, h, head_size, device="cuda", dtype=torch.bfloat16) for n, h in ((rows, 8), (keys, 2), (keys, 2))
+        )
+        present = torch.arange(keys, device="cuda") < torch.tensor(lens, device="cuda")[:, None]
+        if masked:
+            present = present.flip(1)
+        key[~present] = value[~present] = torch.nan
+        meta = DiffusionAttentionMetadata(**({"attn_mask": present} if masked else {"kv_lens": lens}))
+        out = impl.forward(query, key, value, meta)
+        for b, n in enumerate(lens):
+            q, k, v = query[b : b + 1].float(), key[b : b + 1, present[b]].float(), value[b : b + 1, present[b]].float()
+            want = attention(q, k, v, causal=False, layout="BSHD") if n else torch.zeros_like(q)
+            torch.testing.assert_close(out[b : b + 1].float(), want, rtol=2e-2, atol=2e-2)
