@@ -66,22 +66,22 @@ class Pages:
             memory = table.reshape(-1)
         else:  # with what is between its rows
             memory = np.lib.stride_tricks.as_strided(table, ((rows - 1) * step + columns,), (size,))
-        # Where rows begin, in entries. The entry after a row's last used one tells whether it goes on (any id of at
-        # least 0 does).
+        # Where rows begin and end, in entries. The entry after a row's last used one tells whether it goes on (any id of
+        # at least 0 does).
         starts = np.arange(0, rows * step, step)
-        goes_on = (memory.take(starts + np.minimum(counts, columns - 1)) >= 0) & (counts < columns)
+        ends = starts + counts
+        goes_on = (memory.take(ends, mode="clip") >= 0) & (counts < columns)
         if goes_on[goes_on.argmax()] or counts[counts.argmax()] > columns or 2 * int(np.add.reduce(counts)) > table.size:
             return None
-        # The memory is read as chunks of 64 entries: row r needs `number` of them from chunk `first` on, and begins at
-        # `offset` in it. `index` lists the chunks of all rows in turn (first, first + 1, ...), `before` how many of
-        # them precede a row's.
-        first, offset = starts >> _CHUNK, starts & (1 << _CHUNK) - 1
-        number = offset + counts + ((1 << _CHUNK) - 1) >> _CHUNK
+        # The memory is read as chunks of 64 entries: row r needs `number` of them from chunk `first` on. `index` lists the
+        # chunks of all rows in turn (first, first + 1, ...), `skipped` how many chunks before a row's are not among them.
+        first = starts >> _CHUNK
+        number = (ends + ((1 << _CHUNK) - 1) >> _CHUNK) - first
         number[-1] = 0  # the last row is longer than a chunk, so that those of other rows are all whole
-        before = number.cumsum() - number
-        index = (first - before).repeat(number)
+        skipped = first - number.cumsum() + number
+        index = skipped.repeat(number)
         index += np.arange(index.size)
-        begins = (before << _CHUNK) + offset
+        begins = starts - (skipped << _CHUNK)
         # The last row is copied whole behind the chunks, since its last chunk may end past the table's memory; so the
         # rows of equal lengths that a device makes again end within the copy.
         begins[-1] = index.size << _CHUNK
@@ -137,11 +137,10 @@ class Pages:
         first, end = int(begins[0]), int(begins[-1] + (counts[-1] if self.packed else columns))
         return Pages(self.ids[first:end], counts, columns, None if self.packed else begins - first)
 
-    def hold(self, seq_lens: "IntArray", block_size: int, num_blocks: int) -> bool:
-        """Return whether every request has blocks for its tokens and every id is one of `num_blocks`, in use or not."""
+    def hold(self, seq_lens: "IntArray", block_size: int) -> bool:
+        """Return whether every request has blocks for its tokens."""
         room = self.counts * block_size - seq_lens
-        # One maximum checks both bounds of an id, as a negative one is large without its sign.
-        return self.largest < num_blocks and (not room.size or bool(room[room.argmin()] >= 0))
+        return not room.size or bool(room[room.argmin()] >= 0)
 
     def padded(self) -> "IntArray":
         """Return the table, [R, B] int32, short rows padded with -1."""

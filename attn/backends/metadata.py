@@ -425,12 +425,14 @@ class CommonAttentionMetadata:
         """Check the block ids in use against the number of blocks, if the table is on the host. pages: as in `check_ids`."""
         import numpy as np
 
-        pages, seq_lens = pages or self.pages, self.seq_lens_cpu
-        if pages is None and isinstance(self.block_table, np.ndarray):  # else a lot of padding is read
+        own, seq_lens = self.pages, self.seq_lens_cpu
+        if own is pages is None and isinstance(self.block_table, np.ndarray):  # else a lot of padding is read
             pages = Pages.of(self.block_table, seq_lens, block_size)
+        rows = own or pages
         # Rows without padding are checked in one pass over their ids; only if that fails is the padded table searched
-        # for the entry to report.
-        if seq_lens is None or (pages is not None and pages.hold(seq_lens, block_size, num_blocks)):
+        # for the entry to report. Those that were read from a table end where their tokens do.
+        is_within = rows is not None and rows.largest < num_blocks
+        if seq_lens is None or (is_within and (own is None or own.hold(seq_lens, block_size))):
             return
         if isinstance(self.block_table, np.ndarray) and self.block_table.size:
             table = self.block_table.view(np.uint32)  # one comparison: a negative id is a large unsigned one
