@@ -9,7 +9,6 @@ import functools
 import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -194,22 +193,8 @@ def _normalise_paged(choice: Choice) -> Choice:
     return choice
 
 
-class _Cuda(TritonAttentionBackend):
-    """TRITON_ATTN's limits, without requiring its package to be importable."""
-
-    assert TritonAttentionBackend.capabilities is not None
-    capabilities = replace(TritonAttentionBackend.capabilities, packages=())
-
-
-class _Rocm(RocmAttentionBackend):
-    """ROCM_ATTN's limits, likewise."""
-
-    assert RocmAttentionBackend.capabilities is not None
-    capabilities = replace(RocmAttentionBackend.capabilities, packages=())
-
-
 def _refuse_paged(choice: Choice, arch: str) -> str:
-    backend, platform = (_Cuda, "cuda") if arch.startswith("sm_") else (_Rocm, "rocm")
+    backend, platform = (TritonAttentionBackend, "cuda") if arch.startswith("sm_") else (RocmAttentionBackend, "rocm")
     return "; ".join(backend.why_not(request_of(choice), Device("torch", platform, arch=arch)))
 
 
