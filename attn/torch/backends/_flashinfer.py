@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from attn.torch.backends._paged import is_captured
+
 WORKSPACE = 128 << 20  #: bytes for split keys' partial results, as FlashInfer's documentation recommends
 
 _workspaces: dict[tuple[torch.device, str], torch.Tensor] = {}
@@ -48,14 +50,9 @@ def workspace(device: torch.device, use: str = "wrappers") -> torch.Tensor:
     if held is None:
         held = torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
         # while a graph is captured the memory is the graph's, and its zeros are written when that is replayed
-        if not capturing(device):
+        if not is_captured(held):
             _workspaces[device, use] = held
     return held
-
-
-def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured on the device's current stream."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def wrapper_for(owner: Any, device: torch.device, key: Any, make: Callable[[torch.Tensor], Any]) -> Any:

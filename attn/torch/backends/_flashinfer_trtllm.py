@@ -18,7 +18,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from attn.torch.backends._flashinfer import WORKSPACE, Group, capturing, workspace
+from attn.torch.backends._flashinfer import WORKSPACE, Group, workspace
+from attn.torch.backends._paged import is_captured
 from attn.torch.backends._vendor import lacking
 from attn.torch.metadata import PLANNED_BY, PagedAttentionMetadata
 
@@ -55,7 +56,7 @@ class UnplannedMetadata(PagedAttentionMetadata):
         outside of captures. Those before have one query each."""
         bounds: tuple[torch.Tensor, torch.Tensor] | None = self.kept().plans.get(("bounds", first))
         # A graph records the sums, because its replays have other lengths; what is made in it has no value before a replay.
-        captured = capturing(self.seq_lens.device)
+        captured = is_captured(self.seq_lens)
         if bounds is None or captured:
             keys = self.seq_lens[first:].cumsum(0, dtype=torch.int32)
             bounds = self.query_start_loc[first:] - first, torch.nn.functional.pad(keys, (1, 0))

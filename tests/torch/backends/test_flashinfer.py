@@ -287,11 +287,11 @@ def test_a_workspace_that_a_graph_makes_serves_no_call_outside_of_it(monkeypatch
     device = torch.device("cpu")
     monkeypatch.setattr(_flashinfer, "_workspaces", {})
     with monkeypatch.context() as patch:
-        patch.setattr(_flashinfer, "capturing", lambda device: True)
+        patch.setattr(_flashinfer, "is_captured", lambda x: True)
         captured = _flashinfer.workspace(device, "xqa")
     kept = _flashinfer.workspace(device, "xqa")
     assert kept is not captured and _flashinfer.workspace(device, "xqa") is kept
-    monkeypatch.setattr(_flashinfer, "capturing", lambda device: True)
+    monkeypatch.setattr(_flashinfer, "is_captured", lambda x: True)
     assert _flashinfer.workspace(device, "xqa") is kept
 
 
@@ -371,7 +371,7 @@ def test_a_graph_sums_the_lengths_of_its_replays(monkeypatch: pytest.MonkeyPatch
     meta = _built(FlashInferMetadataBuilder(SPEC), [1, 1], [40, 5])
     before = meta.prefill_bounds(0)
     with monkeypatch.context() as patched:
-        patched.setattr(_flashinfer_trtllm, "capturing", lambda device: True)
+        patched.setattr(_flashinfer_trtllm, "is_captured", lambda x: True)
         assert meta.prefill_bounds(0)[1] is not before[1]
     assert meta.prefill_bounds(0)[1] is before[1]
 
