@@ -581,12 +581,12 @@ def test_models_that_never_ask_say_so_when_they_are_made(kind, name):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["attn", "attn:TORCH_SDPA"])
-@pytest.mark.parametrize("kind", ["GPTNeo", "GPTJ"])
+@pytest.mark.parametrize("kind", ["GPTNeo", "Falcon"])
 def test_models_that_look_implementations_up_among_their_own_are_rejected_when_they_are_made(kind, name):
     """Where transformers' own way to say it is a KeyError."""
     attn_transformers.register()
     layers = {"attention_types": [[["global"], 1]], "num_heads": 2, "num_layers": 1, "hidden_size": 32}
-    layers = layers if kind == "GPTNeo" else {"n_embd": 32, "n_layer": 1, "n_head": 2, "rotary_dim": 4}
+    layers = layers if kind == "GPTNeo" else {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 32}
     config = getattr(transformers, f"{kind}Config")(vocab_size=64, bos_token_id=1, eos_token_id=2, **layers)
     with warnings.catch_warnings():  # no "has no effect" beside it
         warnings.simplefilter("error")
