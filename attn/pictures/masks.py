@@ -79,16 +79,6 @@ def masks(n: int = 12) -> Picture:
     return _panels([(name, example(n)[0]) for name, example in KINDS.items()], columns=4)
 
 
-# `KINDS` is made at import, which must not load the oracle.
-def _of(name: str) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        from attn import reference
-
-        return getattr(reference, name)(*args, **kwargs)
-
-    return call
-
-
 #: A draft tree: two children of the root, each with children.
 TREE: Sequence[Sequence[int]] = ((0,), (1,), (0, 0), (0, 1), (1, 0))
 #: Kind of mask -> visibility for n tokens, bool [1, n, m].
@@ -102,13 +92,18 @@ KINDS: dict[str, Callable[[int], Any]] = {
     "chunks of 4 (Llama 4)": lambda n: visible(n, causal=True, chunk_size=4),
     "prefix of 4 (both ways)": lambda n: visible(n, causal=True, prefix=min(4, n)),
     "spans (images), causal": lambda n: visible(n, causal=True, spans=_images(n)),
-    "block-sparse: 1 local, every 3rd": lambda n: visible(
-        n, mask=_of("block_sparse_mask")(n, n, num_heads=1, block_size=2, local_blocks=1, vert_stride=3, homo_head=True)
-    ),
+    "block-sparse: 1 local, every 3rd": lambda n: visible(n, mask=_blocks(n)),
     "tree after a context": lambda n: visible(len(TREE) + 1, n, mask=_tree_mask(TREE, n)),
     "chosen keys (sparse MLA)": lambda n: visible(n, causal=True, mask=_chosen(n, 4)),
     "more rows than keys": lambda n: visible(n, n // 2, causal=True),
 }
+
+
+def _blocks(n: int) -> Any:
+    """Return a block-sparse mask of n tokens."""
+    from attn.reference import block_sparse_mask
+
+    return block_sparse_mask(n, n, num_heads=1, block_size=2, local_blocks=1, vert_stride=3, homo_head=True)
 
 
 def _images(n: int) -> Any:
@@ -122,7 +117,9 @@ def _tree_mask(choices: Sequence[Sequence[int]], m: int) -> Any:
     """Return the tree's mask after a context, m keys in total."""
     import numpy as np
 
-    tree = _of("tree_mask_from_choices")(choices)
+    from attn.reference import tree_mask_from_choices
+
+    tree = tree_mask_from_choices(choices)
     if m < len(tree):
         raise ValueError(f"m={m} keys are fewer than the tree's {len(tree)} nodes")
     return np.concatenate([np.ones((len(tree), m - len(tree)), bool), tree], axis=1)
