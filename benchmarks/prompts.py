@@ -197,7 +197,8 @@ def measured(launch: Launch, names: Sequence[str], bench: TorchBench, dtype: tor
             error = float((call().float() - want).norm() / want.norm())
             cold, warm = times(bench, call)
         except Exception as refusal:
-            yield Row(str(launch), name, refused=f"{type(refusal).__name__}: {str(refusal).splitlines()[0][:120]}")
+            why = " ".join(str(refusal).split())
+            yield Row(str(launch), name, refused=f"{type(refusal).__name__}: {why[:120]}")
         else:
             yield Row(str(launch), backend, cold, warm, error)
 
