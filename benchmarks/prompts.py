@@ -25,7 +25,7 @@ import torch
 
 from attn import CommonAttentionMetadata
 from attn.tools.bench.on_torch import TorchBench
-from attn.tools.bench.sample import _Draw as Draw
+from attn.tools.bench.sample import Draw
 from attn.torch import Attention, DiffusionAttention
 
 ENOUGH = 0.97  #: of the fastest peer's speed
@@ -174,7 +174,7 @@ class Row:
 def times(bench: TorchBench, call: Callable[[], torch.Tensor]) -> tuple[float, float]:
     """Milliseconds of a call with cold and with warm caches."""
     if not bench.on_gpu:
-        cold, warm = (statistics.median(bench.times(call, flush, 3)) for flush in (bench._evict.zero_, lambda: None))
+        cold, warm = (statistics.median(bench.times(call, flush, 3)) for flush in (bench.evict.zero_, lambda: None))
         return cold, warm
     once: Callable[[], object] = call
     several: Callable[[], object] = lambda: [call() for _ in range(4)]  # noqa: E731
@@ -183,7 +183,7 @@ def times(bench: TorchBench, call: Callable[[], torch.Tensor]) -> tuple[float, f
     except RuntimeError:  # a kernel that reads a value back from the device
         torch.cuda.synchronize()
     bench.times(several, lambda: None, 10)
-    cold = statistics.median(bench.times(once, bench._evict.zero_, 20))
+    cold = statistics.median(bench.times(once, bench.evict.zero_, 20))
     return cold, statistics.median(bench.times(several, lambda: None, 20)) / 4
 
 

@@ -17,7 +17,8 @@ What rows see (docs/semantics.md §18), trees apart: a row sees the keys from it
 to its position, the window's right edge, or the end of its request's prefix; and those of its span. A span that holds the row,
 as an image's does, only extends the range on either side, so tiles are classified by the rows' first and last keys: outside of
 the range of every row (not copied), inside of the range of every row (no mask), or between. If a span does not touch the rest
-of what its row sees, all tiles from the span to the row are masked, by both ranges.
+of what its row sees, all tiles from the span to the row are masked, by both ranges. Where consumers have rows far apart (one or
+few query heads a unit), each passes by the tiles that only the others' rows see, uncomputed.
 
 Grid: any number of programs, each of which takes one unit of work after another from a counter, in the order request, kv head,
 longest rows first, so that programs that run at the same time share the keys of few heads in the second-level cache. If rows

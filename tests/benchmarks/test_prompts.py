@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 
+from attn.tools.bench.on_torch import TorchBench
 from benchmarks import prompts
 from benchmarks.prompts import ON_CPU, Row, Sizes, drawn, summary
 
@@ -26,6 +27,14 @@ def test_calls_of_two_backends_agree(kind: str) -> None:
     want, (_, again) = call(), inputs.call("TORCH_SDPA" if kind == "dense" else "CPU_ATTN", torch.float64)
     assert name == "TORCH_SDPA" and want.shape == (sum(n for n, _ in launch.lens), launch.heads, launch.size)
     torch.testing.assert_close(again().float(), want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_launch_is_timed_and_checked_on_each_backend() -> None:
+    launch = next(launch for number in range(99) if (launch := drawn(number, 1, ON_CPU)).kind == "paged")
+    with torch.no_grad():
+        rows = list(prompts.measured(launch, ["CPU_ATTN", "FLASH_ATTN"], TorchBench(torch.device("cpu")), torch.float32))
+    assert rows[0].cold > 0 < rows[0].warm and rows[0].error < 1e-5 and not rows[0].refused
+    assert rows[1].refused.startswith("UnsupportedError: ") and "CPU" in rows[1].refused
 
 
 def test_the_summary_counts_right_peers() -> None:

@@ -327,6 +327,35 @@ def test_consumers_compute_no_tile_that_only_others_see(
     assert len(computed) == tiles
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_launches_drawn_at_random(seed: int) -> None:
+    """Lengths, heads, tiles and masks that no other test combines."""
+    rng = np.random.default_rng(seed)
+    for _ in range(12):
+        lens = [(int(rng.integers(2, 200)), int(rng.integers(1, 400))) for _ in range(rng.integers(1, 4))]
+        left, right, chunk = (int(x) for x in rng.integers((0, 0, 16), (200, 150, 100)))
+        mixed = BatchMask(is_causal=rng.integers(2, size=len(lens)) > 0)
+        prefix = BatchMask(prefix=np.array([rng.integers(m + 1) for _, m in lens], np.int32))
+        masks = [
+            Visibility(LayerMask()),
+            Visibility(LayerMask(False)),
+            Visibility(LayerMask(), prefix),
+            Visibility(LayerMask(False), mixed),
+            Visibility(LayerMask(True, (left, None))),
+            Visibility(LayerMask(False, (left, right))),
+            Visibility(LayerMask(False, (left, right)), mixed),
+            Visibility(LayerMask(True, (left, None), chunk)),
+        ]
+        run(
+            lens,
+            mask=masks[rng.integers(len(masks))],
+            heads=[(1, 1), (2, 1), (3, 1), (4, 2), (5, 1), (4, 1)][rng.integers(6)],
+            size=[64, 72, 96, 128, 256][rng.integers(5)],
+            rules={"keys_below": [None, 190, 1000, 2000, UNBOUNDED][rng.integers(5)]},
+            wild=bool(rng.integers(4) == 0),
+        )
+
+
 def test_rows_see_keys_on_both_sides() -> None:
     """On average: causal rows half of their request's keys, and those of a window no more than it has on either side."""
 

@@ -151,7 +151,8 @@ class TorchBench(BaseBench):
         self.on_gpu = self.device.type == "cuda"
         mib = 256 if self.on_gpu else 64
         # 2**18 float32 are a MiB. An H200's L2 cache has 50 MB.
-        self._evict = torch.zeros(mib << 18, device=self.device)
+        #: Memory that evicts all else from the caches when it is written or read.
+        self.evict = torch.zeros(mib << 18, device=self.device)
         self._peers = peers_on(self.device)
         self._shared: Workload | None = None
 
@@ -234,8 +235,8 @@ class TorchBench(BaseBench):
         times = self._steady(again, count)
         # Of the timed replays, before another call writes the same output.
         wrong = error()
-        clean = statistics.median(self.times(again, self._evict.amax, count))
-        call_ms = statistics.median(self.times(call, self._evict.zero_, count)) if replayed else statistics.median(times)
+        clean = statistics.median(self.times(again, self.evict.amax, count))
+        call_ms = statistics.median(self.times(call, self.evict.zero_, count)) if replayed else statistics.median(times)
         kernel_ms = self._kernel_ms(call, host_us)
         if not self.on_gpu and kernel_ms is not None:  # the host is the device: the rest of a call is launch overhead
             host_us -= 1e3 * kernel_ms
@@ -245,10 +246,10 @@ class TorchBench(BaseBench):
     def _steady(self, call: Callable[[], object], count: int) -> list[float]:
         """`times` with caches flushed. On a GPU, whose times contain waits for a host that stands still for milliseconds, they
         are measured twice if they vary by half, and those of the smaller median returned."""
-        times = self.times(call, self._evict.zero_, count)
+        times = self.times(call, self.evict.zero_, count)
         if not self.on_gpu or times[-(count // 5) - 1] <= 1.5 * times[count // 5]:
             return times
-        return min(times, self.times(call, self._evict.zero_, count), key=statistics.median)
+        return min(times, self.times(call, self.evict.zero_, count), key=statistics.median)
 
     def _kernel_ms(self, call: Callable[[], object], call_us: float, calls: int = 3) -> float | None:
         """Milliseconds of a call's kernels, or None where they cannot be measured.

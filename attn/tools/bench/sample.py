@@ -73,9 +73,9 @@ def sample(count: int, seed: int, sizes: Sizes, mla: bool = False, **fixed: Any)
     for number in range(count):
         # Five batches are one permutation of the kinds: any multiple of five has each equally often.
         turn, index = divmod(number, len(KINDS))
-        batch_type = _Draw(f"{seed} kinds {turn}").shuffled(KINDS)[index]
+        batch_type = Draw(f"{seed} kinds {turn}").shuffled(KINDS)[index]
         # A generator for each batch: how often another one was drawn again changes nothing.
-        draw = _Draw(f"{seed} batch {number}")
+        draw = Draw(f"{seed} batch {number}")
         for _ in range(_TRIES):
             case = _case(batch_type, draw, sizes, mla, fixed)
             # Distinct, since equal cases would be one row in a report.
@@ -92,7 +92,7 @@ def within(case: BenchCase, sizes: Sizes) -> bool:
     return sum(n for n, _ in parse(case.batch)) <= sizes.new_tokens and cache_bytes(case) <= sizes.cache_mib << 20
 
 
-def _case(batch_type: str, draw: "_Draw", sizes: Sizes, mla: bool, fixed: dict[str, Any]) -> BenchCase:
+def _case(batch_type: str, draw: "Draw", sizes: Sizes, mla: bool, fixed: dict[str, Any]) -> BenchCase:
     shape = {
         "heads": draw.one_of(sizes.heads),
         "head_size": draw.one_of(sizes.head_sizes),
@@ -103,7 +103,7 @@ def _case(batch_type: str, draw: "_Draw", sizes: Sizes, mla: bool, fixed: dict[s
     return (BenchCase.latent if mla else BenchCase)(batch, **{**shape, **fixed})
 
 
-def _lens(batch_type: str, draw: "_Draw", sizes: Sizes) -> list[tuple[int, int]]:
+def _lens(batch_type: str, draw: "Draw", sizes: Sizes) -> list[tuple[int, int]]:
     rows = draw.uniform(2, SPECULATED)
 
     def request(batch_type: str) -> tuple[int, int]:
@@ -122,7 +122,7 @@ def _lens(batch_type: str, draw: "_Draw", sizes: Sizes) -> list[tuple[int, int]]
     return draw.shuffled([request(each) for each in [short] * (count - prefills) + long])
 
 
-class _Draw:
+class Draw:
     """Random numbers from `random.Random.random()` alone, the one method whose numbers Python keeps in every version."""
 
     def __init__(self, seed: str) -> None:

@@ -1,0 +1,17 @@
+"""The benchmark of the bulk tensor engine's copies compiles for sm_90, with and without heads as one dimension. 10 s."""
+
+from pathlib import Path
+
+from tests.compilers import needs_triton, output
+
+SCRIPT = """
+from benchmarks.kernels import engine
+engine.CASES = [engine.Case(40, 8, 16, False), engine.Case(40, 8, 16, True), engine.Case(112, 8, 64, True)]
+engine.compile_for_sm_90()
+"""
+
+
+@needs_triton
+def test_it_compiles(tmp_path: Path) -> None:
+    lines = output(SCRIPT, tmp_path).splitlines()
+    assert len(lines) == 3 and all(" bytes, " in line for line in lines), lines
