@@ -9,8 +9,9 @@ both, caps, sinks and ragged lengths meet, in three kinds of launches: dense (eq
 keys, and prompts and chunks over pages. Peers are backends of this package for packages that are installed (FlashInfer,
 FlashAttention, cuDNN); one that does not serve a launch says why. A launch depends on the seed and its number only.
 
-A call is captured in a CUDA graph (called plainly where that fails, and on a CPU). "cold": before each replay 256 MiB are
-written; "warm": a quarter of a graph of four calls. The error is relative RMS against TORCH_SDPA in float32 on the same inputs.
+A call is captured in a CUDA graph. "cold": before each replay 256 MiB are written; "warm": a quarter of a graph of four
+calls. A row says so where the capture fails: such calls are launched behind a kernel that waits, so that their time is the
+device's too. On a CPU calls are plain. The error is relative RMS against TORCH_SDPA in float32 on the same inputs.
 At the end: the fastest peer's time by ours, its geometric mean, and the launches below 0.97.
 """
 
@@ -157,7 +158,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Row:
-    """A backend's outcome for a launch: milliseconds and error, or why there are none."""
+    """A backend's outcome for a launch: milliseconds and error, or why there are none. plain: why it was not captured."""
 
     launch: str
     backend: str
@@ -165,26 +166,37 @@ class Row:
     warm: float = 0.0
     error: float = 0.0
     refused: str = ""
+    plain: str = ""
 
     def __str__(self) -> str:
-        shown = f"refused: {self.refused}" if self.refused else f"{self.cold:9.4f} {self.warm:9.4f} ms  error {self.error:.1e}"
-        return f"    {self.backend:16s} {shown}"
+        if self.refused:
+            return f"    {self.backend:16s} refused: {self.refused}"
+        note = f"  not captured: {self.plain}" if self.plain else ""
+        return f"    {self.backend:16s} {self.cold:9.4f} {self.warm:9.4f} ms  error {self.error:.1e}{note}"
 
 
-def times(bench: TorchBench, call: Callable[[], torch.Tensor]) -> tuple[float, float]:
-    """Milliseconds of a call with cold and with warm caches."""
+def times(bench: TorchBench, call: Callable[[], torch.Tensor]) -> tuple[float, float, str]:
+    """Milliseconds of a call with cold and with warm caches, and why a GPU's call was not captured (or nothing)."""
     if not bench.on_gpu:
         cold, warm = (statistics.median(bench.times(call, flush, 3)) for flush in (bench.evict.zero_, lambda: None))
-        return cold, warm
+        return cold, warm, ""
     once: Callable[[], object] = call
     several: Callable[[], object] = lambda: [call() for _ in range(4)]  # noqa: E731
+    plain, wait = "", lambda: None
     try:
         once, several = bench.captured(call), bench.captured(several)
-    except RuntimeError:  # a kernel that reads a value back from the device
+    except RuntimeError as error:  # for example, a kernel that reads a value back from the device
         torch.cuda.synchronize()
-    bench.times(several, lambda: None, 10)
-    cold = statistics.median(bench.times(once, bench.evict.zero_, 20))
-    return cold, statistics.median(bench.times(several, lambda: None, 20)) / 4
+        plain = _line(error)
+        # about 2 ms: the host is done with its part when the kernels begin
+        wait = lambda: torch.cuda._sleep(4_000_000)  # noqa: E731, SLF001
+    bench.times(several, wait, 10)
+    cold = statistics.median(bench.times(once, lambda: (bench.evict.zero_(), wait()), 20))
+    return cold, statistics.median(bench.times(several, wait, 20)) / 4, plain
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
 
 
 def measured(launch: Launch, names: Sequence[str], bench: TorchBench, dtype: torch.dtype) -> Iterator[Row]:
@@ -195,12 +207,11 @@ def measured(launch: Launch, names: Sequence[str], bench: TorchBench, dtype: tor
         try:
             backend, call = inputs.call(name)
             error = float((call().float() - want).norm() / want.norm())
-            cold, warm = times(bench, call)
+            cold, warm, plain = times(bench, call)
         except Exception as refusal:
-            why = " ".join(str(refusal).split())
-            yield Row(str(launch), name, refused=f"{type(refusal).__name__}: {why[:120]}")
+            yield Row(str(launch), name, refused=_line(refusal))
         else:
-            yield Row(str(launch), backend, cold, warm, error)
+            yield Row(str(launch), backend, cold, warm, error, plain=plain)
 
 
 def summary(rows: Sequence[Row], ours: str, limit: float) -> str:

@@ -507,6 +507,9 @@ def attention(  # type: ignore[no-untyped-def]
     sparse = sparse_local, sparse_stride, sparse_shift
     keys = k_base, v_base, k_block, k_slot, v_block, v_slot
     scales = (k_scale, v_scale, scale_block, scale_slot) if PER_TOKEN else None
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     if STRETCH > 0:
         stretch = stretch_of(tl.cdiv(high - first_key, BLOCK_N), STRETCH, STRETCHES) * BLOCK_N
         partial = None
@@ -520,20 +523,21 @@ def attention(  # type: ignore[no-untyped-def]
                 tl.store(plan, place)
                 tl.store(plan + 1, stored)
             partial = split_index > 0, scratch, states, state + stored - count
-        acc, l_i, m_i = _stretches(
-            aligned, stop, first_key, stretch, partial, q, rows, low, high, mask, scores, sparse, table, keys, scales, first,
-            live, EXACT and BLOCK_Q > 1 and SPARSE == 0, PAGED, P, D, BLOCK_M, BLOCK_N, BLOCK_D, SPARSE, SAME, WIDE, EXACT,
-            PRECISION, IN_HALF, LATE, LIFT, BLOCK_R > 0, MAY_BE_NONFINITE,
-        )  # fmt: skip
+        # Splits look for values that are not finite at each stretch's end, whole requests once, behind their loop, which then
+        # needs no registers for them. A stretch's result is the same.
+        for again in tl.static_range(1 + (MAY_BE_NONFINITE and BLOCK_R == 0)):
+            if again == 0 or tl.max(((acc - acc) != 0.0).to(tl.int32)) > 0:
+                acc, l_i, m_i = _stretches(
+                    aligned, stop, first_key, stretch, partial, q, rows, low, high, mask, scores, sparse, table, keys, scales,
+                    first, live, EXACT and BLOCK_Q > 1 and SPARSE == 0, PAGED, P, D, BLOCK_M, BLOCK_N, BLOCK_D, SPARSE, SAME,
+                    WIDE, EXACT, PRECISION, IN_HALF, LATE, LIFT, BLOCK_R > 0, MAY_BE_NONFINITE and (BLOCK_R > 0 or again > 0),
+                )  # fmt: skip
         if BLOCK_R > 0:  # noqa: SIM102
             if num_splits > 1:
                 if split_index == 0:
                     _store(scratch, states, state, acc, l_i, m_i, live, D, BLOCK_D)
                 return
     else:
-        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        l_i = tl.zeros((BLOCK_M,), tl.float32)
-        m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         for phase in tl.static_range(3):
             if phase == 2 or (CLEAR and (phase == 1 or HAS_LEFT or HAS_CHUNK)):
                 begin_at = aligned if phase == 0 else full if phase == 1 else tail
