@@ -72,6 +72,22 @@ def test_an_adapter_conforms_on_a_stand_in(name: str, root: str, standin: Callab
         check_dense(backend, case)
 
 
+@pytest.mark.parametrize(("rows", "keys"), [(5, 5), (3, 7)])
+def test_flash_attention_copies_no_lengths_of_equal_requests(
+    rows: int, keys: int, standin: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a copy waits for the device, and cannot be captured in a graph."""
+    standin("fa4")
+    calls, attend = list[Any](), providers.Provider.attend
+    monkeypatch.setattr(providers.Provider, "attend", lambda self, *args: calls.append(args[1]) or attend(self, *args))
+    impl: Any = DiffusionAttentionBackendEnum.FLASH_ATTN.get_class().get_impl_cls()(2, 64)
+    for _ in range(2):
+        impl.forward(*(torch.randn(3, n, 2, 64, dtype=torch.bfloat16) for n in (rows, keys, keys)))
+    one, other = calls
+    assert one.starts is other.starts and one.starts.tolist() == [0, rows, 2 * rows, 3 * rows]
+    assert one.key_starts is other.key_starts and one.key_starts.tolist() == [0, keys, 2 * keys, 3 * keys]
+
+
 def test_sage_attention_leaves_its_callers_keys_alone(standin: Callable[[str], None]) -> None:
     """The package subtracts the mean of the keys in place."""
     standin("sage_pkg")

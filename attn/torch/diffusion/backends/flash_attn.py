@@ -3,6 +3,8 @@
 The providers are those of the attention backend of the same name; each receives the batch as a ragged batch.
 """
 
+import functools
+
 import torch
 
 from attn.capabilities import Capabilities, Device, MultipleOf, Request
@@ -13,6 +15,7 @@ from attn.torch.backends import _flash_providers as providers
 from attn.torch.backends._flash_providers import VarlenCall
 from attn.torch.backends._vendor import arch_of, int32
 from attn.torch.diffusion.backends._dense import DenseImpl, pack, state_of_nothing, without_keys_zeroed
+from attn.torch.kernels.runs import numbers, stream_of
 
 
 class FlashAttentionBackend(DiffusionAttentionBackend):
@@ -42,8 +45,10 @@ class FlashAttentionImpl(DenseImpl, backend=FlashAttentionBackend):
             return nothing
         query, (batch, rows) = call.query, call.query.shape[:2]
         key, value, lens = pack(call)
-        starts = torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=query.device)
-        bounds = int32([0, *lens.cumsum()]).to(query.device)
+        made_once = functools.partial(numbers, batch + 1, 0, device=query.device, stream=stream_of(query.device))
+        starts, keys = made_once(rows), int(lens.max())
+        # a copy from the host, which waits for the device and cannot be captured, only where lengths differ
+        bounds = made_once(keys) if keys == lens.min() else int32([0, *lens.cumsum()]).to(query.device)
         provider = providers.chosen(Request(self.head_size, dtype_name(query.dtype)), arch_of(query.device))
         ragged = VarlenCall(
             query=query.flatten(0, 1),
@@ -52,7 +57,7 @@ class FlashAttentionImpl(DenseImpl, backend=FlashAttentionBackend):
             starts=starts,
             key_starts=bounds,
             max_query_len=rows,
-            max_seq_len=max(1, int(lens.max())),
+            max_seq_len=max(1, keys),
             scale=self.scale,
             # causality is bottom right in all providers
             window=(None, 0 if self.causal else None),
