@@ -31,6 +31,11 @@ Pages after a request's last are not read (the engine fills in zeros). Values in
 key that a row of the tile sees, are not used: their producer overwrites them. If a value that some row sees is NaN or
 infinite, a consumer repeats its tile key by key, so that it affects only the rows that see it.
 
+The engine is faster with boxes that begin at multiples of 32 bytes. Heads of 40, 56, 72... columns, of which every other one
+begins 16 bytes after such a multiple, are one row a token for it (`JOINED`): a box begins with 8 columns of the head before, or
+ends with those of the next one. Queries have zeros there, and results of such columns are not stored; if one of those numbers
+is NaN or infinite, the rows are computed again as above.
+
 Layouts: query [T, H, D], output [T, H, Dv]; caches [N, P, K, D] and [N, P, K, Dv] of any strides (multiples of 16 bytes; last
 dimension dense), or one array [2N, P, K, D] of both, or a call's own keys and values [m, K, D] and [m, K, Dv] as one page, of
 the rows or, `ragged`, of others; or, of `equal` requests, [R, M, K, D] and [R, M, K, Dv], where M is `num_pages`, and which
@@ -84,6 +89,18 @@ def most_columns(columns: int) -> int:
 def _head(unit, PASSES: gl.constexpr):  # type: ignore[no-untyped-def]
     """Which of the units that have the same rows a unit is, and the first of its columns of values."""
     return unit[1] // PASSES, unit[1] % PASSES * 256
+
+
+@gluon.jit
+def _before(kv_head, JOINED: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Columns of another head that a tile has before the head's own: none, or 8 of every other head where heads are joined."""
+    return kv_head * JOINED % 16 if JOINED > 0 else 0
+
+
+@gluon.jit
+def _place(kv_head, JOINED: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The kv head and the first column of a head's boxes, which begin at multiples of 32 bytes where heads are joined."""
+    return (0, kv_head * JOINED - _before(kv_head, JOINED)) if JOINED > 0 else (kv_head, 0)
 
 
 @gluon.jit
@@ -293,9 +310,10 @@ def _pages_of(table, start, seq_len, num_pages, P: gl.constexpr, BOX: gl.constex
 
 @gluon.jit
 def _copy_queries(  # type: ignore[no-untyped-def]
-    q_desc, q_ring, q_bars, wave, token, head, G: gl.constexpr, PIECES: gl.constexpr, CONSUMERS: gl.constexpr
+    q_desc, q_ring, q_bars, wave, token, head, before, G: gl.constexpr, PIECES: gl.constexpr, CONSUMERS: gl.constexpr
 ):
-    """Copy each consumer's queries, once it has used the last ones in their place."""
+    """Copy each consumer's queries, once it has used the last ones in their place. before: as of `_before`; the engine fills
+    such columns with zeros, by which the products multiply the other head's."""
     q_full, q_empty = q_bars
     COLUMNS: gl.constexpr = 64
     TILES: gl.constexpr = PIECES if q_ring.shape[2] == COLUMNS else 1
@@ -309,7 +327,8 @@ def _copy_queries(  # type: ignore[no-untyped-def]
         # counts as the producer's arrival, and the phase ends once the engine has written that many bytes
         mbarrier.expect(q_full.index(at), 64 * PIECES * COLUMNS * 2)
         for h in gl.static_range(PIECES):
-            load_box(q_desc, [0, token + consumer * (64 // G), head, h * COLUMNS], q_full.index(at), boxes.index(at * ROOM + h))
+            column = h * COLUMNS - before
+            load_box(q_desc, [0, token + consumer * (64 // G), head, column], q_full.index(at), boxes.index(at * ROOM + h))
 
 
 @gluon.jit
@@ -357,7 +376,7 @@ def _copy_keys(  # type: ignore[no-untyped-def]
     k_full, k_empty = k_bars
     BLOCK_N: gl.constexpr = k_ring.shape[1]
     BARS: gl.constexpr = k_full.shape[0] // STAGES
-    r, kv_head, seq_len, pages = request
+    r, place, seq_len, pages = request
     block_table, num_pages, table_r = tables
     if PAGED:
         table = block_table + r.to(gl.int64) * table_r
@@ -370,12 +389,10 @@ def _copy_keys(  # type: ignore[no-untyped-def]
         stage = count % STAGES
         for i in gl.static_range(BARS):
             at = stage * BARS + i
-            column = i * k_ring.shape[2]
+            origin = start, place[0], place[1] + i * k_ring.shape[2]
             # until every consumer's products have read the tile that was here STAGES tiles ago
             mbarrier.wait(k_empty.index(at), count // STAGES & 1 ^ 1)
-            _copy_boxes(
-                k_desc, k_ring, at, k_full.index(at), now, (start, kv_head, column), BARS * STAGES, P, BOX, PAGED, EQUAL
-            )
+            _copy_boxes(k_desc, k_ring, at, k_full.index(at), now, origin, BARS * STAGES, P, BOX, PAGED, EQUAL)
         count += 1
         start -= BLOCK_N
     return count
@@ -388,7 +405,7 @@ def _produce(  # type: ignore[no-untyped-def]
     K: gl.constexpr, PASSES: gl.constexpr, G: gl.constexpr, PIECES: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr,
     BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     COPIED: gl.constexpr, PAGED: gl.constexpr, RAGGED: gl.constexpr, EQUAL: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    CHUNK: gl.constexpr, SPAN_RIGHT: gl.constexpr, SHARED: gl.constexpr,
+    CHUNK: gl.constexpr, SPAN_RIGHT: gl.constexpr, SHARED: gl.constexpr, JOINED: gl.constexpr,
 ):  # fmt: skip
     """Producer of one warp: look up units of work, and copy their queries, and their keys into the ring, in the order in
     which the consumers use them. The next unit is looked up while the consumers compute the tiles that the ring holds. When a
@@ -409,18 +426,19 @@ def _produce(  # type: ignore[no-untyped-def]
     while unit[0] >= 0:
         kv_head, _ = _head(unit, PASSES)
         r, head, begin, q_len, first, context, k_begin, low, high = unit
-        of_keys = r, kv_head // SHARED, context + q_len, k_begin
+        of_keys = r, _place(kv_head // SHARED, JOINED), context + q_len, k_begin
+        before_keys = _before(kv_head // SHARED, JOINED)
         tiles = (high - low + BLOCK_N - 1) // BLOCK_N
         start = low + (tiles - 1) * BLOCK_N
         # Queries are copied first where there are two places for them. With one place the consumers must first end the unit
         # before: waiting for that would hold up the keys, so as many tiles go first as the ring has stages.
         early = 0
         if COPIED and Q_STAGES == 2:
-            _copy_queries(q_desc, q_ring, q_bars, wave, begin + first, kv_head * G, G, PIECES, CONSUMERS)
+            _copy_queries(q_desc, q_ring, q_bars, wave, begin + first, kv_head * G, before_keys, G, PIECES, CONSUMERS)
         elif COPIED:  # the last unit's queries are still in their place
             early = gl.minimum(tiles, STAGES)
             count = _copy_keys(ring, tables, count, early, start, of_keys, P, BOX, PAGED, EQUAL, STAGES)
-            _copy_queries(q_desc, q_ring, q_bars, wave, begin + first, kv_head * G, G, PIECES, CONSUMERS)
+            _copy_queries(q_desc, q_ring, q_bars, wave, begin + first, kv_head * G, before_keys, G, PIECES, CONSUMERS)
         start -= early * BLOCK_N
         count = _copy_keys(ring, tables, count, tiles - early, start, of_keys, P, BOX, PAGED, EQUAL, STAGES)
         wave += 1
@@ -447,7 +465,7 @@ def _produce_values(  # type: ignore[no-untyped-def]
     v_desc, v_ring, units_ring, u_bars, v_bars, v_raw, block_table, mask, num_pages, table_r,
     BLOCK_V: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr,
     PASSES: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr, EQUAL: gl.constexpr, VALUES_AT: gl.constexpr,
-    CHUNK: gl.constexpr, SPAN_RIGHT: gl.constexpr, ENDS: gl.constexpr, SHARED: gl.constexpr,
+    CHUNK: gl.constexpr, SPAN_RIGHT: gl.constexpr, ENDS: gl.constexpr, SHARED: gl.constexpr, JOINED: gl.constexpr,
 ):  # fmt: skip
     """Producer of one warp: copy the units' values into the ring, and overwrite those that no row sees. ENDS: as
     `PrefillParams.ends`; then no value is overwritten."""
@@ -465,6 +483,7 @@ def _produce_values(  # type: ignore[no-untyped-def]
     unit = _take(units_ring, u_bars, wave, 1)
     while unit[0] >= 0:
         kv_head, column = _head(unit, PASSES)
+        place = _place(kv_head // SHARED, JOINED)
         r, head, begin, q_len, first, context, k_begin, low, high = unit
         seq_len = context + q_len
         # computed again: a unit's `low` is rounded down to a tile, and keys between the two must be cleared
@@ -481,7 +500,7 @@ def _produce_values(  # type: ignore[no-untyped-def]
                 now += VALUES_AT
                 pages = _pages_of(table, start - BLOCK_N, seq_len, num_pages, P, BOX, BLOCK_N)
             stage = count % STAGES
-            origin = start, kv_head // SHARED, column
+            origin = start, place[0], place[1] + column
             mbarrier.wait(v_empty.index(stage), count // STAGES & 1 ^ 1)
             # Scores of such keys are selected away, but their values would be multiplied by a weight of 0, and 0 times a NaN in
             # unused memory is NaN. So the engine reports to a barrier of this warp alone, which overwrites them before it tells
@@ -909,7 +928,7 @@ def _consume(  # type: ignore[no-untyped-def]
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, COPIED: gl.constexpr, PAGED: gl.constexpr,
     EQUAL: gl.constexpr, NEGATE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, CHUNK: gl.constexpr,
-    SPAN_RIGHT: gl.constexpr, PASSES: gl.constexpr, SHARED: gl.constexpr, CONSUMER: gl.constexpr,
+    SPAN_RIGHT: gl.constexpr, PASSES: gl.constexpr, SHARED: gl.constexpr, JOINED: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Consumer of four warps: 64 rows of each of the program's tiles."""
     ROWS: gl.constexpr = CONSUMER * 64
@@ -950,9 +969,12 @@ def _consume(  # type: ignore[no-untyped-def]
             else:
                 token = first + copy_row // G
                 query_head = kv_head * G + copy_row % G
-                in_bounds = ((copy_row < BLOCK_Q * G) & (token < q_len))[:, None] & (copy_d < D)[None, :]
+                d = copy_d - _before(kv_head // SHARED, JOINED)
+                in_bounds = ((copy_row < BLOCK_Q * G) & (token < q_len))[:, None] & (d < D)[None, :]
+                if JOINED > 0:
+                    in_bounds = in_bounds & (d >= 0)[None, :]
                 at = (begin + token).to(gl.int64) * q_t + query_head * q_h
-                q = gl.load(query + at[:, None] + copy_d[None, :], mask=in_bounds, other=0.0)
+                q = gl.load(query + at[:, None] + d[None, :], mask=in_bounds, other=0.0)
                 if NEGATE:
                     q = (0.0 - q.to(gl.float32)).to(dtype)
                 barrier()  # no warp reads the last ones any more
@@ -1079,8 +1101,9 @@ def _consume(  # type: ignore[no-untyped-def]
             rows = (begin + first + row // G).to(gl.int64) * o_t + (kv_head * G + row % G) * o_h
             BLOCKS: gl.constexpr = column_blocks(WIDTH, BLOCK_V)
             results = _rounded(acc, scale, dtype)
+            own = column - _before(kv_head // SHARED, JOINED)
             for i in gl.static_range(len(BLOCKS)):
-                _write(output, rows, valid, _of_pairs(results[i], dtype), column, BLOCKS[i][0], DV)
+                _write(output, rows, valid, _of_pairs(results[i], dtype), own, BLOCKS[i][0], DV, JOINED)
             # 0 times a NaN or an infinity may have reached rows that do not see that value, or a weight may be infinite
             if _have_odd(results, valid, dtype) != 0:
                 if TWO:
@@ -1095,7 +1118,7 @@ def _consume(  # type: ignore[no-untyped-def]
                 log, scale = _finalize(gl.convert_layout(total, ROW), gl.convert_layout(most, ROW), head_sinks, valid, v_factor)
                 results = _rounded(acc, scale, dtype)
                 for i in gl.static_range(len(BLOCKS)):
-                    _write(output, rows, valid, _of_pairs(results[i], dtype), column, BLOCKS[i][0], DV)
+                    _write(output, rows, valid, _of_pairs(results[i], dtype), column, BLOCKS[i][0], DV, JOINED)
             if HAS_LSE:
                 token = first + row // G
                 of_rows = lse + (kv_head * G + row % G).to(gl.int64) * lse_h + begin + token
@@ -1143,8 +1166,11 @@ def _by_row(width: int, columns: int) -> Any:
 
 
 @gluon.jit
-def _write(output, rows, valid, result, column, FROM: gl.constexpr, DV: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Store a result [64, N], whose first column is `column` + FROM of `DV`. rows: where in `output` each begins.
+def _write(  # type: ignore[no-untyped-def]
+    output, rows, valid, result, column, FROM: gl.constexpr, DV: gl.constexpr, JOINED: gl.constexpr
+):
+    """Store a result [64, N], whose first column is `column` + FROM of `DV`, negative where another head's columns come first.
+    rows: where in `output` each begins.
 
     The compiler moves results between the threads of a warp, through memory of its own: 16 bytes a thread, but 8 where tiles
     leave no more. Stored by the threads that have them, 4 bytes each, they took a program of 1,000 rows up to 9 % longer.
@@ -1153,8 +1179,10 @@ def _write(output, rows, valid, result, column, FROM: gl.constexpr, DV: gl.const
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     d = column + FROM + gl.arange(0, result.shape[1], layout=gl.SliceLayout(0, LAYOUT))
     written = gl.convert_layout(valid, ROW)[:, None]
-    if DV > 256 or FROM + result.shape[1] > DV:
+    if DV > 256 or FROM + result.shape[1] > DV or JOINED > 0:
         written = written & (d < DV)[None, :]
+    if JOINED > 0:
+        written = written & (d >= 0)[None, :]
     gl.store(output + gl.convert_layout(rows, ROW)[:, None] + d[None, :], gl.convert_layout(result, LAYOUT), mask=written)
 
 
@@ -1282,7 +1310,7 @@ def prefill(  # type: ignore[no-untyped-def]
     EQUAL: gl.constexpr, NEGATE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CAP: gl.constexpr,
     HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
     VALUES_AT: gl.constexpr, CHUNK: gl.constexpr, SPAN_RIGHT: gl.constexpr, FAR: gl.constexpr, ENDS: gl.constexpr,
-    SHARED: gl.constexpr,
+    SHARED: gl.constexpr, JOINED: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = query.dtype.element_ty
     # Heads may be outermost and far apart, and a page may hold all of a request: offsets in them are of their strides' type.
@@ -1339,16 +1367,17 @@ def prefill(  # type: ignore[no-untyped-def]
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_bars, u_bars, k_bars,
                     v_bars, block_table, sinks, factor, v_factor, cap, mask, o_t, o_h, lse_h, q_t, q_h, k_strides, v_strides,
                     table_r, G, D, DV, BLOCK_D, BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED,
-                    EQUAL, NEGATE, HAS_LEFT, HAS_RIGHT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, SHARED, 0,
+                    EQUAL, NEGATE, HAS_LEFT, HAS_RIGHT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, SHARED, JOINED,
+                    0,
                 )),
                 (_produce, (
                     q_desc, k_desc, q_ring, k_ring, units_ring, q_bars, u_bars, k_bars, counters, starts, block_table, mask,
                     min_query, num_reqs, num_pages, table_r, H // G * PASSES, PASSES, G, PIECES, P, BOX, BLOCK_Q, BLOCK_N,
-                    CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, RAGGED, EQUAL, HAS_RIGHT, CHUNK, SPAN_RIGHT, SHARED,
+                    CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, RAGGED, EQUAL, HAS_RIGHT, CHUNK, SPAN_RIGHT, SHARED, JOINED,
                 )),
                 (_produce_values, (
                     v_desc, v_ring, units_ring, u_bars, v_bars, v_raw, block_table, mask, num_pages, table_r, BLOCK_V, P, BOX,
-                    BLOCK_Q, BLOCK_N, PASSES, STAGES, PAGED, EQUAL, VALUES_AT, CHUNK, SPAN_RIGHT, ENDS, SHARED,
+                    BLOCK_Q, BLOCK_N, PASSES, STAGES, PAGED, EQUAL, VALUES_AT, CHUNK, SPAN_RIGHT, ENDS, SHARED, JOINED,
                 )),
             ],
             [1, 1],
@@ -1361,22 +1390,24 @@ def prefill(  # type: ignore[no-untyped-def]
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_bars, u_bars, k_bars,
                     v_bars, block_table, sinks, factor, v_factor, cap, mask, o_t, o_h, lse_h, q_t, q_h, k_strides, v_strides,
                     table_r, G, D, DV, BLOCK_D, BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED,
-                    EQUAL, NEGATE, HAS_LEFT, HAS_RIGHT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, SHARED, 0,
+                    EQUAL, NEGATE, HAS_LEFT, HAS_RIGHT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, SHARED, JOINED,
+                    0,
                 )),
                 (_consume, (
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_bars, u_bars, k_bars,
                     v_bars, block_table, sinks, factor, v_factor, cap, mask, o_t, o_h, lse_h, q_t, q_h, k_strides, v_strides,
                     table_r, G, D, DV, BLOCK_D, BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED,
-                    EQUAL, NEGATE, HAS_LEFT, HAS_RIGHT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, SHARED, 1,
+                    EQUAL, NEGATE, HAS_LEFT, HAS_RIGHT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, SHARED, JOINED,
+                    1,
                 )),
                 (_produce, (
                     q_desc, k_desc, q_ring, k_ring, units_ring, q_bars, u_bars, k_bars, counters, starts, block_table, mask,
                     min_query, num_reqs, num_pages, table_r, H // G * PASSES, PASSES, G, PIECES, P, BOX, BLOCK_Q, BLOCK_N,
-                    CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, RAGGED, EQUAL, HAS_RIGHT, CHUNK, SPAN_RIGHT, SHARED,
+                    CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, RAGGED, EQUAL, HAS_RIGHT, CHUNK, SPAN_RIGHT, SHARED, JOINED,
                 )),
                 (_produce_values, (
                     v_desc, v_ring, units_ring, u_bars, v_bars, v_raw, block_table, mask, num_pages, table_r, BLOCK_V, P, BOX,
-                    BLOCK_Q, BLOCK_N, PASSES, STAGES, PAGED, EQUAL, VALUES_AT, CHUNK, SPAN_RIGHT, ENDS, SHARED,
+                    BLOCK_Q, BLOCK_N, PASSES, STAGES, PAGED, EQUAL, VALUES_AT, CHUNK, SPAN_RIGHT, ENDS, SHARED, JOINED,
                 )),
             ],
             [4, 1, 1],
@@ -1389,28 +1420,31 @@ def prefill(  # type: ignore[no-untyped-def]
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_bars, u_bars, k_bars,
                     v_bars, block_table, sinks, factor, v_factor, cap, mask, o_t, o_h, lse_h, q_t, q_h, k_strides, v_strides,
                     table_r, G, D, DV, BLOCK_D, BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED,
-                    EQUAL, NEGATE, HAS_LEFT, HAS_RIGHT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, SHARED, 0,
+                    EQUAL, NEGATE, HAS_LEFT, HAS_RIGHT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, SHARED, JOINED,
+                    0,
                 )),
                 (_consume, (
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_bars, u_bars, k_bars,
                     v_bars, block_table, sinks, factor, v_factor, cap, mask, o_t, o_h, lse_h, q_t, q_h, k_strides, v_strides,
                     table_r, G, D, DV, BLOCK_D, BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED,
-                    EQUAL, NEGATE, HAS_LEFT, HAS_RIGHT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, SHARED, 1,
+                    EQUAL, NEGATE, HAS_LEFT, HAS_RIGHT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, SHARED, JOINED,
+                    1,
                 )),
                 (_consume, (
                     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_bars, u_bars, k_bars,
                     v_bars, block_table, sinks, factor, v_factor, cap, mask, o_t, o_h, lse_h, q_t, q_h, k_strides, v_strides,
                     table_r, G, D, DV, BLOCK_D, BLOCK_V, P, BLOCK_Q, BLOCK_N, CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED,
-                    EQUAL, NEGATE, HAS_LEFT, HAS_RIGHT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, SHARED, 2,
+                    EQUAL, NEGATE, HAS_LEFT, HAS_RIGHT, HAS_CAP, HAS_SINKS, HAS_LSE, CHUNK, SPAN_RIGHT, PASSES, SHARED, JOINED,
+                    2,
                 )),
                 (_produce, (
                     q_desc, k_desc, q_ring, k_ring, units_ring, q_bars, u_bars, k_bars, counters, starts, block_table, mask,
                     min_query, num_reqs, num_pages, table_r, H // G * PASSES, PASSES, G, PIECES, P, BOX, BLOCK_Q, BLOCK_N,
-                    CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, RAGGED, EQUAL, HAS_RIGHT, CHUNK, SPAN_RIGHT, SHARED,
+                    CONSUMERS, STAGES, Q_STAGES, COPIED, PAGED, RAGGED, EQUAL, HAS_RIGHT, CHUNK, SPAN_RIGHT, SHARED, JOINED,
                 )),
                 (_produce_values, (
                     v_desc, v_ring, units_ring, u_bars, v_bars, v_raw, block_table, mask, num_pages, table_r, BLOCK_V, P, BOX,
-                    BLOCK_Q, BLOCK_N, PASSES, STAGES, PAGED, EQUAL, VALUES_AT, CHUNK, SPAN_RIGHT, ENDS, SHARED,
+                    BLOCK_Q, BLOCK_N, PASSES, STAGES, PAGED, EQUAL, VALUES_AT, CHUNK, SPAN_RIGHT, ENDS, SHARED, JOINED,
                 )),
             ],
             [4, 4, 1, 1],

@@ -7,7 +7,8 @@ Every multiprocessor copies tiles of 64 keys of one head after another, as the p
 and nothing else; the median program's clock, by the number of rows. Keys are [N, P, K, D] in bfloat16, pages of `P` at random
 places. "heads": boxes of the head's own columns, up to 64 at a time, which the engine fills with zeros beyond D, as
 `hopper_prefill_launch.plan_of` describes them. "flat": a token's heads as one dimension of K * D, so that boxes have whole rows
-of 128 bytes, of which the last columns are the next head's.
+of 128 bytes, of which the last columns are the next head's. "aligned": flat boxes that begin at the multiple of 32 bytes before
+the head, as the prefill copies heads of 40, 56, 72...
 """
 
 import argparse
@@ -25,26 +26,27 @@ class Case(NamedTuple):
     size: int
     heads: int
     page: int
-    flat: bool
+    form: str
 
     def boxes(self) -> compiled.Boxes:
         """The array as the engine sees it."""
         d, k, p, n, box = self.size, self.heads, self.page, TOKENS // self.page, min(self.page, ROWS)
-        if self.flat:
+        if self.form != "heads":
             return compiled.Boxes("bfloat16", (n, p, 1, k * d), (p * k * d, k * d, k * d, 1), (1, box, 1, 64))
         return compiled.Boxes("bfloat16", (n, p, k, d), (p * k * d, k * d, d, 1), (1, box, 1, 64))
 
     def constants(self) -> dict[str, int]:
         pieces = -(-self.size // 64)
         sizes = {"SIZE": self.size, "HEADS": self.heads, "PIECES": pieces, "BOX": min(self.page, ROWS)}
-        return {**sizes, "FLAT": int(self.flat), "STAGES": STAGES, "ROWS": ROWS, "PAGES": TOKENS // self.page}
+        return {**sizes, "FLAT": FORMS.index(self.form), "STAGES": STAGES, "ROWS": ROWS, "PAGES": TOKENS // self.page}
 
 
+FORMS = ("heads", "flat", "aligned")
 CASES = [
-    Case(size, heads, page, flat)
+    Case(size, heads, page, form)
     for size, heads in ((32, 8), (40, 8), (40, 1), (48, 8), (56, 8), (64, 8), (72, 4), (80, 8), (96, 8), (112, 8), (128, 8))
     for page in (16, 64)
-    for flat in (False, True)
+    for form in FORMS
 ]
 
 
@@ -65,6 +67,7 @@ def copies(  # type: ignore[no-untyped-def]
         mbarrier.init(bars.index(i), count=1)
     fence_async_shared()
     head = gl.program_id(0) % HEADS
+    column = head * SIZE - (head * SIZE % 16 if FLAT == 2 else 0)
     first = gl.program_id(0) * tiles * BOXES
     begin = _clock()
     for i in range(tiles):
@@ -75,7 +78,7 @@ def copies(  # type: ignore[no-untyped-def]
         for b in gl.static_range(BOXES):
             page = gl.load(pages + (first + i * BOXES + b) % PAGES)
             for h in gl.static_range(PIECES):
-                at = [page, 0, 0, head * SIZE + h * 64] if FLAT else [page, 0, head, h * 64]
+                at = [page, 0, 0, column + h * 64] if FLAT else [page, 0, head, h * 64]
                 load_box(desc, at, bars.index(stage), ring.index((stage * PIECES + h) * BOXES + b))
     for i in range(tiles, tiles + STAGES):
         mbarrier.wait(bars.index(i % STAGES), i // STAGES & 1 ^ 1)
@@ -98,7 +101,7 @@ def main() -> None:
     import torch
 
     out = torch.empty(PROGRAMS, dtype=torch.int32, device="cuda")
-    print("cycles of a row: heads, flat")
+    print(f"cycles of a row: {', '.join(FORMS)}")
     figures: dict[Any, float] = {}
     for case in CASES:
         boxes, pages = case.boxes(), torch.randperm(TOKENS // case.page, device="cuda").int()
@@ -107,9 +110,9 @@ def main() -> None:
         for _ in range(3):
             copies[(PROGRAMS,)](out, pages, desc, TILES, num_warps=4, **case.constants())
         figures[case] = float(out.float().median()) / (TILES * ROWS)
-        if case.flat:
-            two = figures[case._replace(flat=False)], figures[case]
-            print(f"{case.heads} heads of {case.size}, pages of {case.page}: {two[0]:.2f}, {two[1]:.2f}")
+        if case.form == FORMS[-1]:
+            shown = ", ".join(f"{figures[case._replace(form=form)]:.2f}" for form in FORMS)
+            print(f"{case.heads} heads of {case.size}, pages of {case.page}: {shown}")
 
 
 if __name__ == "__main__":

@@ -187,6 +187,7 @@ def test_a_reason_is_logged_once(monkeypatch, caplog):
 # --- compilation ----------------------------------------------------------------------------------------------------
 
 CASES = (("hopper_prefill", "mask=causal"), ("hopper_mla", "num_heads=64"), ("hopper_mla", "indices"))
+REGISTERS = 128, 168, 168  #: the first one is of programs of one consumer
 PROGRAMS = {"hopper_prefill": "prefill", "hopper_mla": "attend"}
 
 
@@ -206,9 +207,11 @@ def test_it_compiles_with_other_releases_of_triton(version, monkeypatch):
     monkeypatch.setattr(aot, "compiler_path", lambda target: str(folder))
     rows = aot.compile_cases("sm_90", cases(*CASES))
     assert [f"{row.label}: {row.reason}" for row in rows if row.status != "compiled"] == []
-    for row in rows:
+    by_case = {row.case: row for row in rows}
+    for case, registers in zip(cases(*CASES), REGISTERS, strict=True):
+        row = by_case[case.name]
         part = next(part for part in row.parts if part["name"] == PROGRAMS[row.kernel])
-        assert part["registers"] == 168 and part["shared"] <= part["limit"]
+        assert part["registers"] == registers and part["shared"] <= part["limit"]
         assert part["stack"] < (640 if row.kernel == "hopper_prefill" else 256)
 
 

@@ -44,6 +44,7 @@ def run(
     again: bool = True,
     apart: str = "",
     equal: bool = False,
+    broken_head: tuple[int, str] | None = None,
 ) -> None:
     """Compare output and log-sum-exp of every row with the definition; memory that no row may use is NaN.
 
@@ -51,7 +52,8 @@ def run(
     scores_of: a function of keys' positions, which is added to their scores; bfloat16: see `gluon.module`; again: whether
     rows may be computed again, key by key.
     apart: "heads" of all arrays, or "slots" of caches that have a page for each request, if these are so far apart that offsets
-    do not fit in 32 bits. equal: whether requests are: as of `Variant`; their keys may be fewer than a page's.
+    do not fit in 32 bits. equal: whether requests are: as of `Variant`; their keys may be fewer than a page's. broken_head: a
+    kv head of which all keys, or values, are NaN; its rows are not compared.
     """
     (H, K), rng, page_keys = heads, np.random.default_rng(1), page
     starts = np.cumsum([0, *(n for n, _ in lens)]).astype(np.int32)
@@ -80,6 +82,8 @@ def run(
             value[own[broken // page], broken % page] = np.nan
         if freed and n > 1:
             value[own[-1], 0] = np.nan
+    if broken_head is not None:
+        (key if broken_head[1] == "keys" else value)[..., broken_head[0], :] = np.nan
     pages = table.copy()
     for r in range(len(lens) if freed else 0):
         pages[r, : int(np.argmax(seen_of[r].any(0))) // page] = 2**31 - 1
@@ -137,6 +141,10 @@ def run(
             **{name: gluon.integer(x) for name, x in zip(names, sum(own, ()), strict=True)}, **constants,
         )  # fmt: skip
     assert counters.tolist() == [0, 0]
+    compared = np.ones(H, bool)
+    if broken_head is not None:
+        compared = np.arange(H) // (H // K) != broken_head[0]
+        key[..., broken_head[0], :] = value[..., broken_head[0], :] = 0
     for r, (n, m) in enumerate(lens):
         rows = slice(int(starts[r]), int(starts[r + 1]))
         if n <= 1:
@@ -153,10 +161,10 @@ def run(
         weights = np.exp(scores - np.where(np.isinf(log), 0, log)[..., None])
         broken = np.isnan(v).any((1, 2)) & used
         want = np.einsum("hts,shd->thd", weights, np.where(used[:, None, None] & ~np.isnan(v), v, 0))
-        np.testing.assert_allclose(lse[:, rows], log, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(lse[compared, rows], log[compared], rtol=1e-4, atol=1e-4)
         hit = (seen & broken).any(1)
         assert np.isnan(output[rows][hit]).any((1, 2)).all()
-        np.testing.assert_allclose(output[rows][~hit], want[~hit], rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(output[rows][~hit][:, compared], want[~hit][:, compared], rtol=1e-3, atol=1e-4)
 
 
 def _never(*_: Any) -> None:
@@ -237,6 +245,9 @@ def test_float16_needs_the_maximum(name: str) -> None:
         ((8, 2), 512, 32),
         ((2, 1), 320, 16),
         ((2, 1), 264, 16),
+        ((8, 4), 40, 32),
+        ((4, 2), 136, 16),
+        ((12, 2), 248, 16),
     ],
 )
 @pytest.mark.parametrize("name", ["images in a window", "everything"])
@@ -291,9 +302,37 @@ def test_more_stages_of_fewer_keys(heads: tuple[int, int], size: int) -> None:
     run([(70, 700), (65, 65), (129, 333)], mask=MASKS["causal"], heads=heads, size=size, rules={"keys_below": 1000})
 
 
-@pytest.mark.parametrize("size", [96, 512])
+@pytest.mark.parametrize("size", [72, 96, 512])
 def test_values_that_are_not_finite_in_several_heads(size: int) -> None:
     run([(70, 90), (5, 60)], mask=MASKS["causal"], heads=(8, 4), size=size, wild=True)
+
+
+@pytest.mark.parametrize("below", [190, 1000, UNBOUNDED])
+@pytest.mark.parametrize(("heads", "size"), [((4, 4), 56), ((4, 2), 72), ((12, 4), 72), ((10, 2), 88), ((2, 2), 120)])
+def test_heads_of_one_row(heads: tuple[int, int], size: int, below: int) -> None:
+    """Their boxes have columns of the heads beside them."""
+    rules = {"keys_below": below, "ends": True}
+    for rows, keys in ((31, 31), (40, 150)):
+        run([(rows, keys)] * 2, mask=MASKS["both directions"], heads=heads, size=size, page=keys, rules=rules, equal=True)
+    run([(70, 333)], mask=MASKS["window"], heads=heads, size=size, rules={"keys_below": below})
+
+
+@pytest.mark.parametrize("of", ["keys", "values"])
+@pytest.mark.parametrize("head", range(4))
+def test_numbers_of_a_head_beside_are_not_used(head: int, of: str) -> None:
+    """One head's keys or values are NaN, of which others' tiles have columns: no row of theirs changes."""
+    run([(70, 90), (5, 60)], mask=MASKS["causal"], heads=(8, 4), size=72, broken_head=(head, of))
+
+
+def test_heads_are_one_row_where_only_their_size_misaligns_them() -> None:
+    def joined(size: int, kv_heads: int = 4, width: int = 0, head: int = 0, token: int = 0) -> bool:
+        of = ((1, token or kv_heads * size, head or own, 1) for own in (size, width or size))
+        return launch._are_joined(size, width or size, kv_heads, *of)
+
+    assert [size for size in range(32, 513, 8) if joined(size)] == list(range(40, 257, 16))
+    assert joined(72, 24) and joined(72, 7, token=3 * 8 * 72)
+    # one head; tokens of an odd number of heads; other sizes of values; heads that are outermost, or apart
+    assert not (joined(72, 1) or joined(72, 3) or joined(72, width=40) or joined(72, head=72 * 100) or joined(72, head=80))
 
 
 @pytest.mark.parametrize(
@@ -349,8 +388,8 @@ def test_launches_drawn_at_random(seed: int) -> None:
         run(
             lens,
             mask=masks[rng.integers(len(masks))],
-            heads=[(1, 1), (2, 1), (3, 1), (4, 2), (5, 1), (4, 1)][rng.integers(6)],
-            size=[64, 72, 96, 128, 256][rng.integers(5)],
+            heads=[(2, 2), (2, 1), (3, 1), (4, 2), (5, 1), (4, 1)][rng.integers(6)],
+            size=[64, 72, 96, 120, 256][rng.integers(5)],
             rules={"keys_below": [None, 190, 1000, 2000, UNBOUNDED][rng.integers(5)]},
             wild=bool(rng.integers(4) == 0),
         )
@@ -374,7 +413,7 @@ def test_tiles_are_smaller_where_rows_see_few_keys() -> None:
         rules = launch.PrefillParams(**{"right": 0, **more})
         if seen is not None:
             rules = rules.seeing(2 * seen, 2 * seen) if rules.right == 0 else rules.seeing(seen, seen)
-        sizes = (8, 4, 1, size, width or size, 16)
+        sizes = (8, 4, 1, size, width or size, 16, False)
         constants = launch.constants(sizes, rules, launch.Variant(True, False, copied, False, False))
         assert ("maxnreg" in constants) == (constants["CONSUMERS"] == 1)
         assert constants["BLOCK_Q"] == constants["CONSUMERS"] * 64 // 4 and constants["CONSUMER_REGS"] % 8 == 0

@@ -330,7 +330,7 @@ def _launch_write(choice: Choice) -> None:
 HOPPER: dict[str, Sequence[Any]] = {
     "batch": ("mixed", "prefill"),
     "heads": PAGED["heads"],
-    "head_size": (64, 96, 128, 256, 512),
+    "head_size": (64, 72, 96, 128, 256, 512),
     "block_size": PAGED["block_size"],
     "dtype": ("bfloat16", "float16"),
     "mask": tuple(name for name in WINDOWS if name != "tree"),

@@ -6,7 +6,7 @@ from tests.compilers import needs_triton, output
 
 SCRIPT = """
 from benchmarks.kernels import engine
-engine.CASES = [engine.Case(40, 8, 16, False), engine.Case(40, 8, 16, True), engine.Case(112, 8, 64, True)]
+engine.CASES = [engine.Case(40, 8, 16, "heads"), engine.Case(40, 8, 16, "flat"), engine.Case(72, 4, 64, "aligned")]
 engine.compile_for_sm_90()
 """
 
