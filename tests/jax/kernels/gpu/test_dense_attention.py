@@ -82,7 +82,7 @@ from jax.sharding import SingleDeviceSharding
 from tests.compilers import H100
 
 here = SingleDeviceSharding(topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1").devices[0])
-for size in (64, 128, 256):
+for size in (64, 72, 128, 256):
     given = shapes((2, 512, 32, size), (2, 512, 8, size), sharding=here)
     with compiling_for("sm_90"):
         made = jax.jit(causal).trace(*given).lower().compile()
