@@ -155,7 +155,7 @@ def dense_cases(backend: Any, device: Device | None = None, level: str = "quick"
         replace(plain, name="negative scale", scale=-0.31),
         replace(plain, name="negative scale, causal", scale=-0.31, causal=True, rows=70, keys=70),
         replace(plain, name="longer than a tile", rows=130, keys=200, batch=1),
-        *(replace(plain, name=f"head size {s}", head_size=s) for s in (32, 80, 96, 128, 256) if supports_size(s, c.head_sizes)),
+        *(replace(plain, name=f"head size {s}", head_size=s) for s in (32, 72, 80, 96, 128, 256) if supports_size(s, c.head_sizes)),
         *(replace(plain, name=d, dtype=d) for d in c.dtypes if d in BUDGETS),
         *(
             replace(plain, name=f"{d}, {words}, views at odd addresses", dtype=d, rows=rows, batch=batch, layout="fused")

@@ -183,7 +183,7 @@ def variety(subject: Subject) -> list[Case]:
     c, small = subject.capabilities, main_dtypes(subject)[-1]
     cases = [
         base_case(subject, f"head size {s}", head_size=s, dtype=small)
-        for s in subject.sizes((80, 256, 96, 192, 128, 64, 512), c.head_sizes)
+        for s in subject.sizes((80, 72, 256, 96, 192, 128, 64, 512), c.head_sizes)
     ]
     heads = ((5, 5), (8, 1), (12, 3), (1, 1), (3, 1), (8, 8), (4, 2))
     cases += [base_case(subject, f"{h} heads on {k}", num_heads=h, num_kv_heads=k, inputs="needle") for h, k in heads]
