@@ -132,6 +132,10 @@ def attend(impl: Any, call: DenseArrays, qkv: Sequence[Any], mask: Any, joint: S
     return impl.forward(*qkv, meta)
 
 
+#: Every other head of 72 begins 16 bytes after a multiple of 32 in 16 bits.
+_SIZES = (32, 72, 80, 96, 128, 256)
+
+
 def dense_cases(backend: Any, device: Device | None = None, level: str = "quick") -> list[DenseCase]:
     """Return the cases that a backend class must pass and the calls that it must reject, from its capabilities and limits.
 
@@ -155,7 +159,7 @@ def dense_cases(backend: Any, device: Device | None = None, level: str = "quick"
         replace(plain, name="negative scale", scale=-0.31),
         replace(plain, name="negative scale, causal", scale=-0.31, causal=True, rows=70, keys=70),
         replace(plain, name="longer than a tile", rows=130, keys=200, batch=1),
-        *(replace(plain, name=f"head size {s}", head_size=s) for s in (32, 72, 80, 96, 128, 256) if supports_size(s, c.head_sizes)),
+        *(replace(plain, name=f"head size {s}", head_size=s) for s in _SIZES if supports_size(s, c.head_sizes)),
         *(replace(plain, name=d, dtype=d) for d in c.dtypes if d in BUDGETS),
         *(
             replace(plain, name=f"{d}, {words}, views at odd addresses", dtype=d, rows=rows, batch=batch, layout="fused")
