@@ -4,8 +4,9 @@
     python -m benchmarks.kernels.engine --compile    compile for sm_90 only, with or without a GPU
 
 Every multiprocessor copies tiles of 64 keys of one head after another, as the prefill's producers do, into four places in turn,
-and nothing else; the median program's clock, by the number of rows. Keys are [N, P, K, D] in bfloat16, pages of `P` at random
-places. "heads": boxes of the head's own columns, up to 64 at a time, which the engine fills with zeros beyond D, as
+and nothing else; the median program's clock, by the multiprocessor's number of rows. One program is one warp that issues
+copies; two show whether the engine limits it. Keys are [N, P, K, D] in bfloat16, pages of `P`, none beside the one before.
+"heads": boxes of the head's own columns, up to 64 at a time, which the engine fills with zeros beyond D, as
 `hopper_prefill_launch.plan_of` describes them. "flat": a token's heads as one dimension of K * D, so that boxes have whole rows
 of 128 bytes, of which the last columns are the next head's. "aligned": flat boxes that begin at the multiple of 32 bytes before
 the head, as the prefill copies heads of 40, 56, 72...
@@ -18,7 +19,8 @@ from attn.kernels import compiled
 from attn.kernels.gluon import descriptor, fence_async_shared, gl, gluon, load_box, mbarrier
 
 TILES, STAGES, ROWS = 256, 4, 64
-PROGRAMS = 132
+MULTIPROCESSORS = 132
+_STEP = gl.constexpr(179)  #: between the pages of one box and the next: no divisor of their number, which is a power of 2
 TOKENS = 16384  #: of the cache: less than the second-level cache holds
 
 
@@ -57,7 +59,7 @@ def _clock():  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def copies(  # type: ignore[no-untyped-def]
-    out, pages, desc, tiles, SIZE: gl.constexpr, HEADS: gl.constexpr, PIECES: gl.constexpr, BOX: gl.constexpr,
+    out, desc, tiles, SIZE: gl.constexpr, HEADS: gl.constexpr, PIECES: gl.constexpr, BOX: gl.constexpr,
     FLAT: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, PAGES: gl.constexpr,
 ):  # fmt: skip
     BOXES: gl.constexpr = ROWS // BOX
@@ -68,7 +70,7 @@ def copies(  # type: ignore[no-untyped-def]
     fence_async_shared()
     head = gl.program_id(0) % HEADS
     column = head * SIZE - (head * SIZE % 16 if FLAT == 2 else 0)
-    first = gl.program_id(0) * tiles * BOXES
+    first = gl.program_id(0) * 37
     begin = _clock()
     for i in range(tiles):
         stage = i % STAGES
@@ -76,7 +78,7 @@ def copies(  # type: ignore[no-untyped-def]
             mbarrier.wait(bars.index(stage), i // STAGES & 1 ^ 1)
         mbarrier.expect(bars.index(stage), ROWS * PIECES * 128)
         for b in gl.static_range(BOXES):
-            page = gl.load(pages + (first + i * BOXES + b) % PAGES)
+            page = (first + i * BOXES + b) * _STEP % PAGES  # computed: a load would be waited for
             for h in gl.static_range(PIECES):
                 at = [page, 0, 0, column + h * 64] if FLAT else [page, 0, head, h * 64]
                 load_box(desc, at, bars.index(stage), ring.index((stage * PIECES + h) * BOXES + b))
@@ -86,9 +88,8 @@ def copies(  # type: ignore[no-untyped-def]
 
 
 def compile_for_sm_90() -> None:
-    arrays = {"out": compiled.Pointer("int32"), "pages": compiled.Pointer("int32")}
     for case in CASES:
-        arguments = {**arrays, "desc": case.boxes(), "tiles": TILES, **case.constants()}
+        arguments = {"out": compiled.Pointer("int32"), "desc": case.boxes(), "tiles": TILES, **case.constants()}
         program = compiled.compile_kernel(copies, "sm_90", arguments, {"num_warps": 4})
         print(f"{case}: {len(program.image)} bytes, {program.shared} of shared memory")
 
@@ -100,18 +101,20 @@ def main() -> None:
         return compile_for_sm_90()
     import torch
 
-    out = torch.empty(PROGRAMS, dtype=torch.int32, device="cuda")
-    print(f"cycles of a row: {', '.join(FORMS)}")
+    out = torch.empty(2 * MULTIPROCESSORS, dtype=torch.int32, device="cuda")
+    print(f"cycles of a row: {', '.join(FORMS)}; the same with two programs on each multiprocessor")
     figures: dict[Any, float] = {}
     for case in CASES:
-        boxes, pages = case.boxes(), torch.randperm(TOKENS // case.page, device="cuda").int()
+        boxes = case.boxes()
         keys = torch.zeros(boxes.shape, device="cuda", dtype=torch.bfloat16)
         desc = descriptor(keys.data_ptr(), keys.dtype, boxes.shape, boxes.strides, boxes.box)
-        for _ in range(3):
-            copies[(PROGRAMS,)](out, pages, desc, TILES, num_warps=4, **case.constants())
-        figures[case] = float(out.float().median()) / (TILES * ROWS)
+        for programs in (1, 2):
+            for _ in range(3):
+                copies[(programs * MULTIPROCESSORS,)](out, desc, TILES, num_warps=4, **case.constants())
+            clocks = float(out[: programs * MULTIPROCESSORS].float().median())
+            figures[case, programs] = clocks / (TILES * ROWS * programs)
         if case.form == FORMS[-1]:
-            shown = ", ".join(f"{figures[case._replace(form=form)]:.2f}" for form in FORMS)
+            shown = ", ".join(f"{figures[case._replace(form=form), n]:.2f}" for n in (1, 2) for form in FORMS)
             print(f"{case.heads} heads of {case.size}, pages of {case.page}: {shown}")
 
 
