@@ -3,6 +3,8 @@
     python -m benchmarks.prompts --random 24 --seed 7 --json out.json
     python -m benchmarks.prompts --random 24 --seed 7 --only 3,11      two of these launches
     python -m benchmarks.prompts --random 24 --seed 7 --list           print them
+    python -m benchmarks.prompts --launch "2x914 8/1x128 causal p16"   launches as they are printed, of equal lengths
+    python -m benchmarks.prompts --launch "64x1@4096 32/8x128 causal p16" --invariant   beside the same with batch_invariant
 
 `attn bench` times batches over pages and dense shapes of models; here heads of 32 to 256, any group, windows on one side or
 both, caps, sinks and ragged lengths meet, in three kinds of launches: dense (equal lengths), encoders' batches over their own
@@ -18,9 +20,10 @@ At the end: the fastest peer's time by ours, its geometric mean, and the launche
 import argparse
 import json
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -38,6 +41,9 @@ PEERS = {
 }
 
 
+INVARIANT = ", batch_invariant"
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Bounds of what is drawn. rows: of a launch; pairs: of rows and keys, times query heads and head size."""
@@ -50,6 +56,10 @@ class Sizes:
     sizes: tuple[int, ...] = (32, 40, 64, 72, 80, 96, 112, 128, 128, 128, 160, 192, 256)
 
 
+_LAUNCH = re.compile(
+    r"(\d+)x(\d+)(?:@(\d+))? (\d+)/(\d+)x(\d+) (causal|full) (?:(dense|encoder)|p(\d+))"
+    r"(?: window (\d+)\+(\d+))?(?: cap ([\d.]+))?( sinks)?"
+)
 ON_CPU = Sizes(64, 4, 128, 1 << 24, ("4/2", "3/3", "7/1"), (32, 40, 64))
 
 
@@ -80,6 +90,22 @@ class Launch:
     @property
     def pairs(self) -> int:
         return sum(n * m for n, m in self.lens) * self.heads * self.size
+
+
+def parsed(text: str) -> Launch:
+    """Return the launch that is printed as `text`. Raises ValueError for any other text, and for lengths that differ."""
+    found = _LAUNCH.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{text!r}: must be as --list prints it, of equal lengths, such as '2x914@1462 8/1x128 causal p16'")
+    count, rows, keys, heads, kv_heads, size, mask, kind, page, before, after, cap, sinks = found.groups()
+    lens = ((int(rows), int(keys or rows)),) * int(count)
+    launch = Launch(
+        "paged" if page else kind, lens, int(heads), int(kv_heads), int(size), mask == "causal",
+        (int(before), int(after)) if before else None, float(cap) if cap else None, sinks is not None, int(page or 16),
+    )  # fmt: skip
+    if launch.kind == "dense" and str(launch) != str(replace(launch, window=None, cap=None, sinks=False)):
+        raise ValueError(f"{text!r}: a dense launch has no window, cap or sinks (an encoder's has)")
+    return launch
 
 
 def drawn(number: int, seed: int, sizes: Sizes) -> Launch:
@@ -124,7 +150,9 @@ class Inputs:
 
     def call(self, backend: str | None, dtype: torch.dtype | None = None) -> tuple[str, Callable[[], torch.Tensor]]:
         """Return the backend's name (None: the selector's choice) and its call. Raises `UnsupportedError` with the reasons of
-        one that does not serve the launch."""
+        one that does not serve the launch. A name that ends in `INVARIANT` is of a layer that requests `batch_invariant`."""
+        features = ["batch_invariant"] if backend is not None and backend.endswith(INVARIANT) else []
+        backend = backend.removesuffix(INVARIANT) if backend is not None else None
         launch, dtype = self.launch, dtype or self.dtype
         query, key, value = (x.to(dtype) for x in (self.query, self.key, self.value))
         if launch.kind == "dense":
@@ -138,7 +166,7 @@ class Inputs:
         layer = Attention(
             launch.heads, launch.size, num_kv_heads=launch.kv_heads, sliding_window=window, logits_soft_cap=launch.cap,
             sinks=self.sinks, dtype=dtype, block_size=launch.page, attn_type="decoder" if paged else "encoder_only",
-            backend=backend,
+            features=features, backend=backend,
         ).to(self.device)  # fmt: skip
         counts = [-(-m // launch.page) for _, m in launch.lens]
         pages = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).tolist()
@@ -147,13 +175,13 @@ class Inputs:
         batch = CommonAttentionMetadata.from_lens(new, cached, tables, launch.page, causal=launch.causal)
         if not paged:
             metadata = layer.build(batch)
-            return layer.selection.name, lambda: layer(query, key, value, None, metadata)
+            return layer.selection.name + INVARIANT * len(features), lambda: layer(query, key, value, None, metadata)
         cache = layer.new_kv_cache(num_blocks=sum(counts), device=self.device)
         # all keys are written once, as a prompt of its own; the call that is timed writes none
         whole = CommonAttentionMetadata.from_lens(cached, cached, tables, launch.page)
         layer.impl.do_kv_cache_update(layer, key, value, cache, layer.build(whole).slot_mapping)
         metadata = layer.build(batch)
-        return layer.selection.name, lambda: layer(query, None, None, cache, metadata)
+        return layer.selection.name + INVARIANT * len(features), lambda: layer(query, None, None, cache, metadata)
 
 
 @dataclass(frozen=True)
@@ -226,7 +254,7 @@ def summary(rows: Sequence[Row], ours: str, limit: float) -> str:
             for launch, own in by_launch.items()
             if ours in own and not own[ours].refused
             and (peers := [getattr(row, what) for name, row in own.items()
-                           if name != ours and not row.refused and row.error <= limit])
+                           if name.removesuffix(INVARIANT) != ours and not row.refused and row.error <= limit])
         }  # fmt: skip
         if ratios:
             mean = math.exp(statistics.fmean(map(math.log, ratios.values())))
@@ -241,6 +269,8 @@ def main() -> int:
     add = parser.add_argument
     add("--random", type=int, default=24, metavar="N", help="number of launches (%(default)s)")
     add("--seed", type=int, default=0, metavar="S", help="(%(default)s)")
+    add("--launch", action="append", metavar="LAUNCH", help="this launch instead; may be repeated")
+    add("--invariant", action="store_true", help="also time our layer with batch_invariant")
     add("--ours", default="TRITON_ATTN", metavar="NAME", help="the backend that is compared (%(default)s)")
     add("--only", metavar="N,N", help="numbers of launches")
     add("--without", default="", metavar="NAMES", help="peers to leave out, by commas")
@@ -255,7 +285,16 @@ def main() -> int:
         if not numbers or max(numbers) >= args.random or len(numbers) <= args.only.count(","):
             parser.error(f"--only {args.only}: numbers from 0 to {args.random - 1}, with commas between")
     on_gpu = torch.cuda.is_available()
-    launches = {number: drawn(number, args.seed, Sizes() if on_gpu else ON_CPU) for number in numbers}
+    try:
+        launches = dict(enumerate(map(parsed, args.launch))) if args.launch else {
+            number: drawn(number, args.seed, Sizes() if on_gpu else ON_CPU) for number in numbers
+        }  # fmt: skip
+    except ValueError as error:
+        parser.error(f"--launch {error}")
+    if args.launch and args.only:
+        parser.error("--only selects launches of --random, not of --launch")
+    if args.invariant and (dense := [str(launch) for launch in launches.values() if launch.kind == "dense"]):
+        parser.error(f"--invariant: {dense[0]} is dense, and such layers have no batch_invariant")
     if args.list:
         print("\n".join(f"{number:3d} {launch}" for number, launch in launches.items()))
         return 0
@@ -268,7 +307,8 @@ def main() -> int:
         for number, launch in launches.items():
             print(f"{number:3d} {launch}", flush=True)
             peers = [name for name in PEERS[launch.kind] if name not in without and name != args.ours]
-            for row in measured(launch, [args.ours, *peers], bench, dtype):
+            ours = [args.ours, args.ours + INVARIANT] if args.invariant else [args.ours]
+            for row in measured(launch, [*ours, *peers], bench, dtype):
                 print(row, flush=True)
                 rows.append(row)
             if args.json:

@@ -1,6 +1,7 @@
 """Prompts drawn at random: the same launches for a seed, every kind of them, and a summary that counts right peers only."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -35,6 +36,30 @@ def test_a_launch_is_timed_and_checked_on_each_backend() -> None:
         rows = list(prompts.measured(launch, ["CPU_ATTN", "FLASH_ATTN"], TorchBench(torch.device("cpu")), torch.float32))
     assert rows[0].cold > 0 < rows[0].warm and rows[0].error < 1e-5 and not rows[0].refused
     assert rows[1].refused.startswith("UnsupportedError: ") and "CPU" in rows[1].refused
+
+
+def test_a_printed_launch_is_that_launch() -> None:
+    equal = [launch for number in range(200) if len({*(launch := drawn(number, 3, Sizes())).lens}) == 1]
+    assert {launch.kind for launch in equal} == {"dense", "encoder", "paged"}
+    for launch in equal:
+        # of launches without pages the size of one is not printed, and not used
+        assert prompts.parsed(str(launch)) == (launch if launch.kind == "paged" else replace(launch, page=16))
+    for text in ("3x(20..36) 7/1x40 full encoder", "2x914 8/1x128 causal", "2x914 8/1x128 causal dense sinks", "64q1s4k"):
+        with pytest.raises(ValueError, match="must be as --list prints it|a dense launch has no"):
+            prompts.parsed(text)
+
+
+def test_a_batch_invariant_layer_is_timed_beside_ours() -> None:
+    launch = prompts.parsed("3x1@40 4/2x64 causal p16")
+    with torch.no_grad():
+        rows = list(
+            prompts.measured(
+                launch, ["CPU_ATTN", f"CPU_ATTN{prompts.INVARIANT}"], TorchBench(torch.device("cpu")), torch.float32
+            )
+        )
+    assert [row.backend for row in rows] == ["CPU_ATTN", "CPU_ATTN, batch_invariant"]
+    assert all(row.error < 1e-5 and not row.refused for row in rows)
+    assert summary(rows, "CPU_ATTN", 1e-5) == ""  # itself is no peer
 
 
 def test_the_summary_counts_right_peers() -> None:

@@ -45,10 +45,10 @@ class FlashAttentionImpl(DenseImpl, backend=FlashAttentionBackend):
             return nothing
         query, (batch, rows) = call.query, call.query.shape[:2]
         key, value, lens = pack(call)
-        made_once = functools.partial(numbers, batch + 1, 0, device=query.device, stream=stream_of(query.device))
-        starts, keys = made_once(rows), int(lens.max())
+        multiples = functools.partial(numbers, batch + 1, 0, device=query.device, stream=stream_of(query.device))
+        starts, keys = multiples(rows), int(lens.max())
         # a copy from the host, which waits for the device and cannot be captured, only where lengths differ
-        bounds = made_once(keys) if keys == lens.min() else int32([0, *lens.cumsum()]).to(query.device)
+        bounds = multiples(keys) if keys == lens.min() else int32([0, *lens.cumsum()]).to(query.device)
         provider = providers.chosen(Request(self.head_size, dtype_name(query.dtype)), arch_of(query.device))
         ragged = VarlenCall(
             query=query.flatten(0, 1),
